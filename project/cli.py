@@ -1,0 +1,184 @@
+"""The front door: YAML and launcher in, Trainer, model and data out. `python -m project fit --help` shows every key.
+
+Lightning's CLI does the work. What is ours: configs that stand on other configs (`base:`), a folder for each run, the
+launcher's word on nodes and processes, errors in one line, and the silent traps made loud.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from project.cluster.launcher import detect, host
+from project.data import ImageData
+from project.model import ImageClassifier
+from project.run import RUNS, new_run
+from project.survive.failure import report
+from project.trainer import Trainer
+from project.watch.console import Progress, log_to, open_log
+
+log = logging.getLogger(__name__)
+
+CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong without listing every flag there is, and takes no abbreviated flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class ProjectCLI(LightningCLI):
+    """LightningCLI for ImageClassifier and ImageData."""
+
+    trainer: Trainer
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
+        parser.add_argument(
+            "--base",
+            type=str | list[str] | None,
+            default=None,
+            help="In a config: the config or configs that it stands on.",
+        )
+        parser.add_argument("--run", type=str | None, default=None, help=f"Name of the run, its folder in {RUNS}/.")
+        parser.add_argument(
+            "--debug",
+            type=bool,
+            default=False,
+            help="A log for each rank, NCCL and torch.distributed at their wordiest.",
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.set_defaults(
+            {
+                "model.network": {"class_path": "project.model.MiniResNet"},
+                "data.source": {"class_path": "project.data.Synthetic"},
+            }
+        )
+        parser.link_arguments("seed_everything", "data.seed")
+
+    def before_instantiate_classes(self) -> None:
+        settings = self.config[self.subcommand]
+        settings.base = None  # resolved: the saved config stands alone
+        path = settings.get("ckpt_path")
+        if path and path not in ("best", "last") and not Path(path).is_file():
+            raise ValueError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lets the hyper-parameters saved in a checkpoint override the command line. Not here."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        settings = self.config[self.subcommand]
+        root = Path(settings.trainer.default_root_dir or ".").absolute()
+        self.folder = root / RUNS
+        if detect().rank == 0:
+            self.folder = new_run(root, settings.run, self._kind())
+            log_to(self.folder / "log.txt")
+            log.info("Run: %s", self.folder)
+        return super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            launched = getattr(self.trainer.strategy.launcher, "procs", [])
+            report(error, self.trainer.global_rank, host(), launched)
+            raise SystemExit(1) from None
+
+    def _kind(self) -> str:
+        configs = self.config[self.subcommand].config or []
+        stem = Path(str(configs[-1])).stem if configs else "default"
+        return stem if self.subcommand == "fit" else f"{stem}-{self.subcommand}"
+
+    def after_fit(self) -> None:
+        trainer = self.trainer
+        if not trainer.is_global_zero or trainer.interrupted:
+            return
+        lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
+        if checkpoint := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+            lines["checkpoint"] = checkpoint
+        lines["dashboard"] = f"tensorboard --logdir {self.folder.parent}"
+        for name, text in lines.items():
+            log.info("%-11s %s", name, text)
+
+
+def expand(argv: list[str]) -> list[str]:
+    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
+    expanded: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("-c", "--config"):
+            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
+        elif word.startswith("--config="):
+            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
+        else:
+            expanded.append(word)
+    return expanded
+
+
+def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
+    path = _find(name, above[-1] if above else None)
+    if path in above:
+        raise ValueError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
+    bases = content.get("base") or []
+    bases = [bases] if isinstance(bases, str) else bases
+    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
+
+
+def _find(name: str, asking: Path | None) -> Path:
+    """A config beside the one that names it, from here, or one that comes with the project."""
+    places = [asking.parent / name] if asking else [Path(name)]
+    if not Path(name).is_absolute():
+        plain = name.removeprefix("configs/")
+        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise ValueError(
+        f"There is no config {name!r}"
+        + (
+            f", which {asking} names as its base."
+            if asking
+            else ". HINT: those that come with the project are called configs/*.yaml."
+        )
+    )
+
+
+def main() -> None:
+    """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
+    rank = 0
+    open_log(rank, host())
+    try:
+        rank = detect().rank
+        open_log(rank, host())
+        sys.argv[1:] = expand(sys.argv[1:])
+        ProjectCLI(
+            ImageClassifier,
+            ImageData,
+            trainer_class=Trainer,
+            save_config_kwargs={"overwrite": True},  # every run has a folder of its own
+            parser_class=Parser,
+            parser_kwargs={"prog": "python -m project"},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+    except Exception as error:
+        report(error, rank, host())
+        raise SystemExit(1) from None

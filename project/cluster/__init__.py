@@ -1,0 +1,1 @@
+"""WHERE it is trained."""

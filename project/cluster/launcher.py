@@ -1,0 +1,122 @@
+"""Who launched this process (plain Python, torchrun or srun), and what that says about hosts and processes.
+
+One YAML serves all launchers: where one set the number of nodes and of processes on each, that is what is used, whatever the
+YAML says; plain Python uses the YAML's.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher decided: nodes and processes on each, and which of them this process is."""
+
+    kind: Literal["python", "torchrun", "srun"]
+    rank: int = 0
+    nodes: int | None = None
+    """None: the launcher leaves it to the YAML."""
+    processes: int | None = None
+    """Processes on each node; None: the launcher leaves it to the YAML."""
+
+    @property
+    def world_size(self) -> int | None:
+        return self.nodes * self.processes if self.nodes and self.processes else None
+
+    def environment(self) -> ClusterEnvironment:
+        """Lightning's view of this launcher; chosen here, because Lightning's own guess goes by the job's name."""
+        if self.kind == "torchrun":
+            return TorchElasticEnvironment()
+        if self.kind == "srun":
+            return SLURMEnvironment(auto_requeue=False)
+        return LightningEnvironment()
+
+    def settle(self, trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The Trainer's arguments that follow from the launcher, and a line for each that the YAML has otherwise."""
+        if self.kind == "python":
+            self._check_plain(trainer)
+            return {}, []
+        settled: dict[str, Any] = {"num_nodes": self.nodes, "devices": self.processes}
+        lines = []
+        for name, value in settled.items():
+            wanted = trainer.get(name)
+            if wanted not in (None, "auto", -1, "-1", value, str(value)) and not (name == "num_nodes" and wanted == 1):
+                lines.append(f"trainer.{name}={value}, from {self.kind}, instead of the configuration's {wanted}")
+        return settled, lines
+
+    def _check_plain(self, trainer: Mapping[str, Any]) -> None:
+        nodes = trainer.get("num_nodes") or 1
+        if nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
+            raise ValueError(
+                f"trainer.num_nodes={nodes}, and nothing says which of the nodes this is. HINT: start scripts/launch.sh "
+                f"on every node (NNODES={nodes} NODE_RANK=... MASTER_ADDR=...), or use srun (scripts/slurm.sbatch)."
+            )
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Reads the launcher's environment variables. What can't work is a ValueError that says what to run instead."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _torchrun(environment)
+    if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _srun(environment)
+    if "SLURM_JOB_ID" in environment:
+        _refuse_forgotten_srun(environment)
+    node_rank, local_rank = _number(environment, "NODE_RANK", 0), _number(environment, "LOCAL_RANK", 0)
+    # Rank 0 is all that matters before Lightning has made the other processes.
+    return Launch("python", rank=node_rank + local_rank)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "")
+    try:
+        return int(value) if value else default
+    except ValueError:
+        raise ValueError(f"The environment variable {name} must be a number, and is {value!r}.") from None
+
+
+def _torchrun(environment: Mapping[str, str]) -> Launch:
+    world, local = _number(environment, "WORLD_SIZE", 1), _number(environment, "LOCAL_WORLD_SIZE", 1)
+    groups = _number(environment, "GROUP_WORLD_SIZE", world // local)
+    if local * groups != world:
+        raise ValueError(
+            f"torchrun started {world} processes on {groups} nodes, {local} of them here: every node must have the same "
+            "number. HINT: give the same --nproc-per-node on every node."
+        )
+    return Launch("torchrun", _number(environment, "RANK", 0), groups, local)
+
+
+def _srun(environment: Mapping[str, str]) -> Launch:
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES", 1)
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if tasks % nodes or "," in per_node:
+        raise ValueError(
+            f"srun placed {tasks} tasks on {nodes} nodes ({per_node}): every node must have the same number. "
+            f"HINT: #SBATCH --nodes={nodes} --ntasks-per-node={max(1, tasks // nodes)}"
+        )
+    return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes)
+
+
+def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
+    """Inside a job but started without srun: only one of its tasks would run, and wait for the others for ever."""
+    if "SLURM_STEP_ID" in environment:
+        return
+    tasks, nodes = _number(environment, "SLURM_NTASKS", 1), _number(environment, "SLURM_NNODES", 1)
+    if tasks > 1 or nodes > 1:
+        raise ValueError(
+            f"Slurm job {environment['SLURM_JOB_ID']} has {tasks} tasks on {nodes} node(s), and this process was started "
+            "without srun, alone. HINT: write 'srun python -m project ...' in the batch script (see "
+            "scripts/slurm.sbatch)."
+        )
+
+
+def host() -> str:
+    return socket.gethostname()

@@ -1,0 +1,19 @@
+"""ON WHAT it is trained."""
+
+from project.data.datamodule import ImageData
+from project.data.order import Order
+from project.data.sources import Cifar, Datasets, Digits, Fake, ImageFolders, Source, Synthetic
+from project.data.synthetic import SyntheticImages
+
+__all__ = [
+    "Cifar",
+    "Datasets",
+    "Digits",
+    "Fake",
+    "ImageData",
+    "ImageFolders",
+    "Order",
+    "Source",
+    "Synthetic",
+    "SyntheticImages",
+]

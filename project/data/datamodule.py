@@ -1,0 +1,150 @@
+"""ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from project.data.augment import crop_and_flip, normalise
+from project.data.batches import Batch, MicroBatches
+from project.data.order import MicroBatchSampler, Order
+from project.data.sources import Source, Split, Synthetic
+
+
+class ImageData(LightningDataModule):
+    """Loads images for training, validation, test and prediction.
+
+    Args:
+        source: where the images come from, by class_path: Synthetic, Cifar, ImageFolders, Digits, Fake, or Datasets
+            (your own).
+        batch_size: samples that one process puts through the network at once: the micro-batch.
+        global_batch_size: samples behind one optimiser step, over all ranks; None takes what batch_size, the number of
+            ranks and trainer.accumulate_grad_batches amount to.
+        crop_padding: training images are moved by up to so many pixels; 0 switches it off.
+        flip: mirror half of the training images.
+        tail: what the last step of an epoch does with fewer samples than a global batch: 'keep' trains on them, each
+            with its true weight; 'drop' leaves them out of this epoch.
+        num_workers: loader processes for each rank; 'auto' takes what cores the process has to spare, at most 8.
+        seed: decides the order of the samples and their augmentation.
+    """
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        batch_size: int = 64,
+        global_batch_size: int | None = None,
+        crop_padding: int = 0,
+        flip: bool = False,
+        tail: Literal["keep", "drop"] = "keep",
+        num_workers: int | Literal["auto"] = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size is a number of samples, not {batch_size}.")
+        if isinstance(num_workers, int) and num_workers < 0:
+            raise ValueError(f"data.num_workers is a number of processes or 'auto', not {num_workers}.")
+        self.source = source or Synthetic()
+        self.batch_size, self.global_batch_size = batch_size, global_batch_size
+        self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
+        self.num_workers, self.seed = num_workers, seed
+        self.spare_cores = 0  # set by the Trainer, which knows where it runs
+        self._dataset = cache(self.source.dataset)  # each split is read once
+        self._moments = cache(self._make_moments)
+
+    @property
+    def num_classes(self) -> int:
+        return self.source.num_classes
+
+    # How a global batch is made up -----------------------------------------------------------------------------------
+
+    def accumulation(self, world_size: int, wanted: int | Literal["auto"]) -> int:
+        """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks."""
+        at_once = self.batch_size * world_size
+        if self.global_batch_size is None:
+            return 1 if wanted == "auto" else wanted
+        count, rest = divmod(self.global_batch_size, at_once)
+        if rest or not count:
+            whole = self.global_batch_size // self.batch_size
+            fitting = [n for n in range(1, whole + 1) if self.global_batch_size % (self.batch_size * n) == 0]
+            sizes = f"ranks that fit: {', '.join(map(str, fitting))}; " if fitting else ""
+            nearest = max(1, round(self.global_batch_size / at_once)) * at_once
+            raise ValueError(
+                f"{world_size} rank(s) with micro-batches of {self.batch_size} can't make a global batch of "
+                f"{self.global_batch_size} ({sizes}nearest global batch for {world_size} rank(s): {nearest}). "
+                f"HINT: set data.global_batch_size={nearest}, or change data.batch_size."
+            )
+        if wanted not in ("auto", count):
+            raise ValueError(
+                f"data.global_batch_size={self.global_batch_size} on {world_size} rank(s) with micro-batches of "
+                f"{self.batch_size} takes accumulate_grad_batches={count}, not {wanted}. "
+                "HINT: set trainer.accumulate_grad_batches=auto, or leave out data.global_batch_size."
+            )
+        return count
+
+    # Loaders ---------------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        self.source.prepare()
+
+    def setup(self, stage: str) -> None:
+        for split in {"fit": ("train", "val"), "validate": ("val",)}.get(stage, ("test",)):
+            dataset = self._dataset(split)
+            if not len(dataset):  # type: ignore[arg-type]
+                raise ValueError(f"The {split} set is empty.")
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        assert self.trainer is not None
+        micro_batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        dataset = self._dataset("train")
+        order = Order(len(dataset), self.batch_size, micro_batches, self.seed, self.tail)  # type: ignore[arg-type]
+        if not order.steps or order.size < 2 * micro_batches:
+            raise ValueError(
+                f"{order.size} training images are too few for a global batch of {order.global_batch}. "
+                "HINT: set data.batch_size or data.global_batch_size lower."
+            )
+        return self._loader(dataset, order)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self._eval_loader("test")
+
+    def _eval_loader(self, split: Split) -> DataLoader[Batch]:
+        assert self.trainer is not None
+        dataset = self._dataset(split)
+        # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
+        return self._loader(dataset, Order(len(dataset), self.batch_size, self.trainer.world_size))  # type: ignore[arg-type]
+
+    def _loader(self, dataset: Dataset[Any], order: Order) -> DataLoader[Batch]:
+        assert self.trainer is not None
+        workers = min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
+        return DataLoader(
+            MicroBatches(dataset, order),
+            sampler=MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size),
+            batch_size=None,  # an item is a micro-batch already
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+
+    # On the device ---------------------------------------------------------------------------------------------------
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        images = batch["image"]
+        assert self.trainer is not None
+        if self.trainer.training and (self.crop_padding or self.flip):
+            images = crop_and_flip(images, batch["sample"], batch["epoch"], self.seed, self.crop_padding, self.flip)
+        mean, std = self._moments(images.device)
+        return {**batch, "image": normalise(images, mean, std)}
+
+    def _make_moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.source.mean, self.source.std))
+        return mean.to(device), std.to(device)

@@ -1,0 +1,155 @@
+"""Which sample, in which micro-batch, on which rank: a pure function of (seed, epoch, position).
+
+An epoch is a row of *positions* 0 .. size-1; a keyed permutation says which sample stands at each. A step takes the next
+global batch of positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples
+meet in the same micro-batches whether one process works through them or sixty-four do, and any position can be reached at
+once: nothing is stored, nothing is shuffled.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+Key = tuple[int, int, int]
+"""What names a micro-batch: (epoch, step within the epoch, number within the step)."""
+
+_ROUNDS = 6
+_BLOCK = 8192  # positions permuted at a time: numpy's cost per call disappears, and 64 KiB is kept
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatters 64-bit integers (the finaliser of splitmix64): the same bits on every platform."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
+    key = mix(mix(words[:1] + np.uint64(0x9E3779B97F4A7C15)) ^ words[1:])
+    return mix(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples at these positions: a keyed permutation of range(size), computed where it is asked for.
+
+    A Feistel network over pairs (left, right) of numbers below ceil(sqrt(size)); what falls outside the range walks on
+    through the network until it is inside, which keeps it a permutation (cycle walking).
+    """
+    side = np.uint64(isqrt(size - 1) + 1)
+    keys = round_keys(seed, epoch)
+
+    def network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x // side, x % side
+        for key in keys:
+            left, right = right, (left + mix(right ^ key) % side) % side
+        return left * side + right
+
+    x = network(positions.astype(np.uint64))
+    while (outside := x >= size).any():
+        x[outside] = network(x[outside])
+    return x.astype(np.int64)
+
+
+@lru_cache(maxsize=2)  # a loader reads onwards: the block it is in, and the one a micro-batch may reach into
+def _block(number: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    start = number * _BLOCK
+    return permute(np.arange(start, min(start + _BLOCK, size)), size, seed, epoch)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How `size` samples fall into steps and micro-batches.
+
+    What is left for the last step is spread evenly over its micro-batches (`tail: keep`), or left out of this epoch
+    (`tail: drop`). Fewer than two samples for each micro-batch are joined to the step before instead, because a batch
+    norm can't work with one. Either way no sample stands twice in an epoch, and none is made up to fill a batch.
+
+    Args:
+        size: samples in the dataset.
+        micro_batch: samples in a micro-batch.
+        micro_batches: micro-batches in a step, over all ranks.
+        seed: the key of the permutation; None leaves the samples in their own order.
+        tail: 'keep' or 'drop'.
+    """
+
+    size: int
+    micro_batch: int
+    micro_batches: int
+    seed: int | None = None
+    tail: Literal["keep", "drop"] = "keep"
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps in an epoch."""
+        full, left = divmod(self.size, self.global_batch)
+        alone = self.tail == "keep" and left >= 2 * self.micro_batches
+        return full + alone if full else int(self.tail == "keep" and left > 0)
+
+    def span(self, step: int) -> tuple[int, int]:
+        """The positions of a step: from, to."""
+        start = step * self.global_batch
+        if step == self.steps - 1 and self.tail == "keep":
+            return start, self.size
+        return start, start + self.global_batch
+
+    def micro_span(self, step: int, number: int) -> tuple[int, int]:
+        """The positions of one of a step's micro-batches: from, to."""
+        start, stop = self.span(step)
+        length = stop - start
+        return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
+
+    def weight(self, step: int, number: int) -> float:
+        """What a micro-batch's mean loss counts for, so that the step's gradient is the mean over its samples.
+
+        1.0 wherever all micro-batches of a step are of one size, which is everywhere but in the tail.
+        """
+        start, stop = self.span(step)
+        low, high = self.micro_span(step, number)
+        return (high - low) * self.micro_batches / (stop - start)
+
+    def indices(self, key: Key) -> NDArray[np.int64]:
+        """The samples of a micro-batch."""
+        epoch, step, number = key
+        low, high = self.micro_span(step, number)
+        if self.seed is None:
+            return np.arange(low, high)
+        parts = []
+        for block in range(low // _BLOCK, (max(low, high - 1)) // _BLOCK + 1):
+            start = block * _BLOCK
+            samples = _block(block, self.size, self.seed, epoch)
+            parts.append(samples[max(low - start, 0) : high - start])
+        return np.concatenate(parts)
+
+
+class MicroBatchSampler(DistributedSampler[Key]):
+    """The keys of one rank's micro-batches, in the order it trains on them.
+
+    A DistributedSampler, so that Lightning leaves it in place and calls `set_epoch`. Of each step's micro-batches a rank
+    takes a run of neighbours: rank 0 the first, the last rank the last.
+    """
+
+    def __init__(self, order: Order, rank: int, world_size: int) -> None:
+        assert order.micro_batches % world_size == 0
+        # DistributedSampler's own arithmetic is not used: it pads with duplicates.
+        super().__init__(range(order.size), num_replicas=world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        self.order = order
+
+    def __len__(self) -> int:
+        return self.order.steps * (self.order.micro_batches // self.num_replicas)
+
+    def __iter__(self) -> Iterator[Key]:
+        share = self.order.micro_batches // self.num_replicas
+        for step in range(self.order.steps):
+            for number in range(self.rank * share, (self.rank + 1) * share):
+                yield self.epoch, step, number

@@ -1,0 +1,294 @@
+"""Where images come from: each source names its classes and makes the datasets 'train', 'val' and 'test'.
+
+A source is light to construct, fetches what it needs in `prepare` (called once a node), and reads it in `dataset` (called by
+every rank). Whatever the user can mend is a ValueError in one line.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from project.data.batches import InMemory
+from project.data.order import permute
+from project.data.synthetic import SyntheticImages
+
+Split = Literal["train", "val", "test"]
+Channels = float | tuple[float, ...]
+
+
+class Source(ABC):
+    """What ImageData asks of a source. `mean` and `std` are of images in 0 .. 1, one for all channels or one for each."""
+
+    num_classes: int
+    mean: Channels = 0.5
+    std: Channels = 0.25
+
+    def prepare(self) -> None:  # noqa: B027, because most sources have nothing to prepare
+        """Downloads or checks, once a node."""
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Dataset[Any]:
+        """The dataset of a split."""
+
+
+def _held_out(size: int, held_out: int, split: Split) -> torch.Tensor:
+    """The samples of 'train' or 'val', of a set that came without a validation split: always the same ones."""
+    if not 0 < held_out < size:
+        raise ValueError(f"held_out must leave training and validation images of {size}, and is {held_out}.")
+    order = permute(np.arange(size), size, seed=0, epoch=0)
+    return torch.from_numpy(order[:held_out] if split == "val" else np.sort(order[held_out:]))
+
+
+class Synthetic(Source):
+    """SyntheticImages, which can be learnt and need no download.
+
+    Args:
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        num_classes: classes.
+        image_size: height and width.
+        channels: 3 for colour.
+        difficulty: share of images whose pattern says nothing about their label; the best possible accuracy is
+            1 - difficulty * (1 - 1 / num_classes).
+        world: which patterns and images there are; another number, other data.
+    """
+
+    mean: Channels = 0.49
+    std: Channels = 0.13
+
+    def __init__(
+        self,
+        train_size: int = 50_000,
+        val_size: int = 5_000,
+        test_size: int = 10_000,
+        num_classes: int = 10,
+        image_size: int = 32,
+        channels: int = 3,
+        difficulty: float = 0.1,
+        world: int = 0,
+    ) -> None:
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        self.num_classes = num_classes
+        self.settings: dict[str, Any] = {
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "channels": channels,
+            "difficulty": difficulty,
+            "seed": world,
+        }
+
+    def dataset(self, split: Split) -> SyntheticImages:
+        return SyntheticImages(self.sizes[split], split, **self.settings)
+
+
+class Cifar(Source):
+    """CIFAR-10 or CIFAR-100, downloaded by torchvision; validation images are held out of the training set.
+
+    Args:
+        root: the folder that holds the data or gets it.
+        num_classes: 10 or 100.
+        held_out: training images held out for validation.
+        download: fetch the data if it is not there.
+    """
+
+    mean: Channels = (0.4914, 0.4822, 0.4465)
+    std: Channels = (0.2470, 0.2435, 0.2616)
+
+    def __init__(
+        self,
+        root: Path = Path("datasets"),
+        num_classes: Literal[10, 100] = 10,
+        held_out: int = 5_000,
+        download: bool = True,
+    ) -> None:
+        self.root, self.num_classes, self.held_out, self.download = root, num_classes, held_out, download
+
+    def _read(self, train: bool, download: bool = False) -> Any:
+        from torchvision import datasets
+
+        kind = datasets.CIFAR10 if self.num_classes == 10 else datasets.CIFAR100
+        try:
+            return kind(str(self.root), train=train, download=download)
+        except (OSError, RuntimeError) as error:
+            if download:
+                raise ValueError(
+                    f"Could not download CIFAR-{self.num_classes} to {self.root}: {error}. HINT: put the extracted "
+                    "archive there, or see whether this host reaches the internet."
+                ) from error
+            raise ValueError(
+                f"No CIFAR-{self.num_classes} in {self.root}. HINT: set data.source.init_args.download=true, or root "
+                "to the folder that holds the extracted archive."
+            ) from error
+
+    def prepare(self) -> None:
+        self._read(train=True, download=self.download)
+
+    def dataset(self, split: Split) -> InMemory:
+        raw = self._read(train=split != "test")
+        images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
+        labels = torch.tensor(raw.targets)
+        if split == "test":
+            return InMemory(images, labels)
+        chosen = _held_out(len(images), self.held_out, split)
+        return InMemory(images[chosen], labels[chosen])
+
+
+class ImageFolders(Source):
+    """Images in folders: root/train/<class>/*, root/val/<class>/* and, if it is there, root/test/<class>/*.
+
+    Args:
+        root: the folder that holds train, val and test.
+        image_size: images are resized and cropped at the centre to this height and width.
+        mean: mean of the images in 0 .. 1, for each channel.
+        std: standard deviation of the images in 0 .. 1, for each channel.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        image_size: int = 64,
+        mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
+        std: tuple[float, float, float] = (0.229, 0.224, 0.225),
+    ) -> None:
+        self.root, self.image_size = root, image_size
+        self.mean = mean
+        self.std = std
+        self._classes: list[str] | None = None
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the folders in root/train; a class's number is its place in the alphabet."""
+        if self._classes is None:
+            folder = self.root / "train"
+            if not folder.is_dir():
+                raise ValueError(
+                    f"No folder {folder}. HINT: data.source.init_args.root must hold train/<class>/*.jpg and val/<class>/*.jpg."
+                )
+            self._classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+            if not self._classes:
+                raise ValueError(f"{folder} has no folders. HINT: each class has a folder of its own in it.")
+        return self._classes
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        return len(self.classes)
+
+    def prepare(self) -> None:
+        assert self.classes
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        from torchvision import datasets, transforms
+
+        folder = self.root / split
+        if not folder.is_dir():
+            raise ValueError(f"No folder {folder}. HINT: put images into {folder}/<class>/.")
+        resize = transforms.Compose([transforms.Resize(self.image_size), transforms.CenterCrop(self.image_size)])
+        try:
+            found = datasets.ImageFolder(str(folder), transform=resize)
+        except (FileNotFoundError, RuntimeError) as error:
+            raise ValueError(f"{folder} can't be used: {error}") from error
+        if found.classes != self.classes:
+            raise ValueError(
+                f"{folder} and {self.root / 'train'} must have the same classes: {found.classes[:5]} there, "
+                f"{self.classes[:5]} here."
+            )
+        dataset: Dataset[Any] = found
+        return dataset
+
+
+class Fake(Source):
+    """torchvision's FakeData: noise with random labels. Nothing can be learnt from it; it loads like PIL images do.
+
+    Args:
+        size: images in each split.
+        image_size: height and width.
+        num_classes: classes.
+    """
+
+    def __init__(self, size: int = 1_000, image_size: int = 32, num_classes: int = 10) -> None:
+        self.size, self.image_size, self.num_classes = size, image_size, num_classes
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        from torchvision.datasets import FakeData
+
+        shape = (3, self.image_size, self.image_size)
+        offset = ("train", "val", "test").index(split) * self.size
+        dataset: Dataset[Any] = FakeData(self.size, shape, self.num_classes, random_offset=offset)
+        return dataset
+
+
+class Digits(Source):
+    """Handwritten digits from scikit-learn: 1,797 real images of 8x8 pixels, no download.
+
+    Args:
+        held_out: images held out for validation.
+        held_out_test: images held out for the test.
+    """
+
+    num_classes = 10
+    mean: Channels = 0.305
+    std: Channels = 0.376
+
+    def __init__(self, held_out: int = 200, held_out_test: int = 360) -> None:
+        self.held_out, self.held_out_test = held_out, held_out_test
+
+    def prepare(self) -> None:
+        self._read()
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ValueError("The digits come with scikit-learn. HINT: pip install scikit-learn") from error
+        pixels, labels = load_digits(return_X_y=True)
+        images = torch.from_numpy(pixels * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
+        return images, torch.from_numpy(labels).long()
+
+    def dataset(self, split: Split) -> InMemory:
+        images, labels = self._read()
+        order = torch.from_numpy(permute(np.arange(len(images)), len(images), seed=0, epoch=0))
+        test, val = self.held_out_test, self.held_out_test + self.held_out
+        chosen = {"test": order[:test], "val": order[test:val], "train": order[val:]}[split]
+        return InMemory(images[chosen], labels[chosen])
+
+
+class Datasets(Source):
+    """Your own datasets: anything with `__len__` and `__getitem__(index) -> (image, label)`.
+
+    An image is a uint8 tensor (C, H, W), a float tensor in 0 .. 1, an array or a PIL image. A dataset may also have
+    `__getitems__(indices) -> (images, labels)`, which makes a whole batch and is faster.
+
+    Args:
+        train: the training set, by class_path.
+        val: the validation set, by class_path.
+        num_classes: classes; labels are 0 .. num_classes-1.
+        test: the test set, by class_path.
+        mean: mean of the images in 0 .. 1.
+        std: standard deviation of the images in 0 .. 1.
+    """
+
+    def __init__(
+        self,
+        train: Callable[[], Dataset],  # type: ignore[type-arg]  # jsonargparse needs the plain class
+        val: Callable[[], Dataset],  # type: ignore[type-arg]
+        num_classes: int,
+        test: Callable[[], Dataset] | None = None,  # type: ignore[type-arg]
+        mean: float = 0.5,
+        std: float = 0.25,
+    ) -> None:
+        self.factories = {"train": train, "val": val, "test": test}
+        self.num_classes = num_classes
+        self.mean = mean
+        self.std = std
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        factory = self.factories[split]
+        if factory is None:
+            raise ValueError(f"There is no {split} set. HINT: set data.source.init_args.{split}.")
+        return factory()

@@ -1,0 +1,7 @@
+"""WHAT is trained."""
+
+from project.model.classifier import ImageClassifier
+from project.model.minires import MiniResNet
+from project.model.schedule import WarmupCosine
+
+__all__ = ["ImageClassifier", "MiniResNet", "WarmupCosine"]

@@ -1,0 +1,162 @@
+"""ImageClassifier: loss, metrics, optimiser and schedule around any network that turns images into logits."""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from project.model.schedule import WarmupCosine
+from project.model.tally import Tally
+
+Scaling = Literal["linear", "sqrt", "none"]
+
+
+def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> float:
+    """What the learning rate is multiplied by when the global batch is not the one it was stated for."""
+    if scaling == "none":
+        return 1.0
+    ratio = global_batch / reference_batch
+    return ratio if scaling == "linear" else ratio**0.5
+
+
+class ImageClassifier(LightningModule):
+    """Trains a network to classify images.
+
+    Args:
+        network: the network: `class_path` of a class, or of a function that returns one.
+        optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`.
+        lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`).
+        lr_reference_batch: the global batch that the optimiser's learning rate is stated for.
+        lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
+        lr_interval: 'step' or 'epoch': when the schedule moves.
+        label_smoothing: share of the target that is spread over all classes.
+        channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4),
+        lr_scheduler: LRSchedulerCallable = WarmupCosine,
+        lr_reference_batch: int = 64,
+        lr_scaling: Scaling = "linear",
+        lr_interval: Literal["step", "epoch"] = "step",
+        label_smoothing: float = 0.0,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        if lr_reference_batch < 1:
+            raise ValueError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
+        self.network = network
+        if channels_last:
+            nn.Module.to(network, memory_format=torch.channels_last)
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.lr_reference_batch, self.lr_scaling, self.lr_interval = lr_reference_batch, lr_scaling, lr_interval
+        self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
+        self.step_tally, self.epoch_tally, self.eval_tally = Tally(), Tally(), Tally()
+        self._tallied_step = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images)  # type: ignore[no-any-return]
+
+    # Training: a micro-batch at a time ------------------------------------------------------------------------------
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        logits = self(batch["image"])
+        if batch_idx == 0:
+            self._check_classes(logits)
+        loss = self.loss(logits, batch["label"])
+        self.step_tally.update(logits.detach(), batch["label"], loss)
+        # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
+        return loss if batch["weight"] == 1.0 else loss * batch["weight"]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        if step == self._tallied_step:
+            return  # in the middle of a step
+        self._tallied_step = step
+        self.epoch_tally.sums += self.step_tally.sums
+        self.epoch_tally._update_count += 1  # it was updated by hand
+        if step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            values = self._report("train", self.step_tally)
+            self.log_dict(values, prog_bar=True, logger=False)
+        self.step_tally.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.epoch_tally.num_classes = self.step_tally.num_classes
+        self._report("train_epoch", self.epoch_tally)
+        self.epoch_tally.reset()
+
+    # Validation, test, prediction -----------------------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def _evaluate(self, batch: dict[str, Any]) -> None:
+        logits = self(batch["image"])
+        self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._finish_evaluation("test")
+
+    def _finish_evaluation(self, stage: str) -> None:
+        if self.trainer.sanity_checking:
+            self.eval_tally.reset()
+            return
+        values = self._report(stage, self.eval_tally)
+        # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
+        self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
+        self.eval_tally.reset()
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        probabilities = self(batch["image"]).float().softmax(dim=1)
+        confidence, label = probabilities.max(dim=1)
+        return {"sample": batch["sample"], "label": label, "confidence": confidence}
+
+    # Optimiser and schedule -----------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.optimizer(self.parameters())
+        global_batch = getattr(self.trainer, "global_batch", None) or self.lr_reference_batch
+        factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        scheduler = self.lr_scheduler(optimizer)
+        if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
+            scheduler.total_steps = int(self.trainer.estimated_stepping_batches)
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            config["monitor"] = scheduler.monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _report(self, stage: str, tally: Tally) -> dict[str, float]:
+        """Joins the ranks' sums and logs the means at the step reached."""
+        # The host waits for the device here, and nowhere else: at log points and at the end of an epoch.
+        values = {f"{stage}/{name}": value.item() for name, value in tally.compute().items()}
+        logged = dict(values, epoch=self.trainer.current_epoch)
+        if stage == "train":
+            logged["lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        for logger in self.loggers:
+            logger.log_metrics(logged, step=self.trainer.global_step)
+        return values
+
+    def _check_classes(self, logits: Tensor) -> None:
+        wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+        if wanted is not None and (logits.ndim != 2 or logits.shape[1] < wanted):
+            raise ValueError(
+                f"The network's output has shape {tuple(logits.shape)}, and the data has {wanted} classes. "
+                f"HINT: set model.network.init_args.num_classes={wanted}."
+            )

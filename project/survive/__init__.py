@@ -1,0 +1,1 @@
+"""WHATEVER HAPPENS: stopping cleanly."""

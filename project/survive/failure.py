@@ -1,0 +1,92 @@
+"""The end of a run that failed: the rank at fault says why, once and last; the others only that they lost it.
+
+What the user can mend (a ValueError of ours, a setting that Lightning refuses) is one line. Everything else is a traceback.
+"""
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, Literal
+
+import jsonargparse
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+log = logging.getLogger(__name__)
+
+# A ValueError that is raised in these packages is about something that the user wrote.
+_CHECKING = (Path(__file__).parents[1], Path(jsonargparse.__file__).parent)
+_LOST = re.compile(r"gloo|NCCL|ProcessGroup|TCPStore|Connection (closed|reset)|Broken pipe|connectFullMesh|recvValue", re.I)
+# Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
+# Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
+_FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
+
+Kind = Literal["mendable", "lost", "crash"]
+
+
+def kind(error: BaseException) -> Kind:
+    """Whose fault an error is: the user's to mend, another rank's, or a bug's."""
+    if isinstance(error, MisconfigurationException):
+        return "mendable"
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error))):
+        return "mendable" if "EADDRINUSE" in str(error) else "lost"
+    frames = traceback.extract_tb(error.__traceback__)
+    checked = bool(frames) and any(place in Path(frames[-1].filename).parents for place in _CHECKING)
+    return "mendable" if isinstance(error, ValueError) and checked else "crash"
+
+
+def message(error: BaseException) -> str:
+    """What to print of an error."""
+    which = kind(error)
+    if which == "crash":
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, torch.OutOfMemoryError):
+            text += "\nHINT: the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
+        return text
+    if "EADDRINUSE" in str(error):
+        port = os.environ.get("MASTER_PORT", "?")
+        return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
+    """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    who = "" if alone else f"[rank {rank}, {host}] "
+    which = kind(error)
+    if which == "lost":
+        log.warning("%slost another rank: %s", who, message(error).partition(". ")[0])
+        _wait(children, _LINGER)
+        return
+    if not alone:
+        _hang_up()
+    if not alone or rank > 0:
+        time.sleep(_FIRST if rank == 0 else _SECOND)
+    separator = "\n" if which == "crash" else ""
+    log.error("%s%s%s", who, separator, message(error))
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+
+
+def _hang_up() -> None:
+    """Closes the connections, so that the other ranks notice now."""
+    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    thread.start()
+    thread.join(_FIRST)
+
+
+def _wait(children: Sequence[Popen[Any]], seconds: float) -> None:
+    """Until a launched rank has ended, or for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if children and all(child.poll() is not None for child in children):
+            return
+        time.sleep(0.05)

@@ -1,0 +1,160 @@
+"""Trainer: Lightning's, set up for this house.
+
+It runs from Python as it does from the command line:
+
+    trainer = Trainer(max_epochs=1, default_root_dir="runs/first")
+    trainer.fit(ImageClassifier(MiniResNet()), datamodule=ImageData(batch_size=32))
+
+`default_root_dir` is the folder of this run: TensorBoard's events and the checkpoints go into it.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import CheckpointIO
+
+from project.cluster.cores import cores
+from project.cluster.launcher import Launch, detect
+from project.data import ImageData
+from project.survive.checkpoints import SafeCheckpointIO
+from project.survive.preemption import Signals, StopTogether
+from project.watch.console import Progress
+from project.watch.predictions import PredictionWriter
+
+log = logging.getLogger(__name__)
+
+
+def cpu_precision(precision: str) -> tuple[str, str | None]:
+    """The precision to use where there is no GPU, and why it is another than the one asked for."""
+    if precision not in ("16-mixed", "16", "bf16-mixed", "bf16", "16-true"):
+        return precision, None
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        taken, reason = "bf16-mixed", "there is no GPU, and this CPU computes in bf16"
+    else:
+        taken, reason = "32-true", "there is no GPU, and this CPU has no bf16"
+    return taken, None if taken == precision else reason
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
+    of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
+
+    Args:
+        accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
+            data.global_batch_size and the number of ranks.
+        precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
+            the CPU has no bf16.
+    """
+
+    def __init__(
+        self,
+        *,
+        accumulate_grad_batches: int | Literal["auto"] = "auto",
+        precision: str | int | None = None,
+        accelerator: Any = "auto",
+        callbacks: list[Callback] | Callback | None = None,
+        logger: Any = None,
+        plugins: Any = None,
+        default_root_dir: Any = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        launch = detect()
+        settled, lines = launch.settle(kwargs)
+        kwargs.update(settled)
+        accelerator_, precision_ = accelerator, None if precision is None else str(precision)
+        if precision_ is not None and _on_cpu(accelerator):
+            precision_, reason = cpu_precision(precision_)
+            if reason:
+                lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
+        for line in lines:
+            log.info(line)
+
+        self.signals = Signals()
+        super().__init__(
+            accelerator=accelerator_,
+            precision=precision_,  # type: ignore[arg-type]
+            callbacks=_with_ours(callbacks, self.signals, enable_checkpointing, enable_progress_bar),
+            logger=TensorBoardLogger(default_root_dir or ".", name="", version="") if logger in (None, True) else logger,
+            plugins=_with_plugins(plugins, launch),
+            default_root_dir=default_root_dir,
+            accumulate_grad_batches=1,
+            enable_checkpointing=enable_checkpointing,
+            enable_progress_bar=enable_progress_bar,
+            enable_model_summary=enable_model_summary,
+            **kwargs,
+        )
+        self._wanted_accumulation = accumulate_grad_batches
+        self._signal_connector = self.signals  # type: ignore[assignment]
+        # Lightning broadcasts a flag and waits for the device before every micro-batch, to learn of a SIGTERM.
+        # StopTogether does that without either.
+        self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        if launch.world_size and launch.world_size != self.world_size:
+            raise ValueError(
+                f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
+                f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
+            )
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples behind one optimiser step, where the data is ours to count."""
+        data = getattr(self, "datamodule", None)
+        if not isinstance(data, ImageData):
+            return None
+        return data.batch_size * self.world_size * self.accumulate_grad_batches
+
+    def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        """Called for every verb, in every process, before anything is set up."""
+        data: LightningDataModule | None = getattr(self, "datamodule", None)
+        wanted = self._wanted_accumulation
+        if isinstance(data, ImageData):
+            data.spare_cores = cores(self.num_devices) - 1
+            self.accumulate_grad_batches = data.accumulation(self.world_size, wanted) if self.training else 1
+        else:
+            self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
+        return super()._run(model, *args, **kwargs)
+
+
+def _on_cpu(accelerator: Any) -> bool:
+    return accelerator == "cpu" or (
+        accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    )
+
+
+def _with_ours(
+    given: Sequence[Callback] | Callback | None,
+    signals: Signals,
+    checkpointing: bool | None,
+    progress: bool | None,
+) -> list[Callback]:
+    """The user's callbacks, and ours where the user has none of the kind."""
+    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    if progress is not False and not any(isinstance(one, AnyProgressBar) for one in callbacks):
+        callbacks.append(Progress())
+    if checkpointing is not False and not any(isinstance(one, ModelCheckpoint) for one in callbacks):
+        callbacks.append(
+            ModelCheckpoint(
+                filename="epoch={epoch}-step={step}",
+                monitor="val/acc",
+                mode="max",
+                save_last=True,
+                auto_insert_metric_name=False,
+            )
+        )
+    return [*callbacks, PredictionWriter(), StopTogether(signals)]
+
+
+def _with_plugins(given: Any, launch: Launch) -> list[Any]:
+    plugins = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
+    if not any(isinstance(one, CheckpointIO) for one in plugins):
+        plugins.append(SafeCheckpointIO())
+    return [*plugins, launch.environment()]

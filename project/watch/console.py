@@ -1,0 +1,245 @@
+"""What you see: the log, in which rank 0 speaks and the others only warn; a progress bar on a terminal, plain lines elsewhere.
+
+`open_log` sets up the log of this process. `Progress` is the Trainer's progress bar and prints the summary of a run.
+"""
+
+import logging
+import sys
+import time
+import warnings
+from datetime import timedelta
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+log = logging.getLogger(__name__)
+
+_LINE_EVERY = 10.0  # seconds between plain lines, once training is under way
+_FORMAT = "%(asctime)s %(levelname)-7s %(who)s%(message)s"
+_NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities", "pytorch_lightning", "torch")
+
+
+class _Stdout(logging.StreamHandler[Any]):
+    """Writes to what is standard output now: while a bar is up, that is the bar's, which keeps the lines above it."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        pass
+
+
+def open_log(rank: int, host: str) -> None:
+    """Lines with time and level on standard output: all of rank 0's, of other ranks only warnings, which say who."""
+    who = "" if rank == 0 else f"[rank {rank}, {host}] "
+    logging.setLogRecordFactory(_naming(who))
+    handler = _Stdout()
+    handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    root = logging.getLogger()
+    root.handlers[:] = [handler, MemoryHandler(10_000, logging.CRITICAL + 1)]  # the latter until there is a file
+    root.setLevel(logging.INFO)
+    hush(rank)
+
+
+def _naming(who: str) -> Any:
+    make = logging.LogRecord
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.who = who
+        return made
+
+    return record
+
+
+def hush(rank: int) -> None:
+    """Silences what libraries say that is no news: tips, adverts, deprecations, advice that doesn't hold here."""
+    for name in _NOISY:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, *args, **kwargs: str(message).strip()
+    warnings.simplefilter("default" if rank == 0 else "ignore")
+    for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)
+    for advice in (
+        ".*does not have many workers.*",
+        ".*srun. command is available.*",
+        ".*Couldn't infer the batch indices.*",
+        ".*compute. method of metric Tally was called before.*",
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*lr_scheduler.step.. before .optimizer.step.*",
+        ".*OMP_NUM_THREADS.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*The dirpath has changed from.*",
+        ".*monitor='val/acc'.. could not find the monitored key.*",  # ours, in a run without validation
+    ):
+        warnings.filterwarnings("ignore", advice)
+
+
+def log_to(path: Path, level: int = logging.INFO) -> None:
+    """Writes the log to a file too, with what was said before there was one."""
+    file = logging.FileHandler(path)
+    file.setLevel(level)
+    file.setFormatter(logging.Formatter(_FORMAT))
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, MemoryHandler):
+            handler.setTarget(file)
+            handler.close()
+            root.removeHandler(handler)
+    root.addHandler(file)
+
+
+class Progress(ProgressBar):
+    """A bar where there is a terminal, otherwise a line every ten seconds; a line for each validation; a summary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on = True
+        self._bars: Bars | None = None
+        self._bar = TaskID(0)
+        self._line = self._speed_since = 0.0
+        self._seen = 0  # samples of this window, this rank
+        self._trained = 0  # samples of the whole run, all ranks
+        self._training = 0.0  # seconds spent in training, without validation
+        self._resumed_at = 0.0
+
+    def disable(self) -> None:
+        self._on = False
+
+    def enable(self) -> None:
+        self._on = True
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log.info(_plan(trainer, pl_module))
+        self._line = self._speed_since = self._resumed_at = time.monotonic()
+        console = Console()
+        if trainer.is_global_zero and self._on and console.is_terminal:
+            self._bars = Bars(
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(bar_width=30),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+            self._bar = self._bars.add_task("", total=self._steps(trainer), epoch="", figures="")
+            self._bars.start()
+
+    @staticmethod
+    def _steps(trainer: Trainer) -> int | None:
+        steps = trainer.estimated_stepping_batches
+        return int(steps) if 0 <= steps < float("inf") else None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seen += len(batch["label"])
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        if self._bars:
+            epoch = f"{trainer.current_epoch + 1}/{trainer.max_epochs}"
+            self._bars.update(self._bar, completed=step, epoch=epoch, figures=self._figures(trainer))
+        elif time.monotonic() - self._line > _LINE_EVERY:
+            log.info("epoch %d  step %d/%s  %s", trainer.current_epoch, step, self._steps(trainer), self._figures(trainer))
+            self._line = time.monotonic()
+
+    def _figures(self, trainer: Trainer) -> str:
+        elapsed = time.monotonic() - self._speed_since
+        speed = self._seen * trainer.world_size / elapsed if elapsed else 0.0
+        metrics = trainer.progress_bar_metrics
+        shown = [
+            f"{name.removeprefix('train/')} {metrics[name]:.3f}" for name in ("train/loss", "train/acc") if name in metrics
+        ]
+        return "  ".join([*shown, f"{speed:,.0f} samples/s"])
+
+    def _pause(self, trainer: Trainer) -> None:
+        """Training stops here for a while: its time and its samples are booked."""
+        self._training += time.monotonic() - self._resumed_at
+        self._trained += self._seen * trainer.world_size
+        self._seen = 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._pause(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self._speed_since = self._resumed_at = time.monotonic()
+        where = f"epoch {trainer.current_epoch}  step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
+        log.info("%s%s", where, _show(trainer, "val/"))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log.info(_show(trainer, "test/"))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause(trainer)
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bars:
+            self._bars.stop()
+            self._bars = None
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def summary(self, trainer: Trainer) -> dict[str, str]:
+        """What there is to say about a finished fit."""
+        lines = {}
+        if last := _show(trainer, "val/"):
+            lines["validation"] = last
+        if self._training:
+            speed = f"{self._trained / self._training:,.0f} samples/s"
+            lines["training"] = f"{speed}, {trainer.global_step} steps, {timedelta(seconds=round(self._training))}"
+        return lines
+
+
+def _plan(trainer: Trainer, module: LightningModule) -> str:
+    """hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
+    ranks, accumulation = trainer.world_size, trainer.accumulate_grad_batches
+    micro_batch = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    nodes = trainer.num_nodes
+    shape = f"{_count(nodes, 'host', 'hosts')} x {_count(ranks // nodes, 'process', 'processes')}"
+    if micro_batch:
+        shape += (
+            f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {micro_batch * ranks * accumulation}"
+        )
+    parts = [shape]
+    if trainer.optimizers:
+        group = trainer.optimizers[0].param_groups[0]
+        parts.append(f"lr {group.get('initial_lr', group['lr']):g}")
+    for config in trainer.lr_scheduler_configs:
+        if warmup := getattr(config.scheduler, "warmup_steps", 0):
+            parts.append(f"warm-up {warmup} steps")
+    parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
+    parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")
+    return ", ".join(parts)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _show(trainer: Trainer, stage: str) -> str:
+    metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(stage)}
+    return "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

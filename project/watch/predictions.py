@@ -1,0 +1,40 @@
+"""PredictionWriter: `python -m project predict` leaves predictions.csv in the run's folder, one line a sample, in order."""
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+log = logging.getLogger(__name__)
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Collects sample, label and confidence from all ranks, and rank 0 writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="batch")
+        self._rows: list[tuple[int, int, float]] = []
+
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        columns = (prediction[name].tolist() for name in ("sample", "label", "confidence"))
+        self._rows.extend(zip(*columns, strict=True))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        parts: list[Any] = [self._rows]
+        if trainer.world_size > 1:
+            parts = [None] * trainer.world_size
+            dist.all_gather_object(parts, self._rows)
+        if trainer.is_global_zero:
+            path = Path(trainer.default_root_dir) / "predictions.csv"
+            with path.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["sample", "label", "confidence"])
+                writer.writerows((s, c, f"{p:.4f}") for s, c, p in sorted(row for part in parts for row in part))
+            log.info("Predictions: %s", path)
+        self._rows = []
