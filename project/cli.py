@@ -5,10 +5,12 @@ launcher's word on nodes and processes, errors in one line, and the silent traps
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -18,11 +20,15 @@ from project.model import ImageClassifier
 from project.run import RUNS, new_run
 from project.survive.failure import report
 from project.trainer import Trainer
-from project.watch.console import Progress, log_to, open_log
+from project.watch.console import Progress, RankLogs, log_to, open_log
 
 log = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
+
+
+class UsageError(ValueError):
+    """The command line or a config does not fit together."""
 
 
 class Parser(LightningArgumentParser):
@@ -34,8 +40,7 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
+        raise UsageError(message)
 
 
 class ProjectCLI(LightningCLI):
@@ -45,18 +50,14 @@ class ProjectCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
-        parser.add_argument(
-            "--base",
-            type=str | list[str] | None,
-            default=None,
-            help="In a config: the config or configs that it stands on.",
-        )
+        # `expand` has put the bases before the config that names them: what is parsed, printed and saved stands alone.
+        parser.add_argument("--base", type=_resolved, help="In a config: the config or configs that it stands on.")
         parser.add_argument("--run", type=str | None, default=None, help=f"Name of the run, its folder in {RUNS}/.")
         parser.add_argument(
             "--debug",
             type=bool,
             default=False,
-            help="A log for each rank, NCCL and torch.distributed at their wordiest.",
+            help="A log file for each rank, and the words of NCCL and torch.distributed.",
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -70,7 +71,6 @@ class ProjectCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand]
-        settings.base = None  # resolved: the saved config stands alone
         path = settings.get("ckpt_path")
         if path and path not in ("best", "last") and not Path(path).is_file():
             raise ValueError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
@@ -86,6 +86,10 @@ class ProjectCLI(LightningCLI):
             self.folder = new_run(root, settings.run, self._kind())
             log_to(self.folder / "log.txt")
             log.info("Run: %s", self.folder)
+        if settings.debug:
+            loud(self.folder)
+            settings = self.config_init[self.subcommand].trainer
+            settings.callbacks = [*(settings.callbacks or []), RankLogs()]
         return super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -106,11 +110,27 @@ class ProjectCLI(LightningCLI):
         if not trainer.is_global_zero or trainer.interrupted:
             return
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
-        if checkpoint := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+        saved = trainer.checkpoint_callback
+        if checkpoint := getattr(saved, "best_model_path", "") or getattr(saved, "last_model_path", ""):
             lines["checkpoint"] = checkpoint
         lines["dashboard"] = f"tensorboard --logdir {self.folder.parent}"
         for name, text in lines.items():
             log.info("%-11s %s", name, text)
+
+
+def loud(folder: Path) -> None:
+    """NCCL and torch.distributed say what they do; what the user has set already stays.
+
+    INFO and not DETAIL: with gloo, DETAIL makes DistributedDataParallel of torch 2.15 crash (SIGSEGV).
+    """
+    os.environ.setdefault("NCCL_DEBUG", "INFO")
+    os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "nccl-%h-%p.log"))
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
+def _resolved(base: object) -> None:
+    return None
 
 
 def expand(argv: list[str]) -> list[str]:
@@ -134,7 +154,9 @@ def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
     bases = content.get("base") or []
@@ -181,4 +203,4 @@ def main() -> None:
         )
     except Exception as error:
         report(error, rank, host())
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
@@ -21,11 +22,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 
 from project.cluster.cores import cores
-from project.cluster.launcher import Launch, detect
+from project.cluster.launcher import Launch, detect, host
 from project.data import ImageData
 from project.survive.checkpoints import SafeCheckpointIO
 from project.survive.preemption import Signals, StopTogether
-from project.watch.console import Progress
+from project.watch.console import Progress, sign
 from project.watch.predictions import PredictionWriter
 
 log = logging.getLogger(__name__)
@@ -79,20 +80,30 @@ class Trainer(pl.Trainer):
         for line in lines:
             log.info(line)
 
+        if kwargs.get("overfit_batches"):
+            raise ValueError(
+                "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
+                "configs/debug.yaml does."
+            )
+
         self.signals = Signals()
-        super().__init__(
-            accelerator=accelerator_,
-            precision=precision_,  # type: ignore[arg-type]
-            callbacks=_with_ours(callbacks, self.signals, enable_checkpointing, enable_progress_bar),
-            logger=TensorBoardLogger(default_root_dir or ".", name="", version="") if logger in (None, True) else logger,
-            plugins=_with_plugins(plugins, launch),
-            default_root_dir=default_root_dir,
-            accumulate_grad_batches=1,
-            enable_checkpointing=enable_checkpointing,
-            enable_progress_bar=enable_progress_bar,
-            enable_model_summary=enable_model_summary,
-            **kwargs,
-        )
+        try:
+            super().__init__(
+                accelerator=accelerator_,
+                precision=precision_,  # type: ignore[arg-type]
+                callbacks=_with_ours(callbacks, self.signals, enable_checkpointing, enable_progress_bar),
+                logger=TensorBoardLogger(default_root_dir or ".", name="", version="") if logger in (None, True) else logger,
+                plugins=_with_plugins(plugins, launch),
+                default_root_dir=default_root_dir,
+                accumulate_grad_batches=1,
+                enable_checkpointing=enable_checkpointing,
+                enable_progress_bar=enable_progress_bar,
+                enable_model_summary=enable_model_summary,
+                **kwargs,
+            )
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ValueError(f"The trainer's settings don't work here: {error}") from error
+        sign(self.global_rank, host(), self.world_size)
         self._wanted_accumulation = accumulate_grad_batches
         self._signal_connector = self.signals  # type: ignore[assignment]
         # Lightning broadcasts a flag and waits for the device before every micro-batch, to learn of a SIGTERM.

@@ -64,6 +64,17 @@ class ImageClassifier(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)  # type: ignore[no-any-return]
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
+        theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if differing:
+            examples = ", ".join(f"{n} is {theirs.get(n, 'not')} there and {ours.get(n, 'not')} here" for n in differing[:3])
+            raise ValueError(
+                f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({examples}). "
+                "HINT: use the config.yaml of the run that it comes from."
+            )
+
     # Training: a micro-batch at a time ------------------------------------------------------------------------------
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

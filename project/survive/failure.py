@@ -3,6 +3,7 @@
 What the user can mend (a ValueError of ours, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
+import json
 import logging
 import os
 import re
@@ -54,24 +55,33 @@ def message(error: BaseException) -> str:
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
-    return " ".join(str(error).split()) or type(error).__name__
+    return str(error).strip() or type(error).__name__
 
 
 def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
     """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    who = "" if alone else f"[rank {rank}, {host}] "
     which = kind(error)
     if which == "lost":
-        log.warning("%slost another rank: %s", who, message(error).partition(". ")[0])
+        log.warning("lost another rank: %s", message(error).splitlines()[0])
         _wait(children, _LINGER)
         return
     if not alone:
         _hang_up()
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
-    separator = "\n" if which == "crash" else ""
-    log.error("%s%s%s", who, separator, message(error))
+    text = message(error)
+    if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        # torchrun has the last word, and prints what it finds here.
+        facts = {
+            "message": f"rank {rank}, {host}: {text}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+        }
+        Path(file).write_text(json.dumps({"message": facts}))
+        text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
+    elif which == "crash":
+        text = f"\n{text}"
+    log.error(text)
     for child in children:
         child.send_signal(signal.SIGTERM)
 

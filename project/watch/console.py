@@ -4,6 +4,7 @@
 """
 
 import logging
+import socket
 import sys
 import time
 import warnings
@@ -12,7 +13,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -39,26 +40,27 @@ class _Stdout(logging.StreamHandler[Any]):
 
 def open_log(rank: int, host: str) -> None:
     """Lines with time and level on standard output: all of rank 0's, of other ranks only warnings, which say who."""
-    who = "" if rank == 0 else f"[rank {rank}, {host}] "
-    logging.setLogRecordFactory(_naming(who))
     handler = _Stdout()
     handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
-    root.handlers[:] = [handler, MemoryHandler(10_000, logging.CRITICAL + 1)]  # the latter until there is a file
+    # The second keeps the first lines until there is a file for them.
+    root.handlers[:] = [handler, MemoryHandler(1_000, logging.CRITICAL + 1)]
     root.setLevel(logging.INFO)
+    sign(rank, host)
     hush(rank)
 
 
-def _naming(who: str) -> Any:
-    make = logging.LogRecord
+def sign(rank: int, host: str, world_size: int = 1) -> None:
+    """From here on this process's lines say who speaks: all lines of other ranks than 0, and the errors of rank 0."""
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make(*args, **kwargs)
-        made.who = who
+        made = logging.LogRecord(*args, **kwargs)
+        signed = rank > 0 or (world_size > 1 and made.levelno >= logging.WARNING)
+        made.who = f"[rank {rank}, {host}] " if signed else ""
         return made
 
-    return record
+    logging.setLogRecordFactory(record)
 
 
 def hush(rank: int) -> None:
@@ -94,12 +96,21 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     file.setLevel(level)
     file.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
-    for handler in root.handlers[:]:
+    for handler in root.handlers:
         if isinstance(handler, MemoryHandler):
-            handler.setTarget(file)
-            handler.close()
-            root.removeHandler(handler)
+            for record in handler.buffer:
+                file.handle(record)
     root.addHandler(file)
+
+
+class RankLogs(Callback):
+    """For debugging: what every rank has to say, in full, in rank-N.log in the run's folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folder = Path(trainer.strategy.broadcast(trainer.default_root_dir))
+        log_to(folder / f"rank-{trainer.global_rank}.log", logging.DEBUG)
+        log.debug("%s is rank %d of %d", socket.gethostname(), trainer.global_rank, trainer.world_size)
+        logging.getLogger().setLevel(logging.DEBUG)
 
 
 class Progress(ProgressBar):
