@@ -27,6 +27,15 @@ log = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
 
 
+_UNWRITABLE = "Unable to serialize instance"
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _writable(v) for k, v in value.items() if not str(v).startswith(_UNWRITABLE)}
+    return value
+
+
 class UsageError(ValueError):
     """The command line or a config does not fit together."""
 
@@ -36,6 +45,13 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Leaves out defaults that have no YAML form (functions, say): with what is left, the result is the same."""
+        text: str = super().dump(*args, **kwargs)
+        if _UNWRITABLE not in text:
+            return text
+        return str(yaml.safe_dump(_writable(yaml.safe_load(text)), sort_keys=False))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

@@ -16,6 +16,21 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 
+class SrunEnvironment(SLURMEnvironment):
+    """Lightning's, without its checks: they refuse `srun -n 2`, and `detect` has made better ones."""
+
+    @staticmethod
+    def _validate_srun_used() -> None:
+        pass
+
+    @staticmethod
+    def _validate_srun_variables() -> None:
+        pass
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher decided: nodes and processes on each, and which of them this process is."""
@@ -36,7 +51,7 @@ class Launch:
         if self.kind == "torchrun":
             return TorchElasticEnvironment()
         if self.kind == "srun":
-            return SLURMEnvironment(auto_requeue=False)
+            return SrunEnvironment(auto_requeue=False)
         return LightningEnvironment()
 
     def settle(self, trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -26,12 +26,12 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(who)s%(message)s"
 _NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities", "pytorch_lightning", "torch")
 
 
-class _Stdout(logging.StreamHandler[Any]):
-    """Writes to what is standard output now: while a bar is up, that is the bar's, which keeps the lines above it."""
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what is standard error now: while a bar is up, that is the bar's, which keeps the lines above it."""
 
     @property
     def stream(self) -> Any:
-        return sys.stdout
+        return sys.stderr
 
     @stream.setter
     def stream(self, value: Any) -> None:
@@ -39,14 +39,15 @@ class _Stdout(logging.StreamHandler[Any]):
 
 
 def open_log(rank: int, host: str) -> None:
-    """Lines with time and level on standard output: all of rank 0's, of other ranks only warnings, which say who."""
-    handler = _Stdout()
+    """Lines with time and level on standard error: all of rank 0's, of other ranks only warnings, which say who."""
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
     # The second keeps the first lines until there is a file for them.
     root.handlers[:] = [handler, MemoryHandler(1_000, logging.CRITICAL + 1)]
     root.setLevel(logging.INFO)
+    logging.raiseExceptions = False  # a reader that went away (| head) is no reason for tracebacks
     sign(rank, host)
     hush(rank)
 
@@ -76,18 +77,19 @@ def hush(rank: int) -> None:
     for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)
     for advice in (
-        ".*does not have many workers.*",
-        ".*srun. command is available.*",
-        ".*Couldn't infer the batch indices.*",
-        ".*compute. method of metric Tally was called before.*",
-        ".*isinstance.treespec, LeafSpec.*",
-        ".*lr_scheduler.step.. before .optimizer.step.*",
-        ".*OMP_NUM_THREADS.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*The dirpath has changed from.*",
-        ".*monitor='val/acc'.. could not find the monitored key.*",  # ours, in a run without validation
+        "does not have many workers",
+        "srun. command is available",
+        "Unable to serialize instance",
+        "Couldn't infer the batch indices",
+        "compute. method of metric Tally was called before",
+        "isinstance.treespec, LeafSpec",
+        "lr_scheduler.step.. before .optimizer.step",
+        "OMP_NUM_THREADS",
+        "Checkpoint directory .* exists and is not empty",
+        "The dirpath has changed from",
+        "monitor='val/acc'.. could not find the monitored key",  # ours, in a run without validation
     ):
-        warnings.filterwarnings("ignore", advice)
+        warnings.filterwarnings("ignore", f"(?s).*{advice}")
 
 
 def log_to(path: Path, level: int = logging.INFO) -> None:
@@ -109,8 +111,8 @@ class RankLogs(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = Path(trainer.strategy.broadcast(trainer.default_root_dir))
         log_to(folder / f"rank-{trainer.global_rank}.log", logging.DEBUG)
-        log.debug("%s is rank %d of %d", socket.gethostname(), trainer.global_rank, trainer.world_size)
         logging.getLogger().setLevel(logging.DEBUG)
+        log.debug("%s is rank %d of %d", socket.gethostname(), trainer.global_rank, trainer.world_size)
 
 
 class Progress(ProgressBar):
@@ -138,7 +140,7 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
         self._line = self._speed_since = self._resumed_at = time.monotonic()
-        console = Console()
+        console = Console(stderr=True)
         if trainer.is_global_zero and self._on and console.is_terminal:
             self._bars = Bars(
                 TextColumn("epoch {task.fields[epoch]}"),

@@ -1,0 +1,71 @@
+"""What each launcher's environment says, and what can't work."""
+
+import pytest
+
+from project.cluster.launcher import detect
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
+# As slurmd of Slurm 22.05 sets it for task 3 of `srun --nodes=2 --ntasks-per-node=2`.
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+}
+
+
+def test_python_leaves_it_to_the_yaml():
+    launch = detect({})
+    assert (launch.kind, launch.nodes, launch.processes, launch.world_size) == ("python", None, None, None)
+    assert launch.settle({"devices": 4, "num_nodes": 1}) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "rank", "nodes", "processes"),
+    [(TORCHRUN, "torchrun", 5, 2, 4), (SRUN, "srun", 3, 2, 2), ({**SRUN, "SLURM_JOB_NAME": "bash"}, "srun", 3, 2, 2)],
+)
+def test_launchers_are_read(environment, kind, rank, nodes, processes):
+    launch = detect(environment)
+    assert (launch.kind, launch.rank, launch.nodes, launch.processes) == (kind, rank, nodes, processes)
+    assert launch.world_size == nodes * processes
+
+
+def test_the_launcher_has_its_way_and_says_so():
+    settled, lines = detect(TORCHRUN).settle({"devices": 3, "num_nodes": 4})
+    assert settled == {"num_nodes": 2, "devices": 4}
+    assert lines == [
+        "trainer.num_nodes=2, from torchrun, instead of the configuration's 4",
+        "trainer.devices=4, from torchrun, instead of the configuration's 3",
+    ]
+    assert detect(TORCHRUN).settle({"devices": "auto", "num_nodes": 1})[1] == []  # nothing that was asked for is changed
+
+
+@pytest.mark.parametrize(
+    ("environment", "hint"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "7"}, "--nproc-per-node"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}, "#SBATCH --nodes=2 --ntasks-per-node=1"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "without srun"),
+        ({"NODE_RANK": "first"}, "NODE_RANK must be a number"),
+    ],
+)
+def test_what_cannot_work_is_refused(environment, hint):
+    with pytest.raises(ValueError, match=hint):
+        detect(environment)
+
+
+def test_a_single_task_in_a_job_may_launch_its_own_processes():
+    assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}).kind == "python"
+
+
+def test_nodes_by_hand_need_a_rank_and_a_master(monkeypatch):
+    monkeypatch.delenv("NODE_RANK", raising=False)
+    with pytest.raises(ValueError, match="NODE_RANK"):
+        detect({}).settle({"num_nodes": 2})
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert detect({}).settle({"num_nodes": 2}) == ({}, [])

@@ -1,0 +1,128 @@
+"""Real processes: the same run on one and on two, under plain Python, torchrun and two nodes on loopback."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.conftest import TINY, Run, environment
+
+FIT = (
+    "fit",
+    "--config=configs/ddp.yaml",
+    *TINY,
+    "--data.batch_size=8",
+    "--data.global_batch_size=32",
+    "--trainer.max_epochs=2",
+)
+RECORD = "--trainer.callbacks=tests.probes.Record"
+
+
+def records(folder, world_size):
+    return [json.loads((folder / f"record-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run on one process: what every other must equal."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-m", "project", *FIT, RECORD, "--data.source.init_args.train_size=250"]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
+
+    return Run(0, "", folder)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
+    words = (*FIT, RECORD, "--data.source.init_args.train_size=250")
+    run = cli(*words, "--trainer.devices=2") if launcher == "python" else cli(*words, torchrun=2)
+    assert run.code == 0, run.output
+    assert "1 host x 2 processes x micro-batch 8 x accumulation 2 = global batch 32" in run.output
+    assert run.output.count("global batch") == 1  # nothing is printed by every rank
+
+    (one,), both = records(alone.folder, 1), records(run.folder, 2)
+    for step, samples in one["steps"].items():
+        assert Counter(samples) == Counter(both[0]["steps"][step] + both[1]["steps"][step])
+    assert [len(samples) for samples in one["steps"].values()] == [32] * 7 + [26] + [32] * 7 + [26]
+
+    # Each validation counts every sample once, though 101 is odd.
+    assert Counter(one["evaluated"]) == Counter(both[0]["evaluated"]) + Counter(both[1]["evaluated"])
+    assert set(one["evaluated"].values()) == {2}
+    assert len(one["evaluated"]) == 101
+
+    # Gradients travel once a step: not in the micro-batches that only accumulate.
+    for record in both:
+        assert [count > 0 for count in record["reductions"]] == [False, True] * 16
+
+    losses, same = alone.curve("train/loss"), run.curve("train/loss")
+    assert same.keys() == losses.keys() == set(range(1, 17))
+    assert max(abs(losses[step] - same[step]) for step in losses) < 1e-4
+    assert alone.curve("lr") == run.curve("lr")
+
+
+def test_two_nodes_on_loopback(cli, tmp_path):
+    port = str(free_port())
+    nodes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                *(f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "project", *FIT),
+            ],
+            cwd=tmp_path,
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "2 hosts x 1 process x micro-batch 8 x accumulation 2 = global batch 32" in outputs[0]
+    assert outputs[1].strip() == ""  # rank 0 speaks, and it is on the other node
+
+
+def test_independent_copies_are_refused(cli):
+    run = cli(*FIT, "--trainer.strategy=single_device", torchrun=2)
+    assert run.code != 0
+    assert "HINT: set trainer.strategy=ddp" in run.output
+
+
+def test_what_torchrun_says_goes_and_is_said_once(cli):
+    run = cli(*FIT, "--trainer.devices=4", "--trainer.max_steps=1", torchrun=2)
+    assert run.code == 0, run.output
+    assert run.output.count("trainer.devices=2, from torchrun, instead of the configuration's 4") == 1
+
+
+def test_fewer_validation_samples_than_ranks(cli):
+    run = cli(*FIT, "--trainer.devices=2", "--data.source.init_args.val_size=1", "--trainer.max_epochs=1")
+    assert run.code == 0, run.output
+    assert "val/acc" in run.output
+
+
+def test_debugging_leaves_a_log_for_each_rank(cli):
+    run = cli(*FIT, "--trainer.devices=2", "--trainer.max_steps=1", "--debug=true")
+    assert run.code == 0, run.output
+    (folder,) = run.runs
+    assert "is rank 1 of 2" in (folder / "rank-1.log").read_text()
+    assert (folder / "rank-0.log").exists()
+
+
+def test_a_port_in_use_is_one_line(cli):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        run = cli(*FIT, "--trainer.devices=2", MASTER_PORT=port, MASTER_ADDR="127.0.0.1", timeout=60)
+    assert run.code == 1
+    assert f"Port {port} is in use" in run.output
+    assert "Traceback" not in run.output

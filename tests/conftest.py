@@ -1,0 +1,109 @@
+"""Runs the project as its users do: as a program, in a folder of its own."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parents[1]
+# What a launcher may have left in the environment of the tests must not reach what they start.
+_LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_")
+
+TINY = [
+    "--data.source.init_args.image_size=8",
+    "--data.source.init_args.train_size=256",
+    "--data.source.init_args.val_size=101",
+    "--data.source.init_args.test_size=101",
+    "--data.num_workers=0",
+    "--model.network.init_args.widths=[8,16]",
+    "--model.network.init_args.blocks=1",
+    "--trainer.precision=32-true",
+    "--trainer.log_every_n_steps=1",
+]
+"""configs/ddp.yaml in a second or two."""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+    return {**clean, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **extra}
+
+
+@dataclass
+class Run:
+    """A finished program: its exit code, what it printed, and the folder that it ran in."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def runs(self) -> list[Path]:
+        return sorted((self.folder / "lightning_logs").glob("*"))
+
+    def curve(self, tag: str) -> dict[int, float]:
+        """What TensorBoard shows under a tag, by step, for the only run."""
+        (run,) = self.runs
+        events = EventAccumulator(str(run)).Reload()
+        return {event.step: event.value for event in events.Scalars(tag)}
+
+
+Cli = Callable[..., Run]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """cli("fit", "--config", ...) runs `python -m project` in a temporary folder; torchrun=2 under torchrun."""
+
+    def run(*words: str, torchrun: int = 0, timeout: float = 300, **extra: str) -> Run:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "project", *words],
+            cwd=tmp_path,
+            env=environment(**extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        return Run(done.returncode, done.stdout, tmp_path)
+
+    return run
+
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["project.cli"])
+
+
+def _main(folder: Path, words: tuple[str, ...], output: Path) -> None:
+    """What `python -m project` does, in a fresh process that has the libraries loaded already."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    for name in set(os.environ) - set(environment()):
+        del os.environ[name]
+    sys.argv = ["project", *words]
+    from project.cli import main
+
+    main()
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Cli:
+    """Like `cli`, for one process, without the seconds that importing torch takes."""
+
+    def run(*words: str, timeout: float = 300) -> Run:
+        output = tmp_path / "output.txt"
+        process = _SERVER.Process(target=_main, args=(tmp_path, words, output))
+        process.start()
+        process.join(timeout)
+        assert process.exitcode is not None, f"still running after {timeout} s: {output.read_text()}"
+        return Run(process.exitcode, output.read_text(), tmp_path)
+
+    return run

@@ -1,0 +1,51 @@
+"""Augmentation: a function of (seed, epoch, sample), not of the batch it came in."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from project.data.augment import crop_and_flip, normalise
+
+IMAGES = torch.randint(1, 256, (32, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+SAMPLES = torch.arange(1000, 1032)
+
+
+@given(st.permutations(range(32)), st.integers(1, 32), st.integers(0, 50))
+@settings(max_examples=30)
+def test_the_batch_does_not_matter(order, cut, epoch):
+    whole = crop_and_flip(IMAGES, SAMPLES, epoch, seed=1, padding=2, flip=True)
+    chosen = torch.tensor(order[:cut])
+    part = crop_and_flip(IMAGES[chosen], SAMPLES[chosen], epoch, seed=1, padding=2, flip=True)
+    assert torch.equal(part, whole[chosen])
+
+
+def test_every_move_and_its_mirror_image_occur():
+    image = IMAGES[:1].expand(4000, -1, -1, -1)
+    out = crop_and_flip(image, torch.arange(4000), 0, seed=1, padding=1, flip=True)
+    padded = torch.nn.functional.pad(IMAGES[0], (1,) * 4)
+    wanted = {}
+    for down in range(3):
+        for right in range(3):
+            moved = padded[:, down : down + 9, right : right + 7]
+            wanted[moved.numpy().tobytes()] = 0
+            wanted[moved.flip(2).contiguous().numpy().tobytes()] = 0
+    for one in out:
+        wanted[one.contiguous().numpy().tobytes()] += 1  # a KeyError is an image that no move explains
+    assert min(wanted.values()) > 4000 / 18 / 2
+
+
+def test_epochs_differ_and_repeat():
+    first, again, other = (crop_and_flip(IMAGES, SAMPLES, epoch, 1, 2, True) for epoch in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_without_padding_and_flip_nothing_moves():
+    assert torch.equal(crop_and_flip(IMAGES, SAMPLES, 0, 1, 0, False), IMAGES)
+
+
+def test_normalise_bytes_and_floats_alike():
+    mean, std = torch.tensor(0.5).view(-1, 1, 1), torch.tensor(0.25).view(-1, 1, 1)
+    from_bytes = normalise(IMAGES, mean, std)
+    torch.testing.assert_close(from_bytes, (IMAGES.float() / 255 - 0.5) / 0.25)
+    torch.testing.assert_close(normalise(IMAGES.float() / 255, mean, std), from_bytes)

@@ -1,0 +1,64 @@
+"""ImageClassifier: the gradient of a step is the mean over its samples, and every part can be replaced."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from project.data.batches import MicroBatches
+from project.data.order import Order
+from project.data.synthetic import SyntheticImages
+from project.model import ImageClassifier, MiniResNet
+from project.model.classifier import lr_factor
+
+
+class Linear(nn.Sequential):
+    """No batch norm: so the gradient of a batch is the mean over its samples, and nothing else."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+
+
+@pytest.mark.parametrize("size", [32, 50, 37])
+def test_the_gradient_of_a_shorter_last_step_weighs_by_its_true_size(size):
+    data = SyntheticImages(size, image_size=8)
+    order = Order(size, micro_batch=4, micro_batches=4, seed=0)
+    module = ImageClassifier(Linear(), channels_last=False)
+    module._trainer = SimpleNamespace(datamodule=None)  # only asked for the number of classes
+    batches = MicroBatches(data, order)
+    for step in range(order.steps):
+        module.zero_grad()
+        samples = []
+        for number in range(4):
+            batch = batches[0, step, number]
+            samples += batch["sample"].tolist()
+            batch["image"] = batch["image"].float() / 255
+            (module.training_step(batch, 1) / order.micro_batches).backward()  # as Lightning and DDP divide
+        accumulated = module.network[1].weight.grad.clone()
+
+        module.zero_grad()
+        images, labels = data.__getitems__(samples)
+        cross_entropy(module(images.float() / 255), labels).backward()
+        torch.testing.assert_close(accumulated, module.network[1].weight.grad)
+
+
+def test_too_few_outputs_are_named():
+    module = ImageClassifier(MiniResNet(num_classes=5, widths=(4,)))
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_classes=10))
+    with pytest.raises(ValueError, match=r"num_classes=10"):
+        module._check_classes(torch.zeros(2, 5))
+
+
+def test_a_checkpoint_of_another_network_says_what_differs():
+    module = ImageClassifier(MiniResNet(widths=(4,)))
+    other = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
+    with pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"):
+        module.on_load_checkpoint({"state_dict": other})
+
+
+def test_the_learning_rate_follows_the_global_batch():
+    assert lr_factor("linear", 512, 64) == 8
+    assert lr_factor("sqrt", 256, 64) == 2
+    assert lr_factor("none", 512, 64) == 1

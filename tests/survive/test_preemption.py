@@ -1,0 +1,74 @@
+"""Ctrl-C: all ranks stop at the same step, with a checkpoint, and the shell sees 130."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from project.survive.preemption import Signals
+from tests.conftest import TINY, environment
+
+LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")
+
+
+@pytest.mark.parametrize("who", ["one process", "the terminal's group", "only rank 0 of two"])
+def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
+    ranks = 1 if who == "one process" else 2
+    run = subprocess.Popen(
+        [sys.executable, "-m", "project", *LONG, f"--trainer.devices={ranks}", "--run=long"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines = []
+    assert run.stdout is not None
+    for line in run.stdout:
+        lines.append(line)
+        if "epoch 0" in line:  # the first validation is over
+            (os.killpg if "group" in who else os.kill)(run.pid, signal.SIGINT)
+    assert run.wait(30) == 130, lines
+    text = "".join(lines)
+    assert text.count("Stopped by SIGINT after step") == 1
+    assert "Traceback" not in text
+    step = int(text.partition("after step ")[2].partition(".")[0])
+    checkpoint = torch.load(tmp_path / "lightning_logs/long/checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == step
+
+
+def test_ctrl_c_before_training_is_quiet(tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-c", "import project.__main__ as m, signal, threading, sys\n"
+         "sys.argv = ['project', 'fit']\n"
+         "threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()\n"
+         "m.main()"],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "Traceback" not in output
+
+
+def test_a_second_signal_stops_at_once_but_an_echo_does_not(monkeypatch):
+    signals = Signals()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    signals.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the launcher passes on what the terminal sent
+        assert signals.noted == signal.SIGINT
+        monkeypatch.setattr(time, "monotonic", lambda: now + 3)
+        raised = []
+        monkeypatch.setattr(signal, "raise_signal", raised.append)
+        signals._note(signal.SIGINT, None)
+        assert raised == [signal.SIGINT]
+    finally:
+        signals.teardown()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
