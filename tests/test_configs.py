@@ -1,0 +1,56 @@
+"""Every config runs as it is; the two that promise an accuracy reach it."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from project.data import SyntheticImages
+from tests.conftest import ROOT
+
+SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.num_workers=0")
+CONFIGS = {
+    "full": SHORT,
+    "vit": SHORT,
+    "debug": (),
+    "profile": (),
+    "imagefolder": (*SHORT, "--data.source.root=images", "--data.batch_size=2", "--data.global_batch_size=4"),
+    "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
+}
+
+
+def test_all_configs_are_tested():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == CONFIGS.keys() | {"ddp", "digits"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_runs(quick, tmp_path, name):
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (70, 80), (number * 40, 0, 0)).save(tmp_path / "images" / split / label / f"{number}.png")
+    run = quick("fit", f"--config=configs/{name}.yaml", *CONFIGS[name], "--run=it")
+    assert run.code == 0, run.output
+    assert "WARNING" not in run.output
+    if name == "debug":
+        assert list(run.curve("train/acc").values())[-1] == 1.0  # it knows its few images by heart
+    if name == "profile":
+        assert list((tmp_path / "lightning_logs/it").glob("*.pt.trace.json"))
+
+
+def accuracy(output: str, tag: str) -> float:
+    return float(re.findall(rf"{tag} ([\d.]+)", output)[-1])
+
+
+def test_the_main_config_reaches_the_accuracy_that_its_difficulty_allows(cli):
+    run = cli("fit", "--config=configs/ddp.yaml", "--trainer.devices=2", timeout=400)
+    assert run.code == 0, run.output
+    assert accuracy(run.output, "val/acc") == pytest.approx(SyntheticImages(1, difficulty=0.1).best_accuracy, abs=0.02)
+
+
+def test_digits_reach_98_percent(quick, tmp_path):
+    fitted = quick("fit", "--config=configs/digits.yaml", "--run=digits")
+    checkpoint = tmp_path / "lightning_logs/digits/checkpoints/last.ckpt"
+    tested = quick("test", "--config=configs/digits.yaml", f"--ckpt_path={checkpoint}")
+    assert accuracy(tested.output, "test/acc") >= 0.98, fitted.output + tested.output

@@ -1,0 +1,54 @@
+"""Who may know whom: imports run one way, from the front door to the rooms."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "project"
+ROOMS = {"model", "data", "cluster", "survive", "watch"}
+MAY_ALSO = {"watch": {"cluster"}, "survive": {"cluster"}}  # the two doors: the topology and the network model
+PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: absolute imports only"
+            found.add(node.module or "")
+    return found
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_stay_in_their_room(file):
+    place = file.relative_to(PACKAGE)
+    ours = {name.split(".")[1] for name in imports(file) if name.startswith("project.")}
+    if place.parts[0] in ROOMS:
+        room = place.parts[0]
+        assert ours <= {room} | MAY_ALSO.get(room, set())
+    if place.name not in ("__main__.py",):
+        assert "cli" not in ours
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_network_and_the_synthetic_data_need_torch_alone(name):
+    outside = {module.split(".")[0] for module in imports(PACKAGE / name)}
+    assert outside <= {"torch", "collections", "math", "typing"}
+
+
+def test_nothing_heavy_is_imported_with_the_package():
+    assert imports(PACKAGE / "__init__.py") == set()
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.read_text()], ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_every_module_says_what_it_is_for(file):
+    assert ast.get_docstring(ast.parse(file.read_text()))
+    assert file.stem not in ("utils", "helpers", "common", "manager")
