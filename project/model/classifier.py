@@ -94,13 +94,14 @@ class ImageClassifier(LightningModule):
         self.epoch_tally.sums += self.step_tally.sums
         self.epoch_tally._update_count += 1  # it was updated by hand
         if step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            values = self._report("train", self.step_tally)
+            lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+            values = self._report("train/{}", self.step_tally, {"train/lr": lr})
             self.log_dict(values, prog_bar=True, logger=False)
         self.step_tally.reset()
 
     def on_train_epoch_end(self) -> None:
         self.epoch_tally.num_classes = self.step_tally.num_classes
-        self._report("train_epoch", self.epoch_tally)
+        self._report("train/{}_epoch", self.epoch_tally)
         self.epoch_tally.reset()
 
     # Validation, test, prediction -----------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class ImageClassifier(LightningModule):
         if self.trainer.sanity_checking:
             self.eval_tally.reset()
             return
-        values = self._report(stage, self.eval_tally)
+        values = self._report(stage + "/{}", self.eval_tally)
         # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
         self.eval_tally.reset()
@@ -153,15 +154,12 @@ class ImageClassifier(LightningModule):
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _report(self, stage: str, tally: Tally) -> dict[str, float]:
-        """Joins the ranks' sums and logs the means at the step reached."""
+    def _report(self, tag: str, tally: Tally, more: dict[str, float] | None = None) -> dict[str, float]:
+        """Joins the ranks' sums and logs the means at the step reached, each under its tag."""
         # The host waits for the device here, and nowhere else: at log points and at the end of an epoch.
-        values = {f"{stage}/{name}": value.item() for name, value in tally.compute().items()}
-        logged = dict(values, epoch=self.trainer.current_epoch)
-        if stage == "train":
-            logged["lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        values = {tag.format(name): value.item() for name, value in tally.compute().items()}
         for logger in self.loggers:
-            logger.log_metrics(logged, step=self.trainer.global_step)
+            logger.log_metrics({**values, **(more or {})}, step=self.trainer.global_step)
         return values
 
     def _check_classes(self, logits: Tensor) -> None:

@@ -26,7 +26,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(who)s%(message)s"
 _NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities", "pytorch_lightning", "torch")
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
     """Writes to what is standard error now: while a bar is up, that is the bar's, which keeps the lines above it."""
 
     @property

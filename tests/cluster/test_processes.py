@@ -66,7 +66,7 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     losses, same = alone.curve("train/loss"), run.curve("train/loss")
     assert same.keys() == losses.keys() == set(range(1, 17))
     assert max(abs(losses[step] - same[step]) for step in losses) < 1e-4
-    assert alone.curve("lr") == run.curve("lr")
+    assert alone.curve("train/lr") == run.curve("train/lr")
 
 
 def test_two_nodes_on_loopback(cli, tmp_path):
