@@ -87,6 +87,7 @@ def hush(rank: int) -> None:
         "OMP_NUM_THREADS",
         "Checkpoint directory .* exists and is not empty",
         "The dirpath has changed from",
+        "smaller than the logging interval",  # it counts micro-batches, we count steps
         "monitor='val/acc'.. could not find the monitored key",  # ours, in a run without validation
     ):
         warnings.filterwarnings("ignore", f"(?s).*{advice}")
