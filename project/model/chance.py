@@ -1,0 +1,13 @@
+"""Random numbers in the network (dropout, say): a function of the micro-batch, not of the rank or of what was before."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class ChanceByMicroBatch(Callback):
+    """Seeds PyTorch's generators before each micro-batch that is trained on."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch["chance"])

@@ -1,0 +1,62 @@
+"""Where a run is, in terms that mean the same on any number of ranks, and how Lightning's loops are put there.
+
+A run is saved between two steps, when all that belongs to the one is done (its schedule, its validation, the end of its
+epoch) and nothing of the next has begun. Lightning's own counters count the micro-batches of a rank and depend on the hook
+in which they were saved; so they are not restored but written anew, from the position and today's accumulation.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+@dataclass(frozen=True)
+class Position:
+    """So many steps of so many epochs are done. `validation_due`: stopped in the validation that follows the last."""
+
+    epoch: int
+    step: int
+    global_step: int
+    validation_due: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def position(trainer: Trainer) -> Position:
+    """The position between two steps: at the start of a step's first micro-batch, in a validation, or at the end."""
+    loop = trainer.fit_loop
+    batches = loop.epoch_loop.batch_progress.current
+    # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
+    step = batches.started // trainer.accumulate_grad_batches
+    epochs = loop.epoch_progress.current
+    if epochs.processed < epochs.ready or step == 0:
+        return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating))
+    if batches.started >= trainer.num_training_batches:  # the epoch is over
+        return Position(epochs.processed, 0, trainer.global_step)
+    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
+    return Position(epochs.processed - 1, step, trainer.global_step)
+
+
+def put(fit_loop: dict[str, Any], at: Position, accumulation: int, steps_per_epoch: int) -> None:
+    """Rewrites the saved state of Lightning's fit loop so that it goes on from a position."""
+    done, total = at.step * accumulation, (at.epoch * steps_per_epoch + at.step) * accumulation
+    mid_epoch = at.step > 0 or at.validation_due
+    batches = fit_loop["epoch_loop.batch_progress"]
+    for name in ("ready", "started", "processed", "completed"):
+        batches["current"][name] = done
+        batches["total"][name] = total
+    batches["is_last_batch"] = at.step == steps_per_epoch
+
+    for counters in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
+        counters["ready"] = counters["started"] = at.epoch + int(mid_epoch)
+        counters["processed"] = counters["completed"] = at.epoch
+
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = at.global_step
+    # Lightning reads 'one started, none processed' as 'stopped in validation', and runs it before it goes on.
+    validation = fit_loop["epoch_loop.val_loop.batch_progress"]
+    due = int(at.validation_due)
+    validation["total"].update(ready=due, started=due, processed=0, completed=0)
+    validation["current"].update(ready=0, started=0, processed=0, completed=0)
+    validation["is_last_batch"] = False
