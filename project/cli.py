@@ -17,7 +17,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from project.cluster.launcher import detect, host
 from project.data import ImageData
 from project.model import ImageClassifier
-from project.run import RUNS, new_run
+from project.run import RUNS, open_run
+from project.survive.checkpoints import Checkpoints
 from project.survive.failure import report
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -70,6 +71,12 @@ class ProjectCLI(LightningCLI):
         parser.add_argument("--base", type=_resolved, help="In a config: the config or configs that it stands on.")
         parser.add_argument("--run", type=str | None, default=None, help=f"Name of the run, its folder in {RUNS}/.")
         parser.add_argument(
+            "--resume",
+            type=str,
+            default="auto",
+            help="A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never).",
+        )
+        parser.add_argument(
             "--debug",
             type=bool,
             default=False,
@@ -84,6 +91,7 @@ class ProjectCLI(LightningCLI):
             }
         )
         parser.link_arguments("seed_everything", "data.seed")
+        parser.add_lightning_class_args(Checkpoints, "checkpoints")
 
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand]
@@ -98,15 +106,36 @@ class ProjectCLI(LightningCLI):
         settings = self.config[self.subcommand]
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
-        if detect().rank == 0:
-            self.folder = new_run(root, settings.run, self._kind())
+        launch = detect()
+        begin = None
+        if launch.rank == 0:
+            self._run = open_run(root, settings.run, self._kind(), launch)
+            self.folder = self._run.folder
             log_to(self.folder / "log.txt")
             log.info("Run: %s", self.folder)
+            if self.subcommand == "fit":
+                self._dump_config()
+                begin = self._run.begin(self.config_dump, settings.resume)
         if settings.debug:
             loud(self.folder)
             settings = self.config_init[self.subcommand].trainer
             settings.callbacks = [*(settings.callbacks or []), RankLogs()]
-        return super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
+        trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
+        assert isinstance(trainer, Trainer)
+        if begin is not None:
+            self._resume(trainer, *begin)
+        elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
+            trainer.purge_loggers(0)
+        return trainer
+
+    def _resume(self, trainer: Trainer, path: Path, facts: dict[str, Any]) -> None:
+        at = facts["position"]
+        self.config_init[self.subcommand].ckpt_path = str(path)
+        trainer.purge_loggers(at["global_step"] + 1)
+        if facts["finished"]:
+            log.info("The run is finished: nothing is left to do, unless it was made longer.")
+        else:
+            log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -127,8 +156,8 @@ class ProjectCLI(LightningCLI):
             return
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
         saved = trainer.checkpoint_callback
-        if checkpoint := getattr(saved, "best_model_path", "") or getattr(saved, "last_model_path", ""):
-            lines["checkpoint"] = checkpoint
+        if isinstance(saved, Checkpoints) and saved.last:
+            lines["checkpoint"] = f"{saved.last}" + (f"  (best: {saved.best[1].name})" if saved.best else "")
         lines["dashboard"] = f"tensorboard --logdir {self.folder.parent}"
         for name, text in lines.items():
             log.info("%-11s %s", name, text)

@@ -16,15 +16,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from project.cluster.cores import cores
 from project.cluster.launcher import Launch, detect, host
 from project.data import ImageData
-from project.survive.checkpoints import SafeCheckpointIO
+from project.model.batchnorm import StepStatistics
+from project.model.chance import ChanceByMicroBatch
+from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
 from project.survive.preemption import Signals, StopTogether
 from project.watch.console import Progress, sign
 from project.watch.predictions import PredictionWriter
@@ -43,11 +47,24 @@ def cpu_precision(precision: str) -> tuple[str, str | None]:
     return taken, None if taken == precision else reason
 
 
+class Resuming(_CheckpointConnector):
+    """Rank 0 chooses the checkpoint to go on from; the others learn of it when all are connected."""
+
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        super()._restore_modules_and_callbacks(path, weights_only)
+
+
 class Trainer(pl.Trainer):
     """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
     of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
 
     Args:
+        limit_train_batches: take so many optimiser steps of an epoch (an int) or such a share of it (a float).
+        limit_val_batches: validate on so many micro-batches (an int), over all ranks, or on such a share.
+        limit_test_batches: the same for the test.
+        limit_predict_batches: the same for prediction.
+        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float).
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             data.global_batch_size and the number of ranks.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
@@ -67,6 +84,10 @@ class Trainer(pl.Trainer):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool = False,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
         **kwargs: Any,
     ) -> None:
         launch = detect()
@@ -104,8 +125,18 @@ class Trainer(pl.Trainer):
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ValueError(f"The trainer's settings don't work here: {error}") from error
         sign(self.global_rank, host(), self.world_size)
+        self._wanted_limits = {
+            "train": limit_train_batches,
+            "val": limit_val_batches,
+            "test": limit_test_batches if limit_test_batches is not None else limit_predict_batches,
+        }
+        self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches
         self._signal_connector = self.signals  # type: ignore[assignment]
+        self._checkpoint_connector = Resuming(self)
+        if isinstance(self.strategy, DDPStrategy):
+            # Buffers need no broadcast at every forward pass: batch norm's are kept equal once a step (StepStatistics).
+            self.strategy._ddp_kwargs.setdefault("broadcast_buffers", False)
         # Lightning broadcasts a flag and waits for the device before every micro-batch, to learn of a SIGTERM.
         # StopTogether does that without either.
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -114,6 +145,12 @@ class Trainer(pl.Trainer):
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
+
+    def purge_loggers(self, step: int) -> None:
+        """What TensorBoard has from this step on was logged by a part of the run that is done again."""
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger._kwargs["purge_step"] = step
 
     @property
     def global_batch(self) -> int | None:
@@ -129,7 +166,15 @@ class Trainer(pl.Trainer):
         wanted = self._wanted_accumulation
         if isinstance(data, ImageData):
             data.spare_cores = cores(self.num_devices) - 1
+            data.limits = self._wanted_limits
             self.accumulate_grad_batches = data.accumulation(self.world_size, wanted) if self.training else 1
+            if isinstance(self._wanted_val_interval, int):  # Lightning counts the micro-batches of a rank
+                self.val_check_interval = self._wanted_val_interval * self.accumulate_grad_batches
+            if dev_steps := int(getattr(self, "fast_dev_run", 0)):
+                self.limit_train_batches = dev_steps * self.accumulate_grad_batches
+            for stage in ("train", "val", "test", "predict"):  # done by the data, and so none of Lightning's business
+                if self._wanted_limits.get(stage) == 0:
+                    setattr(self, f"limit_{stage}_batches", 0)
         else:
             self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
         return super()._run(model, *args, **kwargs)
@@ -151,17 +196,9 @@ def _with_ours(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     if progress is not False and not any(isinstance(one, AnyProgressBar) for one in callbacks):
         callbacks.append(Progress())
-    if checkpointing is not False and not any(isinstance(one, ModelCheckpoint) for one in callbacks):
-        callbacks.append(
-            ModelCheckpoint(
-                filename="epoch={epoch}-step={step}",
-                monitor="val/acc",
-                mode="max",
-                save_last=True,
-                auto_insert_metric_name=False,
-            )
-        )
-    return [*callbacks, PredictionWriter(), StopTogether(signals)]
+    if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
+        callbacks.append(Checkpoints())
+    return [StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(signals)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

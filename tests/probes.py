@@ -47,6 +47,9 @@ class Record(Callback):
     def on_test_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, *_: Any) -> None:
         self.evaluated.update(batch["sample"].tolist())
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         seen = {
             "steps": self.steps,
@@ -73,3 +76,62 @@ class Faulty(Dataset[Any]):
                 os.kill(os.getpid(), 9)
             raise KeyError("this dataset is broken")
         return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10
+
+
+class Fault(Callback):
+    """Signals its own process, once in the life of a run: Fault(rank=1, step=7, where="validation", number=9).
+
+    `where`: in the second micro-batch of the step ('accumulation'), before it ('step'), in the validation that follows it
+    ('validation'), or while a checkpoint of it is being written ('write').
+    """
+
+    def __init__(self, rank: int = 0, step: int = 7, where: str = "step", number: int = 9) -> None:
+        self.rank, self.step, self.where, self.number = rank, step, where, number
+
+    @property
+    def mark(self) -> Path:
+        return Path(f"struck-{self.rank}-{self.step}-{self.where}-{self.number}")
+
+    def _strike(self, trainer: Trainer, where: str) -> None:
+        if (where, trainer.global_rank, trainer.global_step) == (self.where, self.rank, self.step):
+            self._signal()
+
+    def _signal(self) -> None:
+        if not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), self.number)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        self._strike(trainer, "step" if first else "accumulation")
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self._strike(trainer, "validation")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.where == "write":
+            save, fault = torch.save, self
+
+            def struck(value: Any, file: Any) -> None:
+                if trainer.global_step >= fault.step and not fault.mark.exists():
+                    file.write(b"half a checkpoint")
+                    file.flush()
+                    fault._signal()
+                save(value, file)
+
+            torch.save = struck
+
+
+class Dropped(torch.nn.Module):
+    """A network with all that could depend on history: batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Dropout(0.3),
+            torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 10),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images)

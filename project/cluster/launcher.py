@@ -5,9 +5,12 @@ YAML says; plain Python uses the YAML's.
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -41,6 +44,9 @@ class Launch:
     """None: the launcher leaves it to the YAML."""
     processes: int | None = None
     """Processes on each node; None: the launcher leaves it to the YAML."""
+
+    name: str | None = None
+    """What stays the same when this launcher starts its processes again: a job's number, say."""
 
     @property
     def world_size(self) -> int | None:
@@ -97,6 +103,13 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"The environment variable {name} must be a number, and is {value!r}.") from None
 
 
+def _parent_started() -> datetime:
+    """When the process that launched this one was started."""
+    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK"))
+
+
 def _torchrun(environment: Mapping[str, str]) -> Launch:
     world, local = _number(environment, "WORLD_SIZE", 1), _number(environment, "LOCAL_WORLD_SIZE", 1)
     groups = _number(environment, "GROUP_WORLD_SIZE", world // local)
@@ -105,7 +118,11 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
             f"torchrun started {world} processes on {groups} nodes, {local} of them here: every node must have the same "
             "number. HINT: give the same --nproc-per-node on every node."
         )
-    return Launch("torchrun", _number(environment, "RANK", 0), groups, local)
+    # Agents that meet under an id of the user's have that in common; otherwise the agent of rank 0 outlives its workers.
+    run_id = environment["TORCHELASTIC_RUN_ID"]
+    given = run_id not in ("", "none") and not re.fullmatch(r"[0-9a-f-]{36}", run_id)
+    name = re.sub(r"[^\w.-]", "_", run_id) if given else f"{_parent_started():%Y%m%d-%H%M%S}"
+    return Launch("torchrun", _number(environment, "RANK", 0), groups, local, name)
 
 
 def _srun(environment: Mapping[str, str]) -> Launch:
@@ -117,7 +134,7 @@ def _srun(environment: Mapping[str, str]) -> Launch:
             f"srun placed {tasks} tasks on {nodes} nodes ({per_node}): every node must have the same number. "
             f"HINT: #SBATCH --nodes={nodes} --ntasks-per-node={max(1, tasks // nodes)}"
         )
-    return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes)
+    return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes, environment["SLURM_JOB_ID"])
 
 
 def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@
 by the dataset's own `__getitems__` where it returns (images, labels) for a batch, image by image otherwise.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from project.data.order import Key, Order
+from project.data.order import Key, Order, chance
 
 
 class Batch(TypedDict):
@@ -22,7 +23,10 @@ class Batch(TypedDict):
     label: Tensor
     sample: Tensor
     """The samples' numbers in their dataset."""
-    epoch: int
+    key: Key
+    """(epoch, step within the epoch, number within the step)."""
+    chance: int
+    """The seed of all that is drawn at random for this micro-batch."""
     weight: float
     """What the mean loss of this micro-batch counts for in its step: 1.0 except in a shorter last step."""
 
@@ -64,22 +68,27 @@ class MicroBatches(Dataset[Batch]):
         return self.order.steps * self.order.micro_batches
 
     def __getitem__(self, key: Key) -> Batch:
-        epoch, step, number = key
         samples = self.order.indices(key)
-        images, labels = self._read(samples)
+        images, labels = self._read(samples, key)
         return Batch(
             image=images,
             label=labels,
             sample=torch.from_numpy(samples),
-            epoch=epoch,
-            weight=self.order.weight(step, number),
+            key=key,
+            chance=chance(self.order.seed or 0, key),
+            weight=self.order.weight(*key[1:]),
         )
 
-    def _read(self, samples: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+    def _read(self, samples: np.ndarray[Any, Any], key: Key) -> tuple[Tensor, Tensor]:
         if not len(samples):  # fewer samples than ranks: a batch of none, of the right shape
-            images, labels = self._read(np.zeros(1, dtype=np.int64))
+            images, labels = self._read(np.zeros(1, dtype=np.int64), key)
             return images[:0], labels[:0]
         whole: Callable[[Any], Any] | None = getattr(self.dataset, "__getitems__", None)
+        if not whole:  # what a dataset of one's own draws at random is the same in any worker, and after a restart
+            seed = chance(self.order.seed or 0, key)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
         items = whole(samples.tolist()) if whole else [self.dataset[int(i)] for i in samples]
         if isinstance(items, tuple):
             return items

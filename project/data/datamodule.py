@@ -1,5 +1,6 @@
 """ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -12,6 +13,13 @@ from project.data.augment import crop_and_flip, normalise
 from project.data.batches import Batch, MicroBatches
 from project.data.order import MicroBatchSampler, Order
 from project.data.sources import Source, Split, Synthetic
+
+
+def _limited(count: int, limit: float | int | None) -> int:
+    """Lightning's limits: an int is a number, a float a share."""
+    if limit is None:
+        return count
+    return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
 class ImageData(LightningDataModule):
@@ -52,6 +60,8 @@ class ImageData(LightningDataModule):
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
         self.num_workers, self.seed = num_workers, seed
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
+        self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
+        self._start = (0, 0)
         self._dataset = cache(self.source.dataset)  # each split is read once
         self._moments = cache(self._make_moments)
 
@@ -97,16 +107,28 @@ class ImageData(LightningDataModule):
                 raise ValueError(f"The {split} set is empty.")
 
     def train_dataloader(self) -> DataLoader[Batch]:
+        loader = self._loader(self._dataset("train"), self.train_order())
+        assert isinstance(loader.sampler, MicroBatchSampler)
+        loader.sampler.start_at(*self._start)
+        self._start = (0, 0)
+        return loader
+
+    def train_order(self) -> Order:
+        """The order of the training samples in this run."""
         assert self.trainer is not None
         micro_batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        dataset = self._dataset("train")
-        order = Order(len(dataset), self.batch_size, micro_batches, self.seed, self.tail)  # type: ignore[arg-type]
+        size = len(self._dataset("train"))  # type: ignore[arg-type]
+        order = Order(size, self.batch_size, micro_batches, self.seed, self.tail)
         if not order.steps or order.size < 2 * micro_batches:
             raise ValueError(
                 f"{order.size} training images are too few for a global batch of {order.global_batch}. "
                 "HINT: set data.batch_size or data.global_batch_size lower."
             )
-        return self._loader(dataset, order)
+        return replace(order, limit=_limited(order.steps, self.limits.get("train")))
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """Training goes on from here, with the next loader that is made."""
+        self._start = epoch, step
 
     def val_dataloader(self) -> DataLoader[Batch]:
         return self._eval_loader("val")
@@ -120,8 +142,11 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, split: Split) -> DataLoader[Batch]:
         assert self.trainer is not None
         dataset = self._dataset(split)
+        size: int = len(dataset)  # type: ignore[arg-type]
+        batches = _limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
-        return self._loader(dataset, Order(len(dataset), self.batch_size, self.trainer.world_size))  # type: ignore[arg-type]
+        order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
+        return self._loader(dataset, order)
 
     def _loader(self, dataset: Dataset[Any], order: Order) -> DataLoader[Batch]:
         assert self.trainer is not None
@@ -141,7 +166,7 @@ class ImageData(LightningDataModule):
         images = batch["image"]
         assert self.trainer is not None
         if self.trainer.training and (self.crop_padding or self.flip):
-            images = crop_and_flip(images, batch["sample"], batch["epoch"], self.seed, self.crop_padding, self.flip)
+            images = crop_and_flip(images, batch["sample"], batch["key"][0], self.seed, self.crop_padding, self.flip)
         mean, std = self._moments(images.device)
         return {**batch, "image": normalise(images, mean, std)}
 

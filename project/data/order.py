@@ -30,6 +30,14 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def chance(seed: int, key: Key) -> int:
+    """The seed of all that is drawn at random for a micro-batch."""
+    word = np.zeros(1, dtype=np.uint64)
+    for number in (seed, *key):
+        word = mix((word ^ np.uint64(number)) + np.uint64(0x9E3779B97F4A7C15))
+    return int(word[0] >> np.uint64(1))
+
+
 def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
     key = mix(mix(words[:1] + np.uint64(0x9E3779B97F4A7C15)) ^ words[1:])
@@ -77,6 +85,7 @@ class Order:
         micro_batches: micro-batches in a step, over all ranks.
         seed: the key of the permutation; None leaves the samples in their own order.
         tail: 'keep' or 'drop'.
+        limit: steps of an epoch that are taken, if fewer than there are.
     """
 
     size: int
@@ -84,6 +93,7 @@ class Order:
     micro_batches: int
     seed: int | None = None
     tail: Literal["keep", "drop"] = "keep"
+    limit: int | None = None
 
     @property
     def global_batch(self) -> int:
@@ -92,6 +102,10 @@ class Order:
     @property
     def steps(self) -> int:
         """Optimiser steps in an epoch."""
+        return self._steps if self.limit is None else min(self._steps, self.limit)
+
+    @property
+    def _steps(self) -> int:
         full, left = divmod(self.size, self.global_batch)
         alone = self.tail == "keep" and left >= 2 * self.micro_batches
         return full + alone if full else int(self.tail == "keep" and left > 0)
@@ -99,7 +113,7 @@ class Order:
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step: from, to."""
         start = step * self.global_batch
-        if step == self.steps - 1 and self.tail == "keep":
+        if step == self._steps - 1 and self.tail == "keep":
             return start, self.size
         return start, start + self.global_batch
 
@@ -144,12 +158,19 @@ class MicroBatchSampler(DistributedSampler[Key]):
         # DistributedSampler's own arithmetic is not used: it pads with duplicates.
         super().__init__(range(order.size), num_replicas=world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
         self.order = order
+        self._start: tuple[int, int] | None = None
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """The first iteration begins there, and not at the start of `self.epoch`: Lightning makes it before it says so."""
+        self._start = epoch, step
 
     def __len__(self) -> int:
         return self.order.steps * (self.order.micro_batches // self.num_replicas)
 
     def __iter__(self) -> Iterator[Key]:
         share = self.order.micro_batches // self.num_replicas
-        for step in range(self.order.steps):
+        epoch, first = self._start or (self.epoch, 0)
+        self._start = None
+        for step in range(first, self.order.steps):
             for number in range(self.rank * share, (self.rank + 1) * share):
-                yield self.epoch, step, number
+                yield epoch, step, number

@@ -50,7 +50,7 @@ class StepStatistics(Callback):
             flat = torch.cat([buffer.flatten() for buffer in self._running])
             dist.all_reduce(flat)
             flat /= trainer.world_size
-            shares = flat.split([buffer.numel() for buffer in self._running])
+            shares = torch.split(flat, [buffer.numel() for buffer in self._running])
             torch._foreach_copy_(self._running, [s.view_as(b) for s, b in zip(shares, self._running, strict=True)])
         momenta = [momentum for _, momentum in self._norms for _ in range(2)]
         # before + momentum * (mean - before)

@@ -61,10 +61,19 @@ class ImageClassifier(LightningModule):
         self.step_tally, self.epoch_tally, self.eval_tally = Tally(), Tally(), Tally()
         self._tallied_step = 0
 
+    def on_train_start(self) -> None:
+        self._tallied_step = self.trainer.global_step
+
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)  # type: ignore[no-any-return]
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The means of an epoch cover all of it, also where the run was resumed within."""
+        checkpoint["epoch_sums"] = self.trainer.strategy.reduce(self.epoch_tally.sums.clone(), reduce_op="sum")
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
+            self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
         ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
         theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
         differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -100,6 +109,8 @@ class ImageClassifier(LightningModule):
         self.step_tally.reset()
 
     def on_train_epoch_end(self) -> None:
+        if not self.trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            return  # max_steps ended the run inside an epoch; a longer one goes on with it
         self.epoch_tally.num_classes = self.step_tally.num_classes
         self._report("train/{}_epoch", self.epoch_tally)
         self.epoch_tally.reset()

@@ -1,10 +1,33 @@
-"""Checkpoints: read safely, and what can't be read is said in one line."""
+"""Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one goes.
 
+A checkpoint is a file, step-N.ckpt, and its facts, step-N.json: checksum, position, metrics, the run's configuration and
+versions. Both are written under another name, forced to the disk and renamed, the facts first: a file that is there has its
+facts. `newest_good` reads back: what fails its checksum is set aside (*.bad), and the next newest is taken.
+"""
+
+import hashlib
+import json
+import logging
+import os
 import pickle
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from project.survive.position import Position, position, put
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 22
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -20,8 +43,250 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
                 "HINT: if you trust where it comes from, set weights_only=false."
             ) from error
-        except (OSError, EOFError, RuntimeError) as error:
+        except Exception as error:  # whatever a damaged file makes of the reader
             raise ValueError(
                 f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
                 "the same folder."
             ) from error
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def facts_of(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint; a ValueError says what is wrong with it."""
+    try:
+        facts: dict[str, Any] = json.loads(facts_of(path).read_text())
+        size, digest = facts["bytes"], facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"its facts can't be read ({error})") from error
+    if path.stat().st_size != size:
+        raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
+    with path.open("rb") as file:
+        if _digest(file) != digest:
+            raise ValueError("its checksum is wrong")
+    return facts
+
+
+def _digest(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in a folder that is whole. One that is not is reported and set aside."""
+    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
+        try:
+            return path, read_facts(path)
+        except (ValueError, OSError) as error:
+            log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
+            for part in (path, facts_of(path)):
+                if part.exists():
+                    part.replace(part.with_name(part.name + ".bad"))
+    return None
+
+
+def _write(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Fills a file under another name, forces it to the disk and gives it its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write(path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Writes a checkpoint and its facts, and reads it back."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        _write(temporary, lambda file: torch.save(checkpoint, file))
+        with temporary.open("rb") as file:
+            facts = {**facts, "bytes": temporary.stat().st_size, "sha256": _digest(file)}
+        text = json.dumps(facts, indent=1).encode()
+        _write(facts_of(path), lambda file: file.write(text))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    read_facts(path)
+
+
+# The callback --------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints(Checkpoint):
+    """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
+
+    Rank 0 writes, in a thread, one checkpoint at a time, from a copy in main memory: the peak is one more model and
+    optimiser state there. A disk that is full or gone is reported and tried again; training goes on.
+
+    Args:
+        every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
+        every_n_minutes: save when so much time has passed since the last.
+        keep_last: so many of the newest are kept.
+        monitor: the metric by which the best is kept, too.
+        mode: 'max' if more of the metric is better, 'min' if less.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        every_n_minutes: float = 10.0,
+        keep_last: int = 2,
+        monitor: str | None = "val/acc",
+        mode: str = "max",
+    ) -> None:
+        if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
+            raise ValueError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
+        self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
+        self.monitor, self.mode = monitor, mode
+        self.facts: dict[str, Any] = {}  # what else belongs to the run: set by who knows
+        self.last: Path | None = None
+        self.best: tuple[float, Path] | None = None
+        self.failed: str | None = None
+        self._folder = Path()
+        self._validated = False
+        self._saved_at = (-1, False)
+        self._saved_time = time.monotonic()
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+
+    # When ------------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder = Path(trainer.default_root_dir) / "checkpoints"
+        if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
+            for left in (*self._folder.glob(".step-*"), *self._folder.glob("step-*.json")):
+                if left.name.startswith(".") or not left.with_suffix(".ckpt").exists():
+                    left.unlink()  # of a write that was cut off
+            for path, facts in self._kept():
+                self._note(path, facts)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_time = time.monotonic()
+        self._saved_at = (trainer.global_step, False)
+
+    @property
+    def overdue(self) -> bool:
+        """By this process's clock, which is not another's: the ranks must agree before they save."""
+        return time.monotonic() - self._saved_time > 60 * self.every_n_minutes
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer, finished=True)
+        self.wait()
+        if self.failed:  # the last one matters: once more, in case the disk has room again
+            self.save(trainer, finished=True)
+            self.wait()
+
+    # What ------------------------------------------------------------------------------------------------------------
+
+    def save(self, trainer: Trainer, finished: bool = False) -> None:
+        """Saves the run where it is, between two steps. Called by all ranks at the same position."""
+        at = position(trainer)
+        if self._saved_at == (at.global_step, finished) and not self._validated and not self.failed:
+            return
+        self._validated = False
+        self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
+            if flush := getattr(getattr(logger, "experiment", None), "flush", None):
+                flush()
+        facts = {
+            **self.facts,
+            "position": at.state_dict(),
+            "finished": finished,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "world_size": trainer.world_size,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        # The host waits for the device here: the copy must hold this step's values, not a later one's.
+        copy = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        self.wait()
+        # '-' sorts before '.': when the validation is over, the checkpoint without it is no longer the newest.
+        due = "-validation" if at.validation_due else ""
+        path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
+        self._pending = self._writer.submit(self._write, path, copy, facts)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _write(self, path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, checkpoint, facts)
+            self.failed = None
+            self._note(path, facts)
+            self._prune()
+        except Exception as error:
+            self.failed = str(error)
+            newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
+            log.error("Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, error, newest)
+
+    def _note(self, path: Path, facts: dict[str, Any]) -> None:
+        self.last = path
+        value = facts.get("metrics", {}).get(self.monitor)
+        if value is None:
+            return
+        better = self.best is None or (value > self.best[0] if self.mode == "max" else value < self.best[0])
+        if better:
+            self.best = value, path
+
+    def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        for path in sorted(self._folder.glob("step-*.ckpt")):
+            try:
+                yield path, json.loads(facts_of(path).read_text())
+            except (OSError, ValueError):
+                continue
+
+    def _prune(self) -> None:
+        paths = sorted(self._folder.glob("step-*.ckpt"))
+        keep = {*paths[-self.keep_last :], self.last, self.best[1] if self.best else None}
+        for path in paths:
+            if path not in keep:
+                path.unlink(missing_ok=True)
+                facts_of(path).unlink(missing_ok=True)
+
+    # Back ------------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit":
+            checkpoint["position"] = position(trainer).state_dict()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit" or "position" not in checkpoint:
+            return
+        at = Position(**checkpoint["position"])
+        data: Any = getattr(trainer, "datamodule", None)
+        put(checkpoint["loops"]["fit_loop"], at, trainer.accumulate_grad_batches, data.train_order().steps)
+        data.start_at(at.epoch, at.step)

@@ -27,10 +27,10 @@ class Position:
 def position(trainer: Trainer) -> Position:
     """The position between two steps: at the start of a step's first micro-batch, in a validation, or at the end."""
     loop = trainer.fit_loop
-    batches = loop.epoch_loop.batch_progress.current
+    batches: Any = loop.epoch_loop.batch_progress.current
     # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
     step = batches.started // trainer.accumulate_grad_batches
-    epochs = loop.epoch_progress.current
+    epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
         return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating))
     if batches.started >= trainer.num_training_batches:  # the epoch is over

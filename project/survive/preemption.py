@@ -1,14 +1,18 @@
 """Signals set a flag; all ranks stop at the same step, with a checkpoint.
 
 Lightning's own handlers talk to the other ranks from inside the handler, and hang when the ranks are not in step. Here a
-handler only notes the signal; at every step boundary the ranks compare notes on the CPU, asynchronously: what one step
-starts, the next reads, so nobody waits. A second signal stops at once.
+handler only notes the signal; at every step the ranks compare notes on the CPU, asynchronously: what one step starts, the
+next reads, so nobody waits. A second signal stops at once.
+
+Exit codes: 130 after Ctrl-C (SIGINT), 143 after SIGTERM, 138 after SIGUSR1, which is what a shell expects of a program that
+these end. Under Slurm the job is put back into the queue after SIGUSR1 and SIGTERM, if it may be.
 """
 
 import logging
+import os
 import signal
+import subprocess
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,9 +20,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.survive.checkpoints import Checkpoints
+
 log = logging.getLogger(__name__)
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 _SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
@@ -35,9 +41,10 @@ class Signals:
     def register_signal_handlers(self) -> None:
         for number in EXIT_CODES:
             try:
-                self._before[number] = signal.signal(number, self._note)
+                before = signal.signal(number, self._note)
             except ValueError:  # not the main thread: then signals are not ours to handle
                 return
+            self._before.setdefault(number, before)
 
     def teardown(self) -> None:
         for number, handler in self._before.items():
@@ -54,55 +61,78 @@ class Signals:
 
 
 class StopTogether(Callback):
-    """Stops all ranks at the same step when any of them was asked to."""
+    """Stops all ranks at the same step when any of them was asked to, and saves when the time for it has come."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
         self._group: Any = None
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._notes = torch.zeros(2, dtype=torch.int32)
         self._answer: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")
 
-    def _asked(self) -> int:
-        """The signal that any rank had noted when it last came by here, or 0."""
+    def _compare(self, trainer: Trainer) -> tuple[int, bool]:
+        """The signal that any rank had noted at the last step, or 0, and whether any rank's clock says to save."""
+        checkpoints = _checkpoints(trainer)
+        mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue)
         if self._group is None:
-            return self.signals.noted or 0
+            return mine
+        last = (0, False)
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
-            if number := int(self._flag):
-                return number
-        self._flag.fill_(self.signals.noted or 0)
-        self._answer = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return 0
+            number, overdue = self._notes.tolist()
+            last = (number, bool(overdue))
+        if not last[0]:
+            self._notes[0], self._notes[1] = mine
+            self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return last
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and (number := self._asked()):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        number, overdue = self._compare(trainer)
+        if number:
+            self._stop(trainer, number)
+        if overdue and (checkpoints := _checkpoints(trainer)):
+            checkpoints.save(trainer)
+
+    def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        number, _ = self._compare(trainer)
+        if number:
             self._stop(trainer, number)
 
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if number := self._asked():
-            self._stop(trainer, number)
-
-    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if number := self._asked():
-            self._stop(trainer, number)
-
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if number := self._asked():
-            self._stop(trainer, number)
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _between_batches
 
     def _stop(self, trainer: Trainer, number: int) -> None:
         name = signal.Signals(number).name
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.checkpoint_callback is not None:
-            path = Path(trainer.strategy.broadcast(str(trainer.checkpoint_callback.dirpath))) / "last.ckpt"  # type: ignore[attr-defined]
-            trainer.save_checkpoint(path)
-            log.info("Stopped by %s after step %d. To go on: --ckpt_path %s", name, trainer.global_step, path)
+        checkpoints = _checkpoints(trainer)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and checkpoints:
+            checkpoints.save(trainer)
+            checkpoints.wait()
+            log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
         else:
             log.info("Stopped by %s.", name)
+        if trainer.is_global_zero and number != signal.SIGINT:
+            requeue()
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
+
+
+def _checkpoints(trainer: Trainer) -> Checkpoints | None:
+    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
+
+
+def requeue() -> None:
+    """Puts this Slurm job back into the queue, so that it does not count as done."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or "SLURM_STEP_ID" not in os.environ:
+        return
+    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    if done.returncode == 0:
+        log.info("Slurm job %s is back in the queue.", job)
+    else:
+        log.warning("Slurm job %s could not be put back into the queue: %s", job, done.stderr.strip())

@@ -1,0 +1,164 @@
+"""The same run, killed or not: the same weights to the last bit, the same curve, every sample once."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import TINY, environment
+
+FIT = (
+    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word)),
+    *("--data.source.init_args.train_size=250", "--data.batch_size=8", "--data.global_batch_size=32", "--run=it"),
+    *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=5"),
+    "--model.network=tests.probes.Dropped",
+)
+STEPS = 24  # 8 in each epoch, the last of 26 samples
+
+
+def final(folder: Path) -> dict:
+    return torch.load(folder / f"lightning_logs/it/checkpoints/step-{STEPS:09d}.ckpt", weights_only=True)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder / "lightning_logs/it")).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def fit(folder: Path, *words: str, world_size: int = 1) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "project", *FIT, f"--trainer.devices={world_size}", *words],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folders = {}
+
+    def run(world_size: int) -> Path:
+        if world_size not in folders:
+            folders[world_size] = tmp_path_factory.mktemp(f"uninterrupted-{world_size}")
+            done = fit(folders[world_size], faults(), world_size=world_size)
+            assert done.returncode == 0, done.stdout
+        return folders[world_size]
+
+    return run
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    ours, theirs = final(folder), final(whole)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
+        assert same(ours[part], theirs[part]), part
+    assert curves(folder) == curves(whole)
+
+
+# where, step
+FAULTS = [
+    ("accumulation", 4),
+    ("step", 6),
+    ("validation", 5),
+    ("validation", 13),
+    ("step", 8),
+    ("accumulation", 15),
+    ("write", 9),
+]
+
+
+def faults(*chosen: dict) -> str:
+    """A command-line word that plugs in probes.Fault, one for each."""
+    return "--trainer.callbacks=" + json.dumps(
+        [{"class_path": "tests.probes.Record"}, *({"class_path": "tests.probes.Fault", "init_args": one} for one in chosen)]
+    )
+
+
+@pytest.mark.parametrize(("where", "step"), FAULTS)
+def test_killed_once(uninterrupted, quick, tmp_path, where, step):
+    fault = (faults({"where": where, "step": step}),)
+    killed = quick(*FIT, *fault)
+    assert killed.code == -signal.SIGKILL, killed.output
+    resumed = quick(*FIT, *fault)
+    assert resumed.code == 0, resumed.output
+    assert_same_run(tmp_path, uninterrupted(1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(("where", "step"), [("accumulation", 3), ("step", 8), ("validation", 5), ("validation", 21)])
+def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
+    fault = (faults({"where": where, "step": step, "number": int(number)}),)
+    stopped = quick(*FIT, *fault)
+    assert stopped.code == 128 + number, stopped.output
+    newest = max((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt"))
+    due = where == "validation"
+    assert newest.name == f"step-{step + (where == 'accumulation'):09d}{'-validation' * due}.ckpt", stopped.output
+    resumed = quick(*FIT, *fault)
+    assert resumed.code == 0, resumed.output
+    assert_same_run(tmp_path, uninterrupted(1))
+
+
+def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
+    places = [("step", 3), ("accumulation", 4), ("validation", 5), ("write", 9), ("accumulation", 23)]
+    fault = faults(*({"where": where, "step": step} for where, step in places))
+    for _ in places:
+        assert quick(*FIT, fault).code == -signal.SIGKILL
+    assert quick(*FIT, fault).code == 0
+    assert_same_run(tmp_path, uninterrupted(1))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
+    words = (*FIT, f"--data.num_workers={workers}", faults({"step": 11}))
+    assert quick(*words).code == -signal.SIGKILL
+    assert quick(*words).code == 0
+    assert_same_run(tmp_path, uninterrupted(1))
+
+
+@pytest.mark.parametrize(("rank", "where", "step"), [(0, "accumulation", 12), (1, "validation", 13)])
+def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
+    fault = faults({"rank": rank, "where": where, "step": step})
+    assert fit(tmp_path, fault, world_size=2).returncode != 0
+    resumed = fit(tmp_path, fault, world_size=2)
+    assert resumed.returncode == 0, resumed.stdout
+    assert_same_run(tmp_path, uninterrupted(2))
+
+
+def test_other_numbers_of_ranks_on_the_way(uninterrupted, tmp_path):
+    """2 -> 1 -> 4 -> 2 in the middle of epochs: the same samples in every step, and the same losses up to rounding."""
+    stop = [{"step": step, "number": int(signal.SIGTERM)} for step in (4, 11, 18)]
+    samples: dict[int, list[int]] = {}
+    for part, world_size in enumerate((2, 1, 4, 2)):
+        done = fit(tmp_path, faults(*stop), world_size=world_size)
+        assert done.returncode == (143 if part < 3 else 0), done.stdout
+        steps: dict[int, list[int]] = {}
+        for rank in range(world_size):
+            for step, seen in json.loads((tmp_path / f"record-{rank}.json").read_text())["steps"].items():
+                steps.setdefault(int(step), []).extend(seen)
+        samples.update(steps)
+    whole = uninterrupted(1)
+    expected = json.loads((whole / "record-0.json").read_text())["steps"]
+    assert {step: sorted(seen) for step, seen in samples.items()} == {int(s): sorted(seen) for s, seen in expected.items()}
+    ours, theirs = curves(tmp_path), curves(whole)
+    assert ours.keys() == theirs.keys()
+    for tag, curve in theirs.items():
+        assert [step for step, _ in ours[tag]] == [step for step, _ in curve]
+        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in curve], abs=1e-5), tag
