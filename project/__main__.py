@@ -1,7 +1,10 @@
 """python -m project fit --config configs/ddp.yaml"""
 
 import os
+import signal
 import sys
+
+from project.survive.signals import SIGNALS
 
 
 def main() -> None:
@@ -10,6 +13,7 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
+    SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
     try:
         from project.cli import main as run

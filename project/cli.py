@@ -161,6 +161,9 @@ class ProjectCLI(LightningCLI):
         lines["dashboard"] = f"tensorboard --logdir {self.folder.parent}"
         for name, text in lines.items():
             log.info("%-11s %s", name, text)
+        if isinstance(saved, Checkpoints) and saved.failed:
+            log.error("The run is over, and its last checkpoint could not be written: %s", saved.failed)
+            raise SystemExit(1)
 
 
 def loud(folder: Path) -> None:

@@ -34,9 +34,14 @@ class Run:
     """A run's folder, held by this process until it ends; a second process is refused."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = (folder / ".lock").open("a+")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"The run's folder {folder} can't be made: {error}. HINT: set trainer.default_root_dir."
+            ) from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -122,6 +127,9 @@ def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
         folder = runs / (stem if number == 1 else f"{stem}-{number}")
         try:
             folder.mkdir(parents=True)  # making it is what takes the name
-            return Run(folder)
         except FileExistsError:
             number += 1
+        except OSError:
+            return Run(folder)  # which says what is wrong
+        else:
+            return Run(folder)

@@ -18,7 +18,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -29,8 +28,10 @@ from project.data import ImageData
 from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
-from project.survive.preemption import Signals, StopTogether
+from project.survive.preemption import StopTogether
+from project.survive.signals import SIGNALS
 from project.watch.console import Progress, sign
+from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
 
 log = logging.getLogger(__name__)
@@ -107,13 +108,12 @@ class Trainer(pl.Trainer):
                 "configs/debug.yaml does."
             )
 
-        self.signals = Signals()
         try:
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=_with_ours(callbacks, self.signals, enable_checkpointing, enable_progress_bar),
-                logger=TensorBoardLogger(default_root_dir or ".", name="", version="") if logger in (None, True) else logger,
+                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar),
+                logger=Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1,
@@ -132,7 +132,7 @@ class Trainer(pl.Trainer):
         }
         self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches
-        self._signal_connector = self.signals  # type: ignore[assignment]
+        self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = Resuming(self)
         if isinstance(self.strategy, DDPStrategy):
             # Buffers need no broadcast at every forward pass: batch norm's are kept equal once a step (StepStatistics).
@@ -149,8 +149,8 @@ class Trainer(pl.Trainer):
     def purge_loggers(self, step: int) -> None:
         """What TensorBoard has from this step on was logged by a part of the run that is done again."""
         for logger in self.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger._kwargs["purge_step"] = step
+            if isinstance(logger, Events):
+                logger.purge(step)
 
     @property
     def global_batch(self) -> int | None:
@@ -188,7 +188,6 @@ def _on_cpu(accelerator: Any) -> bool:
 
 def _with_ours(
     given: Sequence[Callback] | Callback | None,
-    signals: Signals,
     checkpointing: bool | None,
     progress: bool | None,
 ) -> list[Callback]:
@@ -198,7 +197,7 @@ def _with_ours(
         callbacks.append(Progress())
     if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
         callbacks.append(Checkpoints())
-    return [StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(signals)]
+    return [StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

@@ -47,6 +47,7 @@ TABLE
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+# '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
 # torchrun ends with 1 after a Ctrl-C, whatever its workers say; 130 is what a shell expects.
 interrupted=
 trap 'interrupted=1' INT
@@ -54,6 +55,6 @@ status=0
 "$python" -m torch.distributed.run \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-  -m project "$@" || status=$?
+  -m project -- "$@" || status=$?
 [ -z "$interrupted" ] || exit 130
 exit "$status"

@@ -29,6 +29,10 @@ TINY = [
 """configs/ddp.yaml in a second or two."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="all faults, not just a few of each kind (a quarter of an hour)")
+
+
 def environment(**extra: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     return {**clean, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **extra}
@@ -63,7 +67,7 @@ def cli(tmp_path: Path) -> Cli:
     def run(*words: str, torchrun: int = 0, timeout: float = 300, **extra: str) -> Run:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
         done = subprocess.run(
-            [sys.executable, *launcher, "-m", "project", *words],
+            [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
             cwd=tmp_path,
             env=environment(**extra),
             stdout=subprocess.PIPE,

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +138,35 @@ class Dropped(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.layers(images)
+
+
+class Ledger(Callback):
+    """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down."""
+
+    def __init__(self, pause: float = 0.0, rank: int | None = None) -> None:
+        self.pause, self.rank = pause, rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        line = {"pid": os.getpid(), "step": trainer.global_step, "key": batch["key"], "samples": batch["sample"].tolist()}
+        with Path(f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.rank in (None, trainer.global_rank):
+            time.sleep(self.pause)
+
+
+class Filler(Callback):
+    """Fills the disk of the run at its fifth step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+            with suppress(OSError), (Path(trainer.default_root_dir).parents[1] / "filler").open("ab", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 1024)
+
+
+class Remover(Callback):
+    """Removes the folder of the checkpoints in the middle of the run."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 10:
+            shutil.rmtree(Path(trainer.default_root_dir) / "checkpoints", ignore_errors=True)

@@ -87,7 +87,7 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except (ValueError, OSError) as error:
             log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
             for part in (path, facts_of(path)):
-                if part.exists():
+                if os.path.lexists(part):
                     part.replace(part.with_name(part.name + ".bad"))
     return None
 
@@ -125,6 +125,16 @@ def write(path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None
         temporary.unlink(missing_ok=True)
         raise
     read_facts(path)
+
+
+def _cause(error: BaseException | None) -> str:
+    """What the operating system said, if it was that: PyTorch's writer hides it behind an error of its own."""
+    text = str(error)
+    while error is not None:
+        if isinstance(error, OSError):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return text
 
 
 # The callback --------------------------------------------------------------------------------------------------------
@@ -217,7 +227,7 @@ class Checkpoints(Checkpoint):
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
-            if flush := getattr(getattr(logger, "experiment", None), "flush", None):
+            if flush := getattr(logger, "flush", None):
                 flush()
         facts = {
             **self.facts,
@@ -249,9 +259,9 @@ class Checkpoints(Checkpoint):
             self._note(path, facts)
             self._prune()
         except Exception as error:
-            self.failed = str(error)
+            self.failed = _cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
-            log.error("Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, error, newest)
+            log.error("Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
     def _note(self, path: Path, facts: dict[str, Any]) -> None:
         self.last = path

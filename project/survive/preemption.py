@@ -5,15 +5,13 @@ handler only notes the signal; at every step the ranks compare notes on the CPU,
 next reads, so nobody waits. A second signal stops at once.
 
 Exit codes: 130 after Ctrl-C (SIGINT), 143 after SIGTERM, 138 after SIGUSR1, which is what a shell expects of a program that
-these end. Under Slurm the job is put back into the queue after SIGUSR1 and SIGTERM, if it may be.
+these end. Under Slurm, SIGUSR1 is the warning before the time limit (--signal=USR1@60): the job goes back into the queue.
 """
 
 import logging
 import os
 import signal
 import subprocess
-import time
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,43 +19,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.survive.checkpoints import Checkpoints
+from project.survive.signals import EXIT_CODES, Signals
 
 log = logging.getLogger(__name__)
-
-EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-_SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
-
-
-class Signals:
-    """Stands in for Lightning's signal connector, and keeps what arrived."""
-
-    received_sigterm = False  # Lightning asks before every batch; the answer that costs nothing
-
-    def __init__(self) -> None:
-        self.noted: signal.Signals | None = None
-        self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def register_signal_handlers(self) -> None:
-        for number in EXIT_CODES:
-            try:
-                before = signal.signal(number, self._note)
-            except ValueError:  # not the main thread: then signals are not ours to handle
-                return
-            self._before.setdefault(number, before)
-
-    def teardown(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.noted is None:
-            self.noted, self._since = signal.Signals(number), now
-        elif now - self._since > _SAME:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
 
 
 class StopTogether(Callback):
@@ -115,7 +79,7 @@ class StopTogether(Callback):
             log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
         else:
             log.info("Stopped by %s.", name)
-        if trainer.is_global_zero and number != signal.SIGINT:
+        if trainer.is_global_zero and number == signal.SIGUSR1:
             requeue()
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
 

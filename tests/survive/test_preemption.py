@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from project.survive.preemption import Signals
+from project.survive.signals import Signals
 from tests.conftest import TINY, environment
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")

@@ -1,0 +1,52 @@
+"""What signals have arrived: noted from the first moment of the program on, acted upon between two steps.
+
+No other import than the standard library's: this comes before the seconds in which PyTorch is loaded.
+"""
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+_SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
+
+
+class Signals:
+    """Notes the first signal; a second one stops at once. Stands in for Lightning's signal connector."""
+
+    received_sigterm = False  # Lightning asks before every batch; the answer that costs nothing
+
+    def __init__(self) -> None:
+        self.noted: signal.Signals | None = None
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            try:
+                before = signal.signal(number, self._note)
+            except ValueError:  # not the main thread: then signals are not ours to handle
+                return
+            self._before.setdefault(number, before)
+
+    def register_signal_handlers(self) -> None:
+        """Lightning calls this when training is about to begin: from here on Ctrl-C waits for the step, too."""
+        self.listen(*EXIT_CODES)
+
+    def teardown(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.noted is None:
+            self.noted, self._since = signal.Signals(number), now
+        elif now - self._since > _SAME:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+SIGNALS = Signals()
+"""This process's: there is but one set of handlers."""

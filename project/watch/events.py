@@ -1,0 +1,71 @@
+"""Events: TensorBoard's logger, made to last. One continuous curve over restarts, and a full disk does not end a run."""
+
+import logging
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import TensorBoardLogger
+
+log = logging.getLogger(__name__)
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writing thread leaves its OSError to the next call, which reports it: no traceback in between."""
+    if not isinstance(args.exc_value, OSError):
+        threading.__excepthook__(args)
+
+
+class Events(TensorBoardLogger):
+    """Writes TensorBoard's events into the run's folder.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, name="", version="")
+        self._failing = False
+        threading.excepthook = _thread_failed
+
+    def purge(self, step: int) -> None:
+        """What is there from this step on was logged by a part of the run that is done again: it is shown no more."""
+        self._kwargs["purge_step"] = step
+
+    def flush(self) -> None:
+        """What was logged is on the disk afterwards."""
+        self._try(lambda: self.experiment.flush())
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        def write() -> None:
+            for name, value in metrics.items():
+                self.experiment.add_scalar(name, value, step)
+
+        self._try(write)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, *args: Any, **kwargs: Any) -> None:
+        """The run's config.yaml has them."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        pass  # Lightning calls this all the time, to write hparams.yaml
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._experiment is not None:
+            self._try(lambda: self.experiment.close())
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.error("What is measured can't be written for TensorBoard: %s. Training goes on.", error)
+            self._failing = True
+            self._experiment = None  # TensorBoard's writer does not recover: the next attempt gets a new one
+            self._kwargs.pop("purge_step", None)

@@ -1,0 +1,217 @@
+"""Checkpoints that can be trusted: damaged ones are set aside, nothing is deleted early, a full disk stops nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.survive.checkpoints import Checkpoints, newest_good, read_facts, write
+from tests.conftest import environment
+from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
+
+STATE = {"weights": torch.arange(1000.0), "step": 3}
+
+
+def make(folder: Path, *steps: int) -> None:
+    for step in steps:
+        write(folder / f"step-{step:09d}.ckpt", {**STATE, "step": step}, {"step": step})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def facts(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+DAMAGES = {
+    "cut short": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "one bit flipped": flip_a_bit,
+    "another file": lambda path: path.write_bytes(b"x" * path.stat().st_size),
+    "facts gone": lambda path: facts(path).unlink(),
+    "facts torn": lambda path: facts(path).write_text(facts(path).read_text()[:40]),
+    "a folder in its place": lambda path: (path.unlink(), path.mkdir()),
+    "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_set_aside_and_the_next_newest_taken(tmp_path, caplog, damage):
+    make(tmp_path, 1, 2, 3)
+    newest = tmp_path / "step-000000003.ckpt"
+    DAMAGES[damage](newest)
+    path, found = newest_good(tmp_path)
+    assert path.name == "step-000000002.ckpt"
+    assert found["step"] == 2
+    assert "step-000000003.ckpt is not used" in caplog.text
+    assert not os.path.lexists(newest)
+    assert os.path.lexists(tmp_path / "step-000000003.ckpt.bad")
+
+
+def test_none_is_none(tmp_path):
+    assert newest_good(tmp_path) is None
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    class Unwritable:
+        def __reduce__(self):
+            raise OSError("disk full")
+
+    make(tmp_path, 1)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path / "step-000000002.ckpt", {"x": Unwritable()}, {})
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    callback = Checkpoints(keep_last=2)
+    callback._folder = tmp_path
+    for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.2, 0.4], start=1):
+        callback._write(tmp_path / f"step-{step:09d}.ckpt", STATE, {"metrics": {"val/acc": accuracy}})
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step-{n:09d}.ckpt" for n in (2, 4, 5)]
+    assert callback.best is not None
+    assert callback.best[1].name == "step-000000002.ckpt"
+
+
+def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
+    callback = Checkpoints(keep_last=1, monitor=None)
+    callback._folder = tmp_path
+    callback._write(tmp_path / "step-000000001.ckpt", STATE, {})
+
+    def broken(path):
+        raise ValueError("its checksum is wrong")
+
+    monkeypatch.setattr("project.survive.checkpoints.read_facts", broken)
+    callback._write(tmp_path / "step-000000002.ckpt", STATE, {})
+    assert callback.failed is not None
+    monkeypatch.undo()
+    assert read_facts(tmp_path / "step-000000001.ckpt")
+
+
+# Real runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["cut short", "facts gone"])
+def test_a_run_goes_on_from_the_one_before(uninterrupted, quick, tmp_path, damage):  # noqa: F811
+    stop = faults({"step": 14, "number": int(signal.SIGTERM)})
+    assert quick(*FIT, stop).code == 143
+    newest = max((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt"))
+    DAMAGES[damage](newest)
+    resumed = quick(*FIT, stop)
+    assert resumed.code == 0, resumed.output
+    assert f"{newest} is not used" in resumed.output
+    assert_same_run(tmp_path, uninterrupted(1))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that is full, but for a few hundred kB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk):
+    run = quick(*FIT, f"--trainer.default_root_dir={small_disk}", "--trainer.callbacks=tests.probes.Filler", timeout=120)
+    assert run.code == 1, run.output
+    assert "could NOT be written" in run.output
+    assert "No space left on device" in run.output
+    assert "epoch 2  step 21" in run.output  # training went on
+    assert "Traceback" not in run.output
+    (small_disk / "filler").unlink()
+    checkpoints = small_disk / "lightning_logs/it/checkpoints"
+    assert not list(checkpoints.glob(".step*"))
+    assert [path.name for path in checkpoints.glob("*.ckpt")] == ["step-000000003.ckpt"]
+    again = quick(*FIT, f"--trainer.default_root_dir={small_disk}")
+    assert again.code == 0, again.output
+    assert "Goes on from" in again.output
+
+
+def test_a_folder_that_disappears_is_made_again(quick, tmp_path):
+    run = quick(*FIT, "--trainer.callbacks=tests.probes.Remover")
+    assert run.code == 0, run.output
+    assert newest_good(tmp_path / "lightning_logs/it/checkpoints") is not None
+
+
+def test_a_read_only_place_is_one_line(quick, tmp_path):
+    (tmp_path / "file").write_text("")
+    run = quick(*FIT, f"--trainer.default_root_dir={tmp_path}/file")
+    assert run.code == 1
+    assert "Traceback" not in run.output
+    assert "can't be made" in run.output
+
+
+def test_a_link_as_the_runs_folder_and_tmpdir_elsewhere(uninterrupted, quick, tmp_path, monkeypatch):  # noqa: F811
+    other = Path("/dev/shm") / f"run-{os.getpid()}"
+    other.mkdir()
+    try:
+        (tmp_path / "lightning_logs").mkdir()
+        (tmp_path / "lightning_logs/it").symlink_to(other)
+        fault = faults({"where": "write", "step": 9})
+        assert quick(*FIT, fault).code == -signal.SIGKILL
+        assert quick(*FIT, fault).code == 0
+        assert_same_run(tmp_path, uninterrupted(1))
+    finally:
+        subprocess.run(["rm", "-r", str(other)], check=True)
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path, quick):
+    words = [sys.executable, "-m", "project", *FIT, "--trainer.max_epochs=100000"]
+    first = subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert first.stderr is not None
+        for line in first.stderr:
+            if "global batch" in line:
+                break
+        second = quick(*FIT)
+        assert second.code == 1
+        assert "is going on already" in second.output
+        assert second.output.count("\n") == 1
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 143
+
+
+def test_a_changed_configuration_is_named(quick, tmp_path):
+    stop = faults({"step": 14, "number": int(signal.SIGTERM)})
+    assert quick(*FIT, stop).code == 143
+    refused = quick(*FIT, stop, "--seed_everything=5")
+    assert refused.code == 1
+    assert "seed_everything: 0 -> 5" in refused.output
+    goes_on = quick(*FIT, stop, "--model.label_smoothing=0.1", "--data.num_workers=1")
+    assert goes_on.code == 0
+    assert "The configuration of the run has changed: model.label_smoothing: 0.0 -> 0.1" in goes_on.output
+    finished = quick(*FIT, stop, "--model.label_smoothing=0.1")
+    assert finished.code == 0
+    assert "The run is finished" in finished.output
+    assert "epoch " not in finished.output
+    never = quick(*FIT, "--resume=never")
+    assert never.code == 1
+    assert "choose another --run" in never.output
+
+
+def test_from_a_path_what_came_later_is_set_aside(uninterrupted, quick, tmp_path):  # noqa: F811
+    assert quick(*FIT, faults(), "--checkpoints.keep_last=20").code == 0
+    folder = tmp_path / "lightning_logs/it/checkpoints"
+    again = quick(*FIT, faults(), "--checkpoints.keep_last=20", f"--resume={folder}/step-000000009.ckpt")
+    assert again.code == 0, again.output
+    assert_same_run(tmp_path, uninterrupted(1))
+    assert json.loads((folder / "step-000000024.json").read_text())["finished"]
