@@ -20,6 +20,7 @@ from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
 from project.survive.failure import report
+from project.survive.orphans import end_with_parent
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
 
@@ -236,8 +237,11 @@ def main() -> None:
     rank = 0
     open_log(rank, host())
     try:
-        rank = detect().rank
+        launch = detect()
+        rank = launch.rank
         open_log(rank, host())
+        if launch.kind == "torchrun" or rank > 0:  # rank 0 of plain Python is its user's own
+            end_with_parent()
         sys.argv[1:] = expand(sys.argv[1:])
         ProjectCLI(
             ImageClassifier,

@@ -5,7 +5,8 @@
 #   NPROC_PER_NODE=2 scripts/launch.sh fit --config configs/ddp.yaml    one node, two processes
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host1 scripts/launch.sh fit ...    on host1, and with NODE_RANK=1 on the other
 #
-# MASTER_PORT (default 29500) must be the same on all nodes, and open between them. Words after the script's name go to
+# MAX_RESTARTS (default 0): how often all workers are started again after a failure; the run goes on from its newest
+# checkpoint. MASTER_PORT (default 29500) must be the same on all nodes, and open between them. Words after the script's name go to
 # python -m project.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -37,6 +38,11 @@ fi
 number NPROC_PER_NODE "$NPROC_PER_NODE"
 [ "$NPROC_PER_NODE" -ge 1 ] || fail "NPROC_PER_NODE must be at least 1."
 
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+number MAX_RESTARTS "$MAX_RESTARTS"
+# Without this a restart hangs or fails: workers would find the last attempt's keys in the agents' store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 cat <<TABLE
   nodes              $NNODES
   processes a node   $NPROC_PER_NODE
@@ -47,6 +53,7 @@ TABLE
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+# SIGUSR1 is passed on to the workers, too: it is Slurm's warning before the time limit.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
 # torchrun ends with 1 after a Ctrl-C, whatever its workers say; 130 is what a shell expects.
 interrupted=
@@ -54,7 +61,8 @@ trap 'interrupted=1' INT
 status=0
 "$python" -m torch.distributed.run \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts "$MAX_RESTARTS" \
+  --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   -m project -- "$@" || status=$?
 [ -z "$interrupted" ] || exit 130
 exit "$status"

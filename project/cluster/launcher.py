@@ -4,6 +4,7 @@ One YAML serves all launchers: where one set the number of nodes and of processe
 YAML says; plain Python uses the YAML's.
 """
 
+import logging
 import os
 import re
 import socket
@@ -17,6 +18,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+log = logging.getLogger(__name__)
 
 
 class SrunEnvironment(SLURMEnvironment):
@@ -65,6 +68,11 @@ class Launch:
         if self.kind == "python":
             self._check_plain(trainer)
             return {}, []
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ:
+            log.warning(
+                "torchrun may restart the workers, and a restart can hang. HINT: start it with "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as scripts/launch.sh does."
+            )
         settled: dict[str, Any] = {"num_nodes": self.nodes, "devices": self.processes}
         lines = []
         for name, value in settled.items():

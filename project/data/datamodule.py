@@ -168,7 +168,9 @@ class ImageData(LightningDataModule):
         if self.trainer.training and (self.crop_padding or self.flip):
             images = crop_and_flip(images, batch["sample"], batch["key"][0], self.seed, self.crop_padding, self.flip)
         mean, std = self._moments(images.device)
-        return {**batch, "image": normalise(images, mean, std)}
+        # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
+        dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
+        return {**batch, "image": normalise(images, mean, std).to(dtype)}
 
     def _make_moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.source.mean, self.source.std))

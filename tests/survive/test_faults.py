@@ -15,12 +15,13 @@ import pytest
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run
 
+PASS_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # as scripts/launch.sh does
 SLOW = {"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.02}}
 WORDS = (*FIT, "--trainer.callbacks=" + json.dumps([SLOW]), "--trainer.devices=2")
 
 
 def start(folder: Path, *words: str, torchrun: bool = False) -> subprocess.Popen[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PASS_ON] if torchrun else []
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *(words or WORDS)],
         cwd=folder,
