@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 
+from project.survive.orphans import end_with_parent
 from project.survive.signals import SIGNALS
 
 
@@ -13,6 +14,8 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
+    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
+        end_with_parent()  # rank 0 of plain Python is its user's own
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1)
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
     try:

@@ -20,7 +20,6 @@ from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
 from project.survive.failure import report
-from project.survive.orphans import end_with_parent
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
 
@@ -237,11 +236,8 @@ def main() -> None:
     rank = 0
     open_log(rank, host())
     try:
-        launch = detect()
-        rank = launch.rank
+        rank = detect().rank
         open_log(rank, host())
-        if launch.kind == "torchrun" or rank > 0:  # rank 0 of plain Python is its user's own
-            end_with_parent()
         sys.argv[1:] = expand(sys.argv[1:])
         ProjectCLI(
             ImageClassifier,

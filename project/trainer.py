@@ -53,6 +53,8 @@ class Resuming(_CheckpointConnector):
 
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
+        self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
         super()._restore_modules_and_callbacks(path, weights_only)
 
 

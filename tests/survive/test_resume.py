@@ -142,23 +142,31 @@ def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
     assert_same_run(tmp_path, uninterrupted(2))
 
 
-def test_other_numbers_of_ranks_on_the_way(uninterrupted, tmp_path):
-    """2 -> 1 -> 4 -> 2 in the middle of epochs: the same samples in every step, and the same losses up to rounding."""
+def test_other_numbers_of_ranks_on_the_way(tmp_path):
+    """2 -> 1 -> 4 -> 2 in the middle of epochs: the same samples in every step, and the same losses up to rounding.
+
+    In float64, where rounding is so small that it can't hide anything else.
+    """
+    double = "--trainer.precision=64-true"
     stop = [{"step": step, "number": int(signal.SIGTERM)} for step in (4, 11, 18)]
     samples: dict[int, list[int]] = {}
     for part, world_size in enumerate((2, 1, 4, 2)):
-        done = fit(tmp_path, faults(*stop), world_size=world_size)
+        done = fit(tmp_path, faults(*stop), double, world_size=world_size)
         assert done.returncode == (143 if part < 3 else 0), done.stdout
         steps: dict[int, list[int]] = {}
         for rank in range(world_size):
             for step, seen in json.loads((tmp_path / f"record-{rank}.json").read_text())["steps"].items():
                 steps.setdefault(int(step), []).extend(seen)
         samples.update(steps)
-    whole = uninterrupted(1)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert fit(whole, faults(), double).returncode == 0
     expected = json.loads((whole / "record-0.json").read_text())["steps"]
     assert {step: sorted(seen) for step, seen in samples.items()} == {int(s): sorted(seen) for s, seen in expected.items()}
     ours, theirs = curves(tmp_path), curves(whole)
     assert ours.keys() == theirs.keys()
     for tag, curve in theirs.items():
         assert [step for step, _ in ours[tag]] == [step for step, _ in curve]
-        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in curve], abs=1e-5), tag
+        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in curve], abs=1e-6), tag
+    for name, weights in final(whole)["state_dict"].items():
+        torch.testing.assert_close(final(tmp_path)["state_dict"][name], weights, rtol=0, atol=1e-13)
