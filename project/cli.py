@@ -111,6 +111,10 @@ class ProjectCLI(LightningCLI):
         if launch.rank == 0:
             self._run = open_run(root, settings.run, self._kind(), launch)
             self.folder = self._run.folder
+            if self.subcommand != "fit" and (self.folder / "config.yaml").exists():
+                raise ValueError(
+                    f"There is a run {self.folder.name} already. HINT: choose another --run for its {self.subcommand}."
+                )
             log_to(self.folder / "log.txt")
             log.info("Run: %s", self.folder)
             if self.subcommand == "fit":

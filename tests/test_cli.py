@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from project.cli import expand
-from project.run import new_run
+from project.cluster.launcher import Launch
+from project.run import open_run
 from tests.conftest import ROOT, TINY, environment
 
 DDP = "--config=configs/ddp.yaml"
@@ -31,10 +32,11 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
     assert list(run.curve("train/loss")) == [1, 2]
     assert list(run.curve("val/acc")) == [2]
 
-    # The same again never overwrites, and what was saved is a config that runs.
-    again = quick("fit", DDP, *TINY, "--run=first")
-    assert again.code == 1
-    assert "choose another --run" in again.output
+    # Nothing overwrites it, and what was saved is a config that runs.
+    for verb, resume in (("fit", "--resume=never"), ("validate", "--resume=auto")):
+        again = quick(verb, DDP, *TINY, "--run=first", resume)
+        assert again.code == 1
+        assert "choose another --run" in again.output
     saved = quick("fit", f"--config={folder}/config.yaml", "--trainer.max_steps=1", "--run=second")
     assert saved.code == 0, saved.output
     assert len(saved.runs) == 2
@@ -42,7 +44,7 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
 
 def test_validate_test_and_predict_from_a_checkpoint(quick, cli):
     fitted = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=fitted")
-    checkpoint = f"--ckpt_path={fitted.folder}/lightning_logs/fitted/checkpoints/last.ckpt"
+    checkpoint = f"--ckpt_path={fitted.folder}/lightning_logs/fitted/checkpoints/step-000000002.ckpt"
     assert "test/acc" in quick("test", DDP, *TINY, checkpoint).output
     assert "val/acc" in quick("validate", DDP, *TINY, checkpoint).output
     predicted = cli("predict", DDP, *TINY, checkpoint, "--trainer.devices=2", "--run=predicted")
@@ -89,7 +91,7 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
 
 def test_a_checkpoint_does_not_override_the_command_line(quick):
     first = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=first", "--model.label_smoothing=0.2")
-    checkpoint = first.folder / "lightning_logs/first/checkpoints/last.ckpt"
+    checkpoint = first.folder / "lightning_logs/first/checkpoints/step-000000002.ckpt"
     second = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", "--run=second", f"--ckpt_path={checkpoint}")
     assert second.code == 0, second.output
     saved = yaml.safe_load((first.folder / "lightning_logs/second/config.yaml").read_text())
@@ -124,7 +126,7 @@ def test_bases_come_first_and_are_found_beside_the_config(tmp_path: Path):
 
 
 def test_two_runs_in_the_same_second_have_two_folders(tmp_path):
-    assert len({new_run(tmp_path, None, "x") for _ in range(5)}) == 5
+    assert len({open_run(tmp_path, None, "x", Launch("python")).folder for _ in range(5)}) == 5
 
 
 def test_version_answers_without_loading_torch():

@@ -38,7 +38,8 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     assert text.count("Stopped by SIGINT after step") == 1
     assert "Traceback" not in text
     step = int(text.partition("after step ")[2].partition(".")[0])
-    checkpoint = torch.load(tmp_path / "lightning_logs/long/checkpoints/last.ckpt", weights_only=True)
+    newest = max((tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt"))
+    checkpoint = torch.load(newest, weights_only=True)
     assert checkpoint["global_step"] == step
 
 
