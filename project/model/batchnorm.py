@@ -15,12 +15,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class StepStatistics(Callback):
-    """Keeps the running statistics a function of the step's micro-batches."""
+    """Keeps the running statistics a function of the step's micro-batches.
+
+    While a step is under way the layers' own buffers gather its mean; the running statistics are kept here, and put into the
+    layers when something is about to read them. The sum over the ranks has a whole step to arrive: nobody waits for it.
+    """
 
     def __init__(self) -> None:
         self._norms: list[tuple[_BatchNorm, float]] = []
+        self._buffers: list[Tensor] = []
         self._running: list[Tensor] = []
-        self._before: list[Tensor] = []
+        self._mean = torch.empty(0)
+        self._sum: Any = None
+        self._due = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._norms = [
@@ -29,15 +36,11 @@ class StepStatistics(Callback):
             if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
         ]
         pairs = ((norm.running_mean, norm.running_var) for norm, _ in self._norms)
-        self._running = [buffer for pair in pairs for buffer in pair if buffer is not None]
-        self._before = [buffer.clone() for buffer in self._running]
+        self._buffers = [buffer for pair in pairs for buffer in pair if buffer is not None]
+        self._running = [buffer.clone() for buffer in self._buffers]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._norms:
-            return
         number = batch_idx % trainer.accumulate_grad_batches
-        if number == 0:
-            torch._foreach_copy_(self._before, self._running)
         for norm, _ in self._norms:
             norm.momentum = 1 / (number + 1)  # a cumulative mean over this step's micro-batches
 
@@ -46,19 +49,40 @@ class StepStatistics(Callback):
     ) -> None:
         if not self._norms or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        self._absorb()
+        self._mean = torch.cat([buffer.flatten() for buffer in self._buffers])
         if trainer.world_size > 1:
-            flat = torch.cat([buffer.flatten() for buffer in self._running])
-            dist.all_reduce(flat)
-            flat /= trainer.world_size
-            shares = torch.split(flat, [buffer.numel() for buffer in self._running])
-            torch._foreach_copy_(self._running, [s.view_as(b) for s, b in zip(shares, self._running, strict=True)])
+            self._mean /= trainer.world_size
+            self._sum = dist.all_reduce(self._mean, async_op=True)
+        self._due = True
+
+    def _absorb(self) -> None:
+        """Moves the running statistics by the mean of the last step."""
+        if not self._due:
+            return
+        self._due = False
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+        parts = torch.split(self._mean, [buffer.numel() for buffer in self._buffers])
         momenta = [momentum for _, momentum in self._norms for _ in range(2)]
-        # before + momentum * (mean - before)
-        torch._foreach_sub_(self._running, self._before)
-        torch._foreach_mul_(self._running, momenta)
-        torch._foreach_add_(self._running, self._before)
+        moves = torch._foreach_sub([part.view_as(b) for part, b in zip(parts, self._buffers, strict=True)], self._running)
+        torch._foreach_mul_(moves, momenta)
+        torch._foreach_add_(self._running, moves)
+
+    def _publish(self) -> None:
+        if self._norms:
+            self._absorb()
+            torch._foreach_copy_(self._buffers, self._running)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._publish()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._publish()  # in place: what the checkpoint holds are these very tensors
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._publish()
         for norm, momentum in self._norms:
             norm.momentum = momentum
             if norm.num_batches_tracked is not None:
