@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.survive.signals import SIGNALS
+
 log = logging.getLogger(__name__)
 
 # A ValueError that is raised in these packages is about something that the user wrote.
@@ -60,6 +62,9 @@ def message(error: BaseException) -> str:
 
 def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
     """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
+    SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
+    if SIGNALS.noted == signal.SIGTERM and rank > 0:
+        return  # it has been told to end already, because another rank has said what is wrong
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     which = kind(error)
     if which == "lost":
