@@ -63,8 +63,8 @@ def message(error: BaseException) -> str:
 def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
     """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
-    if SIGNALS.noted == signal.SIGTERM and rank > 0:
-        return  # it has been told to end already, because another rank has said what is wrong
+    if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
+        return  # told to end before the ranks were connected: another one has said what is wrong
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     which = kind(error)
     if which == "lost":
