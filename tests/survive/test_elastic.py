@@ -19,8 +19,9 @@ LONG = (*FIT, "--trainer.max_epochs=12", "--trainer.callbacks=" + json.dumps(
 ))  # fmt: skip
 
 
-def agent(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+def agent(folder: Path, port: int, store: bool) -> subprocess.Popen[bytes]:
+    """`store`: the agents meet at this one's store, and can't do without it."""
+    conf = f"is_host={store:d},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5"),
@@ -44,14 +45,14 @@ def wait_for(folder: Path, text: str, times: int, seconds: float = 90) -> None:
 
 def test_an_agent_goes_and_comes_back(tmp_path):
     port = free_port()
-    agents = [agent(tmp_path, port), agent(tmp_path, port)]
+    agents = [agent(tmp_path, port, store=True), agent(tmp_path, port, store=False)]
     try:
         wait_for(tmp_path, "2 hosts x 1 process x micro-batch 8 x accumulation 2 = global batch 32", 1)
         wait_for(tmp_path, "epoch 0  step 5", 1)
         os.killpg(agents[1].pid, signal.SIGKILL)  # the second host, with all that ran on it
         wait_for(tmp_path, "1 host x 1 process x micro-batch 8 x accumulation 4 = global batch 32", 1)
         wait_for(tmp_path, "Goes on from", 1)
-        agents[1] = agent(tmp_path, port)
+        agents[1] = agent(tmp_path, port, store=False)
         wait_for(tmp_path, "2 hosts x 1 process x micro-batch 8 x accumulation 2 = global batch 32", 2)
         assert [one.wait(120) for one in agents] == [0, 0], (tmp_path / "output.txt").read_text()
     finally:
