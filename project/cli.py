@@ -12,8 +12,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from project.cluster.facts import digest
+from project.cluster.findings import verdict
 from project.cluster.launcher import detect, host
 from project.data import ImageData
 from project.model import ImageClassifier
@@ -77,11 +80,21 @@ class ProjectCLI(LightningCLI):
             help="A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never).",
         )
         parser.add_argument(
+            "--doctor",
+            type=bool,
+            default=False,
+            help="Before a fit: is the cluster fit for it? Does not start where it is not.",
+        )
+        parser.add_argument(
             "--debug",
             type=bool,
             default=False,
             help="A log file for each rank, and the words of NCCL and torch.distributed.",
         )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "doctor": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.set_defaults(
@@ -104,6 +117,7 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]
+        self._dump_config()
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()
@@ -118,7 +132,6 @@ class ProjectCLI(LightningCLI):
             log_to(self.folder / "log.txt")
             log.info("Run: %s", self.folder)
             if self.subcommand == "fit":
-                self._dump_config()
                 begin = self._run.begin(self.config_dump, settings.resume)
         if settings.debug:
             loud(self.folder)
@@ -126,6 +139,7 @@ class ProjectCLI(LightningCLI):
             settings.callbacks = [*(settings.callbacks or []), RankLogs()]
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
+        trainer.configuration = digest({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
         if begin is not None:
             self._resume(trainer, *begin)
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
@@ -148,6 +162,19 @@ class ProjectCLI(LightningCLI):
             launched = getattr(self.trainer.strategy.launcher, "procs", [])
             report(error, self.trainer.global_rank, host(), launched)
             raise SystemExit(1) from None
+
+    def before_fit(self) -> None:
+        settings = self.config[self.subcommand]
+        if settings.doctor:
+            self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
+
+    def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+        """Ends the program where the cluster is not fit for the run."""
+        found = verdict(self.trainer.doctor(model, datamodule, **settings))
+        if self.trainer.is_global_zero:
+            log.info("The doctor's findings: %s", self.folder / "doctor.json")
+        if found == "bad":
+            raise SystemExit(1)
 
     def _kind(self) -> str:
         configs = self.config[self.subcommand].config or []

@@ -8,25 +8,40 @@ It runs from Python as it does from the command line:
 `default_root_dir` is the folder of this run: TensorBoard's events and the checkpoints go into it.
 """
 
+import atexit
 import logging
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from project.cluster import facts
 from project.cluster.cores import cores
+from project.cluster.doctor import Doctor
+from project.cluster.findings import Finding, show, write
+from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect, host
+from project.cluster.meeting import Meeting
 from project.data import ImageData
 from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
+from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
@@ -70,6 +85,7 @@ class Trainer(pl.Trainer):
         val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float).
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             data.global_batch_size and the number of ranks.
+        join_timeout: with several hosts, seconds to wait for all ranks at the start.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
             the CPU has no bf16.
     """
@@ -78,6 +94,7 @@ class Trainer(pl.Trainer):
         self,
         *,
         accumulate_grad_batches: int | Literal["auto"] = "auto",
+        join_timeout: float = 300,
         precision: str | int | None = None,
         accelerator: Any = "auto",
         callbacks: list[Callback] | Callback | None = None,
@@ -127,6 +144,8 @@ class Trainer(pl.Trainer):
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ValueError(f"The trainer's settings don't work here: {error}") from error
         sign(self.global_rank, host(), self.world_size)
+        self._launch, self._join_timeout = launch, join_timeout
+        self.configuration: str | None = None  # a hash of the resolved one, from who knows it
         self._wanted_limits = {
             "train": limit_train_batches,
             "val": limit_val_batches,
@@ -164,6 +183,102 @@ class Trainer(pl.Trainer):
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
+        if self.num_nodes > 1:
+            self._meet_as_equals()
+        elif self.world_size > 1:
+            use_loopback()
+        self._settle_data()
+        return super()._run(model, *args, **kwargs)
+
+    # Before the ranks are connected ----------------------------------------------------------------------------------
+
+    def _meet(self, seconds: float) -> tuple[Meeting, Route | None]:
+        """All ranks are there, every host reaches every other, and by which way; then they are connected."""
+        environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        place = environment.main_address, environment.main_port
+        meeting = Meeting(self.global_rank, self.world_size, *place, seconds, self._launch.host_of, hosted=hosted)
+        route = meeting.find_route()
+        if route is None:
+            use_loopback()
+        else:
+            use(route)
+        self.strategy.accelerator.setup_device(self.strategy.root_device)  # type: ignore[union-attr]
+        backend = self.strategy._get_process_group_backend()  # type: ignore[attr-defined]
+        device = self.strategy.root_device
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("ranks", meeting.store),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self.strategy._timeout,  # type: ignore[attr-defined]
+            device_id=None if device.type == "cpu" else device,
+        )
+        if backend == "nccl":  # as Lightning does where it connects the ranks itself
+            atexit.register(dist.destroy_process_group)
+        return meeting, route
+
+    def _meet_as_equals(self) -> None:
+        """On several hosts: nobody trains something else than the others."""
+        if dist.is_initialized():
+            return
+        meeting, _ = self._meet(self._join_timeout)
+        mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
+        differing = facts.different(meeting.exchange(mine), meeting.hosts, facts.SAME)
+        if differing:
+            meeting.end(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
+
+    # Verbs that are ours ---------------------------------------------------------------------------------------------
+
+    def doctor(
+        self, model: LightningModule, datamodule: LightningDataModule, fast: bool = False, join_timeout: float = 30
+    ) -> list[Finding]:
+        """Examines the cluster: is it fit for this run? The findings are complete on rank 0, and lie in doctor.json.
+
+        Args:
+            model: the model of the run.
+            datamodule: its data.
+            fast: leave out what takes time: how fast network, device and loader are, and the memory.
+            join_timeout: seconds to wait for all ranks; who is missing then is named.
+        """
+        return list(call._call_and_handle_interrupt(self, self._examine, model, datamodule, fast, join_timeout))
+
+    def _examine(self, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float) -> list[Finding]:
+        start = time.monotonic()
+        folder, findings = Path(self.default_root_dir), []
+        try:
+            meeting, route = self._meet(seconds) if self.world_size > 1 else (None, None)
+        except ValueError as error:
+            text, _, fix = str(error).partition(" HINT: ")
+            findings = [Finding("ranks", "bad", text, fix, [{"rank": self.global_rank, "host": host()}])]
+        else:
+            findings = self._doctor_for(model, data, fast, meeting, route).findings
+        if self.is_global_zero or not dist.is_initialized():
+            show(findings, Console(stderr=True))
+        if self.is_global_zero:
+            write(findings, folder / "doctor.json", time.monotonic() - start)
+        return findings
+
+    def _doctor_for(
+        self, model: LightningModule, data: LightningDataModule, fast: bool, meeting: Meeting | None, route: Route | None
+    ) -> Doctor:
+        folder = self.strategy.broadcast(str(self.default_root_dir)) if meeting else self.default_root_dir
+        self.state.fn, self.training = TrainerFn.FITTING, True
+        self._data_connector.attach_data(model, datamodule=data)
+        self._settle_data()
+        if self.local_rank == 0:
+            data.prepare_data()
+        self.strategy.barrier()
+        data.setup("fit")
+        mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
+        on_this_host = meeting.hosts.count(meeting.hosts[self.global_rank]) if meeting else 1
+        doctor = Doctor(patient(self, model, data, Path(folder), mine, on_this_host), meeting, route, fast)
+        doctor.examine()
+        self.training = False
+        return doctor
+
+    def _settle_data(self) -> None:
+        """What the launcher and the number of ranks say, in the terms of the data and of Lightning's loops."""
         data: LightningDataModule | None = getattr(self, "datamodule", None)
         wanted = self._wanted_accumulation
         if isinstance(data, ImageData):
@@ -179,7 +294,6 @@ class Trainer(pl.Trainer):
                     setattr(self, f"limit_{stage}_batches", 0)
         else:
             self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
-        return super()._run(model, *args, **kwargs)
 
 
 def _on_cpu(accelerator: Any) -> bool:

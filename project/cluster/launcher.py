@@ -8,9 +8,11 @@ import logging
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +56,12 @@ class Launch:
     @property
     def world_size(self) -> int | None:
         return self.nodes * self.processes if self.nodes and self.processes else None
+
+    def host_of(self, rank: int) -> str | None:
+        """The host that a rank should be on, where the launcher knows."""
+        names = _slurm_hosts(os.environ.get("SLURM_STEP_NODELIST", "")) if self.kind == "srun" else []
+        node = rank // (self.processes or 1)
+        return names[node] if node < len(names) else None
 
     def environment(self) -> ClusterEnvironment:
         """Lightning's view of this launcher; chosen here, because Lightning's own guess goes by the job's name."""
@@ -156,6 +164,15 @@ def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
             "without srun, alone. HINT: write 'srun python -m project ...' in the batch script (see "
             "scripts/slurm.sbatch)."
         )
+
+
+@cache
+def _slurm_hosts(names: str) -> list[str]:
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split()
 
 
 def host() -> str:

@@ -1,5 +1,6 @@
 """ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
 
+import hashlib
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -148,9 +149,14 @@ class ImageData(LightningDataModule):
         order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
         return self._loader(dataset, order)
 
+    @property
+    def workers(self) -> int:
+        """Loader processes of each rank."""
+        return min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
+
     def _loader(self, dataset: Dataset[Any], order: Order) -> DataLoader[Batch]:
         assert self.trainer is not None
-        workers = min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
+        workers = self.workers
         return DataLoader(
             MicroBatches(dataset, order),
             sampler=MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size),
@@ -159,6 +165,17 @@ class ImageData(LightningDataModule):
             persistent_workers=workers > 0,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
+
+    def fingerprint(self) -> dict[str, dict[str, int | str]]:
+        """What the data is, for comparison: the number of images of each split, the size of one, a hash of a few."""
+        made: dict[str, dict[str, int | str]] = {}
+        for split in ("train", "val"):
+            dataset = self._dataset(split)
+            size: int = len(dataset)  # type: ignore[arg-type]
+            few = MicroBatches(dataset, Order(size, min(size, 8), 1, self.seed))[(0, 0, 0)]
+            digest = hashlib.sha256(few["image"].numpy().tobytes() + few["label"].numpy().tobytes())
+            made[split] = {"images": size, "bytes": few["image"][0].nbytes, "hash": digest.hexdigest()[:12]}
+        return made
 
     # On the device ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""What the doctor finds: a row for each check, shown as a table and written as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDE = 150  # columns, where no terminal says how many there are
+
+Verdict = Literal["good", "warning", "bad", "skipped"]
+_COLOURS = {"good": "green", "warning": "yellow", "bad": "bold red", "skipped": "dim"}
+_WORST: tuple[Verdict, ...] = ("bad", "warning", "good", "skipped")
+
+
+@dataclass
+class Trouble:
+    """Something that is wrong on some ranks."""
+
+    text: str
+    ranks: list[int]
+    bad: bool = True
+    """Else a warning: the run will work, but not as well as it could."""
+
+
+@dataclass
+class Finding:
+    """A row of the table."""
+
+    check: str
+    verdict: Verdict
+    text: str
+    fix: str = ""
+    where: list[dict[str, Any]] = field(default_factory=list)
+    """The ranks that it is about, each with its host."""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def row(
+    check: str, troubles: Sequence[Trouble], hosts: Sequence[str], good: str, fix: str, figures: Mapping[str, Any]
+) -> Finding:
+    verdict: Verdict = "good" if not troubles else "bad" if any(one.bad for one in troubles) else "warning"
+    ranks = sorted({rank for one in troubles for rank in one.ranks})
+    return Finding(
+        check,
+        verdict,
+        "; ".join(one.text for one in troubles) or good,
+        fix if troubles else "",
+        [{"rank": rank, "host": hosts[rank]} for rank in ranks],
+        dict(figures),
+    )
+
+
+def in_bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    return next((one for one in _WORST if any(found.verdict == one for found in findings)), "good")
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """The table: a row for each check."""
+    table = Table("check", "verdict", "what was found", "what to do", title_justify="left", show_lines=False)
+    for found in findings:
+        table.add_row(found.check, f"[{_COLOURS[found.verdict]}]{found.verdict}[/]", found.text, found.fix)
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(table)
+
+
+def write(findings: Sequence[Finding], file: Path, seconds: float) -> None:
+    """The same for programs, with all figures."""
+    content = {
+        "verdict": verdict(findings),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "findings": [asdict(found) for found in findings],
+    }
+    file.write_text(json.dumps(content, indent=2, default=str) + "\n")

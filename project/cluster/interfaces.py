@@ -1,0 +1,118 @@
+"""Which network interface leads to the other hosts, and which addresses this host has.
+
+gloo asks the host's own name for its address, and on Debian that answers 127.0.1.1; NCCL takes the first interface it likes.
+Here the interface is the one through which the other hosts are reached.
+"""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def addresses() -> dict[str, list[str]]:
+    """This host's interfaces and their addresses, IPv4 first."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name, ours in found.items():
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                ours.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):  # no IPv6 here
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses that a name stands for on this host, in the order in which they are tried; [] if it stands for none."""
+    with suppress(socket.gaierror):
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    return []
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def source(address: str) -> str | None:
+    """The address of this host from which packets to another address go out; None: there is no route."""
+    kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: UDP
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    return next((name for name, ours in addresses().items() if address in ours), None)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this host reaches the others."""
+
+    interface: str
+    address: str
+    chosen: bool
+    """By us; else by the environment."""
+
+    def __str__(self) -> str:
+        return f"{self.interface} ({self.address})"
+
+
+def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
+    """The interface to use with the host at an address: the environment's word if there is one, else the way packets take."""
+    ours = addresses()
+    for variable in (GLOO, NCCL):
+        _check(variable, environment.get(variable), ours)
+    if given := environment.get(GLOO):
+        return Route(given, next(iter(ours[given]), "no address"), chosen=False)
+    mine = next((found for address in resolve(towards) if (found := source(address))), None)
+    if mine is None or (name := interface_of(mine)) is None:
+        shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
+        raise ValueError(
+            f"{socket.gethostname()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
+            f"{GLOO} and {NCCL} name the interface to use."
+        )
+    return Route(name, mine, chosen=True)
+
+
+def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> None:
+    """An interface that is asked for must be there. NCCL takes several, beginnings of names, and '^' for 'all but'."""
+    if not given or given.startswith("^"):
+        return
+    names = given.removeprefix("=").split(",")
+    if variable == GLOO:
+        missing = [name for name in names if name not in ours]
+    else:
+        missing = [] if any(name.startswith(part) for part in names for name in ours) else names
+    if missing:
+        raise ValueError(
+            f"{variable}={given}, and {socket.gethostname()} has no interface {', '.join(missing)}. It has "
+            f"{', '.join(name for name, held in ours.items() if held)}. HINT: unset {variable}, and the right one is chosen."
+        )
+
+
+def use(route: Route) -> None:
+    """gloo and NCCL take this interface, unless the environment says otherwise."""
+    os.environ.setdefault(GLOO, route.interface)
+    os.environ.setdefault(NCCL, f"={route.interface}")
+
+
+def use_loopback() -> None:
+    """All ranks are on this host: gloo needs no other host's way in, and nothing should listen there."""
+    name = interface_of("127.0.0.1")
+    if name is not None:
+        os.environ.setdefault(GLOO, name)

@@ -1,0 +1,338 @@
+"""Where the ranks meet before anything else connects them: who is there, who is missing, who can't reach whom.
+
+torch waits for a missing rank for ten minutes and more, and doesn't say which one it is. Here every rank comes to rank 0's
+port first; within a deadline rank 0 knows who came. `python -m project.cluster.meeting` does it for whole nodes, before
+torchrun is started (scripts/launch.sh).
+"""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from project.cluster.interfaces import Route, is_loopback, resolve, route, source
+
+log = logging.getLogger(__name__)
+
+_ATTEMPT = 3.0  # seconds for one try to connect
+_REMIND = 30.0  # seconds between two lines about who is missing
+_GRACE = 10.0  # seconds that the others wait longer than rank 0, which has something to say
+
+
+class ToldByRankZero(SystemExit):
+    """The meeting failed, and rank 0 says why: this rank ends in silence."""
+
+
+def reach(address: str, port: int, seconds: float) -> None:
+    """Returns once something listens there; ValueError says what is in the way."""
+    here, end = socket.gethostname(), time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_ATTEMPT).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ValueError(_unreachable(here, address, port, seconds, error)) from None
+            time.sleep(0.2)
+
+
+def _unreachable(here: str, address: str, port: int, seconds: float, error: OSError) -> str:
+    found = resolve(address)
+    if isinstance(error, socket.gaierror):
+        return (
+            f"{here} does not know the host {address} (MASTER_ADDR). HINT: give its address instead of its name, or put the "
+            "name into DNS or /etc/hosts."
+        )
+    where = f"{address}:{port}" + (f" ({', '.join(found)})" if found != [address] else "")
+    start = f"{here} can't reach rank 0 at {where}, tried for {seconds:g} s: "
+    if all(is_loopback(one) for one in found):
+        return start + f"that is {here} itself. HINT: set MASTER_ADDR to an address of rank 0's host that the others can reach."
+    if isinstance(error, ConnectionRefusedError):
+        return start + "nothing listens there. HINT: is rank 0 started, on that host, with that MASTER_PORT?"
+    if isinstance(error, TimeoutError):
+        return start + f"no answer. HINT: a firewall? is the address right? Port {port} must be open between the hosts."
+    return start + f"{error.strerror or error}. HINT: are both hosts in the same network?"
+
+
+def _free(port: int) -> None:
+    """The port that rank 0 is to listen on is nobody else's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ValueError(
+                f"Port {port} on {socket.gethostname()} is in use by another program. HINT: set another MASTER_PORT, on "
+                "every node the same."
+            ) from None
+
+
+class Meeting:
+    """The ranks that have come to rank 0's port. Every method is called by all of them."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        port: int,
+        seconds: float,
+        expected: Callable[[int], str | None] = lambda rank: None,
+        noun: str = "rank",
+        hosted: bool = False,
+    ) -> None:
+        """`expected`: the host that a rank should be on, where the launcher knows. `hosted`: the launcher listens there."""
+        self.rank, self.size, self.seconds, self.noun = rank, size, seconds, noun
+        self.address, self.port, self.expected = address, port, expected
+        self._round = 0
+        listening = rank == 0 and not hosted
+        if listening:
+            _free(port)
+        else:
+            reach(address, port, seconds)
+        store = TCPStore(address, port, None, listening, timedelta(seconds=seconds), wait_for_workers=False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
+        self.store = PrefixStore(f"meeting/{attempt}", store)
+        self._sign_in()
+
+    def _sign_in(self) -> None:
+        here = socket.gethostname()
+        if self.rank == 0:
+            self.store.set("size", str(self.size))
+        size = int(self.store.get("size"))
+        times = self.store.add(f"came/{self.rank}", 1)
+        self.store.set(f"host/{self.rank}/{times}", here)
+        if size != self.size:
+            self._complain(
+                f"{self.noun.capitalize()} {self.rank} on {here} was told of {self.size} {self.noun}s, and {self.noun} 0 of "
+                f"{size}. HINT: start all with the same NNODES (WORLD_SIZE)."
+            )
+        if times > 1:
+            first = self.store.get(f"host/{self.rank}/1").decode()
+            self._complain(
+                f"{self.noun.capitalize()} {self.rank} has come twice: from {first} and from {here}. HINT: every {self.noun} "
+                "needs a number of its own (NODE_RANK, RANK), and an old run must have ended."
+            )
+        self.hosts = _apart(self.exchange([here, _identity()]))
+
+    def _complain(self, text: str) -> None:
+        """Rank 0 shall say it, to all."""
+        self.store.set("problem", text)
+        raise ToldByRankZero(1)
+
+    def end(self, text: str) -> None:
+        """All see what is wrong; rank 0 says it."""
+        if self.rank == 0:
+            raise ValueError(text)
+        raise ToldByRankZero(1)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What every rank brings (anything that JSON can hold), by rank."""
+        number, self._round = self._round, self._round + 1
+        self.store.set(f"{number}/{self.rank}", json.dumps(mine))
+        answer: list[Any] | None
+        if self.rank == 0:
+            try:
+                self._await(number)
+                answer = [json.loads(self.store.get(f"{number}/{rank}")) for rank in range(self.size)]
+            except ValueError:
+                self.store.set(f"{number}/all", "null")
+                time.sleep(0.5)  # for the others to see it: the store ends with this process
+                raise
+            self.store.set(f"{number}/all", json.dumps(answer))
+        else:
+            try:
+                self.store.wait([f"{number}/all"], timedelta(seconds=self.seconds + _GRACE))
+                answer = json.loads(self.store.get(f"{number}/all"))
+            except dist.DistError:
+                answer = None
+            if answer is None:
+                raise ToldByRankZero(1)
+        return answer
+
+    def _await(self, number: int) -> None:
+        end, remind = time.monotonic() + self.seconds, time.monotonic() + _REMIND
+        while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
+            if self.store.check(["problem"]):
+                raise ValueError(self.store.get("problem").decode())
+            now = time.monotonic()
+            if now > end:
+                raise ValueError(
+                    f"After {self.seconds:g} s {self.size - len(missing)} of {self.size} {self.noun}s have come to "
+                    f"{self.address}:{self.port}. Missing: {self._named(missing)}. HINT: what do they print? Are they started "
+                    f"with this MASTER_ADDR and MASTER_PORT, and is the port open?{self._doubt()}"
+                )
+            if now > remind:
+                log.warning("Waiting for %s", self._named(missing))
+                remind = now + _REMIND
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Rank 0 stays until all have heard the last answer: the store ends with its process."""
+        here = self.store.add("heard", 1)
+        end = time.monotonic() + _GRACE
+        while self.rank == 0 and here < self.size and time.monotonic() < end:
+            time.sleep(0.02)
+            here = self.store.add("heard", 0)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        names = [f"{self.noun} {rank}" + (f" ({host})" if (host := self.expected(rank)) else "") for rank in ranks[:8]]
+        return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+    def _doubt(self) -> str:
+        found = resolve(self.address)
+        with socket.socket(socket.AF_INET6 if found and ":" in found[0] else socket.AF_INET) as probe:
+            try:
+                probe.bind((found[0] if found else self.address, 0))
+            except OSError:
+                return f" {self.address} ({', '.join(found) or 'unknown'}) is not an address of this host."
+        return ""
+
+    def find_route(self) -> Route | None:
+        """The interface by which this host reaches the others; None: there are no others. All hosts have been tried."""
+        if len(set(self.hosts)) == 1:
+            return None
+        mine = next((taken for address in resolve(self.address) if (taken := source(address))), None)
+        ways = self.exchange(mine)
+        towards = self.address
+        if self.hosts[self.rank] == self.hosts[0]:  # rank 0's own name may stand for 127.0.1.1 here
+            towards = next(way for host, way in zip(self.hosts, ways, strict=True) if host != self.hosts[0])
+        found = self._agree(lambda: route(towards))
+        self._check_ways(found.address)
+        return found
+
+    def _agree(self, find: Callable[[], Route]) -> Route:
+        """What every rank finds for itself; where one can't, all end, and rank 0 says why."""
+        found, problem = None, None
+        try:
+            found = find()
+        except ValueError as error:
+            problem = str(error)
+        problems = list(filter(None, self.exchange(problem)))
+        if problems:
+            self.end(problems[0])
+        assert found is not None
+        return found
+
+    def leaders(self) -> list[int]:
+        """The first rank of each host."""
+        return [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+
+    def _check_ways(self, address: str) -> None:
+        """Every host can reach every other at the address that it will be called by, on any port: the ranks connect there."""
+        failed = self.exchange(self._try_ways(address))
+        problems = [text for texts in failed for text in texts]
+        if problems:
+            more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+            self.end(
+                f"{'; '.join(problems[:4])}{more}. HINT: all ports must be open between the hosts, and the interface must be "
+                "the one that leads there (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+            )
+
+    def _try_ways(self, address: str) -> list[str]:
+        leaders = self.leaders()
+        leading = self.rank in leaders
+        door = _Door(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
+        try:
+            doors = self.exchange([address, door.port] if door else None)
+            others = [rank for rank in leaders if rank != self.rank] if leading else []
+            with ThreadPoolExecutor(32) as pool:
+                answers = list(pool.map(lambda rank: self._try(rank, *doors[rank]), others))
+            self.exchange(None)  # all have tried before any door closes
+        finally:
+            if door:
+                door.close()
+        return [text for text in answers if text]
+
+    def _try(self, rank: int, address: str, port: int) -> str | None:
+        start = f"{self.hosts[self.rank]} can't reach {self.hosts[rank]} at {address}: "
+        try:
+            with socket.create_connection((address, port), timeout=_ATTEMPT) as line:
+                line.settimeout(_ATTEMPT)
+                answer = line.makefile().readline().strip()
+        except OSError as error:
+            return start + ("no answer" if isinstance(error, TimeoutError) else error.strerror or str(error))
+        return None if answer == f"{self.hosts[rank]} {rank}" else start + f"{answer or 'another program'} answers there"
+
+
+def _identity() -> str:
+    """What tells this host from another one of the same name: its boot, and its network."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    return ""
+
+
+def _apart(members: Sequence[Sequence[str]]) -> list[str]:
+    """The ranks' hosts by name; those that share a name with another are told apart by a number."""
+    seen: dict[str, list[str]] = {}
+    names = []
+    for name, identity in members:
+        known = seen.setdefault(name, [])
+        if identity not in known:
+            known.append(identity)
+        number = known.index(identity)
+        names.append(f"{name}#{number + 1}" if number else name)
+    return names
+
+
+class _Door:
+    """Answers everyone who connects with its name, until it is closed."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._answer, args=(name,), daemon=True).start()
+
+    def _answer(self, name: str) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                line, _ = self._socket.accept()
+                with line:
+                    line.sendall(f"{name}\n".encode())
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def main() -> None:
+    """A roll call of nodes, before torchrun: each says which one it is, and all learn whether all are there."""
+    parser = argparse.ArgumentParser(prog="python -m project.cluster.meeting", description=main.__doc__)
+    for name in ("node-rank", "nodes", "port"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    words = parser.parse_args()
+    logging.basicConfig(format="launch.sh: %(message)s")
+    try:
+        meeting = Meeting(words.node_rank, words.nodes, words.address, words.port, words.seconds, noun="node")
+        counts = meeting.exchange(words.processes)
+        if len(set(counts)) > 1:
+            shown = ", ".join(f"{host}: {count}" for host, count in zip(meeting.hosts, counts, strict=True))
+            meeting.end(f"The nodes start different numbers of processes ({shown}). HINT: set NPROC_PER_NODE, on all the same.")
+        meeting.close()
+    except ValueError as error:
+        print(f"launch.sh: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

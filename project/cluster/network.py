@@ -1,0 +1,125 @@
+"""How fast the ranks talk to each other: latency and bandwidth, measured, and what a message will cost by them.
+
+All ranks call these together. Times are the slowest rank's.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SIZES = tuple(4**power * 1024 for power in range(1, 8))  # bytes: 4 KiB to 16 MiB
+_PATIENCE = 1.0  # seconds for one message: what would take longer is not sent
+_REPEATS = 5
+_PAIR = 1 << 20  # bytes sent to and fro between two hosts
+_SLOW = 3.0  # times slower than what good links reach
+
+
+@dataclass(frozen=True)
+class Model:
+    """A message of so many bytes takes latency + bytes / bandwidth."""
+
+    latency: float
+    """Seconds."""
+    bandwidth: float
+    """Bytes a second."""
+
+    def seconds(self, size: float) -> float:
+        return self.latency + size / self.bandwidth
+
+
+def fit(times: dict[int, float]) -> Model:
+    """The model behind measured times: the smallest message is all latency, the largest shows the bandwidth."""
+    small, large = min(times), max(times)
+    latency = times[small]
+    return Model(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a measurement: the host must wait for the device
+    return time.perf_counter()
+
+
+def slowest(seconds: float, group: Any) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return float(value)
+
+
+def all_reduce_times(device: torch.device, group: Any, control: Any) -> dict[int, float]:
+    """Seconds for an all-reduce over all ranks, by the bytes of the message. `control`: a group on the CPU."""
+    times: dict[int, float] = {}
+    for size in _SIZES:
+        if times and max(times.values()) * 4 > _PATIENCE:
+            break
+        tensor = torch.zeros(size // 4, device=device)
+        dist.all_reduce(tensor, group=group)
+        taken = []
+        for _ in range(_REPEATS):
+            dist.barrier(group=control)
+            start = _clock(device)
+            dist.all_reduce(tensor, group=group)
+            taken.append(_clock(device) - start)
+        times[size] = slowest(sorted(taken)[_REPEATS // 2], control)
+    return times
+
+
+def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
+    """Bytes a second on the slowest wire of a ring: comparable over numbers of ranks."""
+    return 2 * (ranks - 1) / ranks * size / seconds
+
+
+def rounds(members: Sequence[int], limit: int = 16) -> list[list[tuple[int, int]]]:
+    """A tournament: every two meet once, in rounds of pairs that can be measured at the same time; at most so many rounds."""
+    ring: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    made = []
+    for _ in range(min(limit, len(ring) - 1)):
+        half = len(ring) // 2
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        made.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return made
+
+
+def pair_times(
+    rank: int, leaders: Sequence[int], group: Any, exchange: Callable[[Any], list[Any]]
+) -> dict[tuple[int, int], float]:
+    """Bytes a second between the first ranks of every two hosts."""
+    message = torch.zeros(_PAIR // 4)
+    mine: list[tuple[int, int, float]] = []
+    for pairs in rounds(leaders):
+        for a, b in pairs:
+            if rank in (a, b):
+                seconds = _to_and_fro(message, rank, a, b, group)
+                if rank == a:
+                    mine.append((a, b, 2 * _PAIR / seconds))
+        dist.barrier(group=group)
+    return {(a, b): speed for found in exchange(mine) for a, b, speed in found}
+
+
+def _to_and_fro(message: Tensor, rank: int, a: int, b: int, group: Any) -> float:
+    taken = []
+    for tensor in (message[:1], message, message):  # the first one connects the two
+        start = time.perf_counter()
+        if rank == a:
+            dist.send(tensor, b, group=group)
+            dist.recv(tensor, b, group=group)
+        else:
+            dist.recv(tensor, a, group=group)
+            dist.send(tensor, a, group=group)
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def slow_links(speeds: dict[tuple[int, int], float]) -> tuple[list[int], list[tuple[int, int]], float]:
+    """Hosts (by their first rank) whose every link is slow, slow links between the others, and what the good ones reach."""
+    usual = sorted(speeds.values(), reverse=True)[len(speeds) // 4] if speeds else 0.0
+    slow = {pair for pair, speed in speeds.items() if speed * _SLOW < usual}
+    members = sorted({rank for pair in speeds for rank in pair})
+    bad = [rank for rank in members if all(pair in slow for pair in speeds if rank in pair)]
+    return bad, sorted(pair for pair in slow if not set(pair) & set(bad)), usual
