@@ -15,7 +15,6 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from project.cluster.facts import digest
 from project.cluster.findings import verdict
 from project.cluster.launcher import detect, host
 from project.data import ImageData
@@ -139,7 +138,7 @@ class ProjectCLI(LightningCLI):
             settings.callbacks = [*(settings.callbacks or []), RankLogs()]
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
-        trainer.configuration = digest({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
+        trainer.configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}
         if begin is not None:
             self._resume(trainer, *begin)
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
 from project.cluster.doctor import Patient
+from project.cluster.facts import of_this_rank
 from project.survive.checkpoints import Checkpoints
 
 
@@ -50,10 +51,9 @@ def _cut(value: Any, samples: int) -> Any:
     return value[:samples] if isinstance(value, Tensor) and value.ndim else value
 
 
-def patient(
-    trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, facts: dict[str, Any], processes: int
-) -> Patient:
+def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:
     """What the doctor needs to know of a run. `processes`: those on this host."""
+    configuration: dict[str, Any] = trainer.configuration  # type: ignore[attr-defined]
     bed = _Bed(trainer, model, data)
     kept = next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
     weights = sum(value.numel() * value.element_size() for value in bed.model.state_dict().values())
@@ -65,7 +65,8 @@ def patient(
         processes=processes,
         device=bed.device,
         folder=folder,
-        facts=facts,
+        facts=of_this_rank(bed.device, configuration),
+        configuration=configuration,
         micro_batch=getattr(data, "batch_size", 1),
         accumulation=trainer.accumulate_grad_batches,
         gradient_bytes=gradients,

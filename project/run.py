@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from project.cluster.facts import flat
 from project.cluster.launcher import Launch
 from project.survive.checkpoints import facts_of, newest_good, read_facts
 
@@ -98,18 +99,12 @@ class Run:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs between two configurations, by key, but for what has no say in the result."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     return {
         key: (old.get(key), new.get(key))
         for key in {**old, **new}
         if old.get(key) != new.get(key) and not key.startswith(_CIRCUMSTANCE)
     }
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(config, Mapping):
-        return {prefix.rstrip("."): config}
-    return {key: value for name, part in config.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
 
 
 def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:

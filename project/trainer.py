@@ -145,7 +145,7 @@ class Trainer(pl.Trainer):
             raise ValueError(f"The trainer's settings don't work here: {error}") from error
         sign(self.global_rank, host(), self.world_size)
         self._launch, self._join_timeout = launch, join_timeout
-        self.configuration: str | None = None  # a hash of the resolved one, from who knows it
+        self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it
         self._wanted_limits = {
             "train": limit_train_batches,
             "val": limit_val_batches,
@@ -224,7 +224,7 @@ class Trainer(pl.Trainer):
             return
         meeting, _ = self._meet(self._join_timeout)
         mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
-        differing = facts.different(meeting.exchange(mine), meeting.hosts, facts.SAME)
+        differing = facts.compare(mine, self.configuration, meeting.hosts, meeting.exchange)
         if differing:
             meeting.end(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
 
@@ -270,9 +270,8 @@ class Trainer(pl.Trainer):
             data.prepare_data()
         self.strategy.barrier()
         data.setup("fit")
-        mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
         on_this_host = meeting.hosts.count(meeting.hosts[self.global_rank]) if meeting else 1
-        doctor = Doctor(patient(self, model, data, Path(folder), mine, on_this_host), meeting, route, fast)
+        doctor = Doctor(patient(self, model, data, Path(folder), on_this_host), meeting, route, fast)
         doctor.examine()
         self.training = False
         return doctor

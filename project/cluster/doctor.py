@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +47,7 @@ class Patient:
     folder: Path
     """The run's folder, the same on all ranks."""
     facts: dict[str, Any]
+    configuration: Mapping[str, Any]
     micro_batch: int
     accumulation: int
     gradient_bytes: int
@@ -118,7 +119,7 @@ class Doctor:
 
     def _versions(self) -> None:
         all_facts = self._gather(self.patient.facts)
-        odd = facts.different(all_facts, self.hosts, facts.SAME)
+        odd = facts.compare(self.patient.facts, self.patient.configuration, self.hosts, self._gather)
         here = self.patient.facts
         shown = ", ".join(
             f"{name} {here[name]}" for name in ("Python", "torch", "lightning", "CUDA", "commit") if here[name] != "none"

@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def of_this_rank(device: torch.device, configuration: str | None) -> dict[str, Any]:
-    """`configuration`: a hash of the resolved one."""
+def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """`configuration`: the resolved one."""
     facts: dict[str, Any] = {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -79,7 +79,7 @@ def of_this_rank(device: torch.device, configuration: str | None) -> dict[str, A
         "project": project.__version__,
         "commit": _commit(),
         "sources": _sources(),
-        "configuration": configuration or "none",
+        "configuration": digest(configuration),
         "CPU": _cpu(),
         "cores": cores(),
         "device": device.type,
@@ -156,6 +156,33 @@ def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: S
     return sentences
 
 
+def flat(configuration: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as one level of dotted names."""
+    if not isinstance(configuration, Mapping):
+        return {prefix.rstrip("."): configuration}
+    return {name: value for key, part in configuration.items() for name, value in flat(part, f"{prefix}{key}.").items()}
+
+
+def differing_keys(configurations: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, list[int]]:
+    """Like `different`, for configurations: by key."""
+    levels = [flat(one) for one in configurations]
+    names = list(dict.fromkeys(name for level in levels for name in level))
+    return different([{name: level.get(name, "not set") for name in names} for level in levels], hosts, names)
+
+
 def digest(configuration: Any) -> str:
     """A short hash of a resolved configuration."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def compare(
+    mine: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
+) -> dict[str, list[int]]:
+    """Sentences about what must be the same on all ranks and is not. Called by all; `gather` brings their facts together."""
+    odd = different(gather(mine), hosts, SAME)
+    keys = [sentence for sentence in odd if ": configuration " in sentence]
+    if keys:  # only now the whole of it is sent around
+        for sentence in keys:
+            del odd[sentence]
+        odd |= differing_keys(gather(configuration), hosts)
+    return odd

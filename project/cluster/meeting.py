@@ -106,7 +106,10 @@ class Meeting:
             _free(port)
         else:
             reach(address, port, seconds)
-        store = TCPStore(address, port, None, listening, timedelta(seconds=seconds), wait_for_workers=False)
+        # Rank 0 need not know itself by the name that the others use.
+        store = TCPStore(
+            "127.0.0.1" if listening else address, port, None, listening, timedelta(seconds=seconds), wait_for_workers=False
+        )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
         self.store = PrefixStore(f"meeting/{attempt}", store)
         self._sign_in()
@@ -175,8 +178,8 @@ class Meeting:
             if now > end:
                 raise ValueError(
                     f"After {self.seconds:g} s {self.size - len(missing)} of {self.size} {self.noun}s have come to "
-                    f"{self.address}:{self.port}. Missing: {self._named(missing)}. HINT: what do they print? Are they started "
-                    f"with this MASTER_ADDR and MASTER_PORT, and is the port open?{self._doubt()}"
+                    f"{self.address}:{self.port}, from {self._here()}. Missing: {self._named(missing)}.{self._doubt()} HINT: "
+                    "what do they print? Are they started with this MASTER_ADDR and MASTER_PORT, and is the port open?"
                 )
             if now > remind:
                 log.warning("Waiting for %s", self._named(missing))
@@ -190,6 +193,11 @@ class Meeting:
         while self.rank == 0 and here < self.size and time.monotonic() < end:
             time.sleep(0.02)
             here = self.store.add("heard", 0)
+
+    def _here(self) -> str:
+        came = [rank for rank in range(self.size) if self.store.check([f"host/{rank}/1"])]
+        hosts = list(dict.fromkeys(self.store.get(f"host/{rank}/1").decode() for rank in came))
+        return ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
 
     def _named(self, ranks: Sequence[int]) -> str:
         names = [f"{self.noun} {rank}" + (f" ({host})" if (host := self.expected(rank)) else "") for rank in ranks[:8]]
