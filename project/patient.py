@@ -42,6 +42,11 @@ class _Bed:
             loss.backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad()
 
+    def fingerprint(self) -> dict[str, Any]:
+        self.data.setup("fit")
+        says: dict[str, Any] = self.data.fingerprint() if hasattr(self.data, "fingerprint") else {}
+        return says
+
     def load(self) -> Iterator[int]:
         for batch in self.data.train_dataloader():
             yield len(batch["label"])
@@ -75,5 +80,6 @@ def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule,
         workers=getattr(data, "workers", 0),
         compute=bed.compute,
         load=bed.load,
-        fingerprint=getattr(data, "fingerprint", None),
+        prepare=data.prepare_data,
+        fingerprint=bed.fingerprint,
     )

@@ -266,10 +266,6 @@ class Trainer(pl.Trainer):
         self.state.fn, self.training = TrainerFn.FITTING, True
         self._data_connector.attach_data(model, datamodule=data)
         self._settle_data()
-        if self.local_rank == 0:
-            data.prepare_data()
-        self.strategy.barrier()
-        data.setup("fit")
         on_this_host = meeting.hosts.count(meeting.hosts[self.global_rank]) if meeting else 1
         doctor = Doctor(patient(self, model, data, Path(folder), on_this_host), meeting, route, fast)
         doctor.examine()

@@ -59,8 +59,10 @@ class Patient:
     """Puts a micro-batch of so many samples through the network and back."""
     load: Callable[[], Iterator[int]]
     """The training loader: yields the samples of each micro-batch."""
-    fingerprint: Callable[[], dict[str, Any]] | None
-    """What the data is: counts, and a hash of a few samples."""
+    prepare: Callable[[], None]
+    """Puts the data on this host where it isn't there; called by its first rank."""
+    fingerprint: Callable[[], dict[str, Any]]
+    """Opens the data, and says what it is: counts, and a hash of a few samples."""
 
 
 class Doctor:
@@ -75,7 +77,7 @@ class Doctor:
         self.control: Any = dist.new_group(backend="gloo", timeout=limit) if meeting else None
         self.group: Any = dist.new_group(timeout=limit) if meeting else None
         self._sync = network.Model(0.0, float("inf"))
-        self._sample_bytes = 0
+        self._sample_bytes, self._has_data = 0, False
 
     def examine(self) -> None:
         for check in (self._versions, self._hardware, self._names, self._data, self._folder, self._limits, self._clocks):
@@ -83,6 +85,7 @@ class Doctor:
         self._collectives()
         if not self.fast:
             self._links()
+        if not self.fast and self._has_data:
             step = self._compute()
             self._memory()
             self._share(step)
@@ -252,11 +255,16 @@ class Doctor:
     # Data ------------------------------------------------------------------------------------------------------------
 
     def _data(self) -> None:
-        if self.patient.fingerprint is None:
-            return self.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
-        prints = self._measure("data", self.patient.fingerprint, "The data must be there on every host: data.source.")
+        fix = "The data must be there on every host: data.source."
+        first = self.patient.local_rank == 0
+        if self._measure("data", self.patient.prepare if first else lambda: None, fix) is None:
+            return None
+        prints = self._measure("data", self.patient.fingerprint, fix)
         if prints is None:
             return None
+        self._has_data = True
+        if not prints[0]:
+            return self.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
         self._sample_bytes = int(prints[0]["train"]["bytes"])
         seen = [
             {"data": ", ".join(f"{one['images']:,} {split} ({one['hash']})" for split, one in each.items())} for each in prints

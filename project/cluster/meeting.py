@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _ATTEMPT = 3.0  # seconds for one try to connect
 _REMIND = 30.0  # seconds between two lines about who is missing
+_PATIENCE = 2.0  # seconds that rank 0 waits for the others to hear the end
 _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has something to say
 
 
@@ -79,7 +80,7 @@ def _free(port: int) -> None:
                 raise
             raise ValueError(
                 f"Port {port} on {socket.gethostname()} is in use by another program. HINT: set another MASTER_PORT, on "
-                "every node the same."
+                "every node the same; and only one rank 0 may be started."
             ) from None
 
 
@@ -141,6 +142,7 @@ class Meeting:
 
     def end(self, text: str) -> None:
         """All see what is wrong; rank 0 says it."""
+        self.close()
         if self.rank == 0:
             raise ValueError(text)
         raise ToldByRankZero(1)
@@ -156,7 +158,7 @@ class Meeting:
                 answer = [json.loads(self.store.get(f"{number}/{rank}")) for rank in range(self.size)]
             except ValueError:
                 self.store.set(f"{number}/all", "null")
-                time.sleep(0.5)  # for the others to see it: the store ends with this process
+                self.close(sum(self.store.check([f"{number}/{rank}"]) for rank in range(self.size)))
                 raise
             self.store.set(f"{number}/all", json.dumps(answer))
         else:
@@ -166,6 +168,7 @@ class Meeting:
             except dist.DistError:
                 answer = None
             if answer is None:
+                self.close()
                 raise ToldByRankZero(1)
         return answer
 
@@ -186,13 +189,14 @@ class Meeting:
                 remind = now + _REMIND
             time.sleep(0.05)
 
-    def close(self) -> None:
-        """Rank 0 stays until all have heard the last answer: the store ends with its process."""
-        here = self.store.add("heard", 1)
-        end = time.monotonic() + _GRACE
-        while self.rank == 0 and here < self.size and time.monotonic() < end:
-            time.sleep(0.02)
-            here = self.store.add("heard", 0)
+    def close(self, members: int | None = None) -> None:
+        """Rank 0 stays until those who came have heard the last answer: the store ends with its process."""
+        end = time.monotonic() + _PATIENCE
+        with suppress(dist.DistError):  # rank 0 is gone, then
+            heard = self.store.add("heard", 1)
+            while self.rank == 0 and heard < (members or self.size) and time.monotonic() < end:
+                time.sleep(0.02)
+                heard = self.store.add("heard", 0)
 
     def _here(self) -> str:
         came = [rank for rank in range(self.size) if self.store.check([f"host/{rank}/1"])]

@@ -1,0 +1,84 @@
+"""Who comes, who doesn't, who comes twice: real processes, by the command that scripts/launch.sh runs on every node."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.test_processes import free_port
+from tests.conftest import ROOT, environment
+
+
+def node(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> "subprocess.Popen[str]":
+    words = [f"--node-rank={rank}", f"--nodes={nodes}", f"--address={address}", f"--port={port}", f"--processes={processes}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "project.cluster.meeting", "--seconds=4", *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ends(*nodes: "subprocess.Popen[str]") -> list[tuple[int, str]]:
+    outputs = [one.communicate(timeout=60)[0] for one in nodes]
+    return [(one.returncode, output) for one, output in zip(nodes, outputs, strict=True)]
+
+
+def test_all_come():
+    port = free_port()
+    assert ends(node(port, 0), node(port, 1)) == [(0, ""), (0, "")]
+
+
+def test_who_is_missing_is_named_once():
+    port = free_port()
+    first, other = ends(node(port, 0, nodes=3), node(port, 1, nodes=3))
+    assert first[0] == 1
+    assert f"2 of 3 nodes have come to 127.0.0.1:{port}" in first[1]
+    assert "Missing: node 2." in first[1]
+    assert other == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"nodes": 3}, "Node 1 on {host} was told of 3 nodes, and node 0 of 2"),
+        ({"processes": 2}, "different numbers of processes ({host}: 1, {host}: 2)"),
+    ],
+    ids=["another size", "another number of processes"],
+)
+def test_what_does_not_fit_together_is_said_once(changed, words):
+    port = free_port()
+    found = ends(node(port, 0), node(port, **{"rank": 1, **changed}))
+    said = [output for _, output in found if output]
+    assert len(said) == 1
+    assert words.format(host=socket.gethostname()) in said[0]
+    assert "HINT" in said[0]
+    assert 1 in [code for code, _ in found]
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as taken:
+        ((code, output),) = ends(node(taken.getsockname()[1], 0))
+    assert code == 1
+    assert "is in use by another program. HINT" in output
+
+
+def test_a_number_that_comes_twice():
+    port = free_port()
+    found = ends(node(port, 0, nodes=3), node(port, 1, nodes=3), node(port, 1, nodes=3))
+    assert [code for code, _ in found] == [1, 1, 1]
+    assert "Node 1 has come twice" in found[0][1]
+    assert found[1][1] == found[2][1] == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1", "that is {host} itself"), ("no-such-host.invalid", "does not know the host no-such-host.invalid")],
+)
+def test_who_finds_nobody_says_why(address, words):
+    ((code, output),) = ends(node(free_port(), 1, address=address))
+    assert code == 1
+    assert words.format(host=socket.gethostname()) in output
