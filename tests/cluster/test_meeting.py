@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.cluster.test_processes import free_port
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, free_port
 
 
 def node(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> "subprocess.Popen[str]":

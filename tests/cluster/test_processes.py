@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.conftest import TINY, Run, environment
+from tests.conftest import TINY, environment, forked, free_port
 
 FIT = (
     "fit",
@@ -25,20 +25,13 @@ def records(folder, world_size):
     return [json.loads((folder / f"record-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run on one process: what every other must equal."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "project", *FIT, RECORD, "--data.source.init_args.train_size=250"]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
-
-    return Run(0, "", folder)
+    run = forked(folder, *FIT, RECORD, "--data.source.init_args.train_size=250")
+    assert run.code == 0, run.output
+    return run
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
@@ -103,14 +96,14 @@ def test_what_torchrun_says_goes_and_is_said_once(cli):
     assert run.output.count("trainer.devices=2, from torchrun, instead of the configuration's 4") == 1
 
 
-def test_fewer_validation_samples_than_ranks(cli):
-    run = cli(*FIT, "--trainer.devices=2", "--data.source.init_args.val_size=1", "--trainer.max_epochs=1")
+def test_fewer_validation_samples_than_ranks(quick):
+    run = quick(*FIT, "--data.source.init_args.val_size=1", "--trainer.max_epochs=1", ranks=2)
     assert run.code == 0, run.output
     assert "val/acc" in run.output
 
 
-def test_debugging_leaves_a_log_for_each_rank(cli):
-    run = cli(*FIT, "--trainer.devices=2", "--trainer.max_steps=1", "--debug=true")
+def test_debugging_leaves_a_log_for_each_rank(quick):
+    run = quick(*FIT, "--trainer.max_steps=1", "--debug=true", ranks=2)
     assert run.code == 0, run.output
     (folder,) = run.runs
     assert "is rank 1 of 2" in (folder / "rank-1.log").read_text()

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster.test_processes import free_port
-from tests.conftest import environment
+from tests.conftest import environment, free_port
 from tests.survive.test_resume import FIT, curves, fit
 
 # Restarts with the agents' shared store hang or fail; agents that are gone must be noticed within seconds.

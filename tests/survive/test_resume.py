@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import TINY, environment
+from tests.conftest import TINY, environment, forked
 
 FIT = (
     *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word)),
@@ -59,8 +59,8 @@ def uninterrupted(tmp_path_factory):
     def run(world_size: int) -> Path:
         if world_size not in folders:
             folders[world_size] = tmp_path_factory.mktemp(f"uninterrupted-{world_size}")
-            done = fit(folders[world_size], faults(), world_size=world_size)
-            assert done.returncode == 0, done.stdout
+            done = forked(folders[world_size], *FIT, faults(), ranks=world_size)
+            assert done.code == 0, done.output
         return folders[world_size]
 
     return run
@@ -137,8 +137,8 @@ def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
 def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
     fault = faults({"rank": rank, "where": where, "step": step})
     assert fit(tmp_path, fault, world_size=2).returncode != 0
-    resumed = fit(tmp_path, fault, world_size=2)
-    assert resumed.returncode == 0, resumed.stdout
+    resumed = forked(tmp_path, *FIT, fault, ranks=2)
+    assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(2))
 
 
@@ -151,8 +151,8 @@ def test_other_numbers_of_ranks_on_the_way(tmp_path):
     stop = [{"step": step, "number": int(signal.SIGTERM)} for step in (4, 11, 18)]
     samples: dict[int, list[int]] = {}
     for part, world_size in enumerate((2, 1, 4, 2)):
-        done = fit(tmp_path, faults(*stop), double, world_size=world_size)
-        assert done.returncode == (143 if part < 3 else 0), done.stdout
+        done = forked(tmp_path, *FIT, faults(*stop), double, ranks=world_size)
+        assert done.code == (143 if part < 3 else 0), done.output
         steps: dict[int, list[int]] = {}
         for rank in range(world_size):
             for step, seen in json.loads((tmp_path / f"record-{rank}.json").read_text())["steps"].items():
@@ -160,7 +160,7 @@ def test_other_numbers_of_ranks_on_the_way(tmp_path):
         samples.update(steps)
     whole = tmp_path / "whole"
     whole.mkdir()
-    assert fit(whole, faults(), double).returncode == 0
+    assert forked(whole, *FIT, faults(), double).code == 0
     expected = json.loads((whole / "record-0.json").read_text())["steps"]
     assert {step: sorted(seen) for step, seen in samples.items()} == {int(s): sorted(seen) for s, seen in expected.items()}
     ours, theirs = curves(tmp_path), curves(whole)
