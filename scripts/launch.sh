@@ -4,10 +4,22 @@
 #   scripts/launch.sh fit --config configs/ddp.yaml                     one node, all its GPUs (or one process on a CPU)
 #   NPROC_PER_NODE=2 scripts/launch.sh fit --config configs/ddp.yaml    one node, two processes
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host1 scripts/launch.sh fit ...    on host1, and with NODE_RANK=1 on the other
+#   NNODES=1:3 RUN_ID=wide MASTER_ADDR=host1 scripts/launch.sh fit ...  on host1 and up to two more, which may come and go
 #
-# MAX_RESTARTS (default 0): how often all workers are started again after a failure; the run goes on from its newest
-# checkpoint. MASTER_PORT (default 29500) must be the same on all nodes, and open between them. Words after the script's name go to
-# python -m project.
+# NNODES         how many nodes, or MIN:MAX: the run goes on while at least MIN are there, from its newest checkpoint
+#                whenever one is lost or comes (back). The node that MASTER_ADDR names holds them together and must stay.
+# NODE_RANK      0 on the node that MASTER_ADDR names, another number on each other one. Not needed for MIN:MAX. Rank 0,
+#                which prints, is on the node whose address sorts first.
+# RUN_ID         the same on all nodes, and the run's name with the config's: who starts again under it goes on with that
+#                run. MIN:MAX needs it, because the node that named the run may be the one that is lost.
+# MASTER_PORT    (29500) the same on all nodes, and open between them.
+# MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run goes on from its
+#                newest checkpoint.
+# JOIN_TIMEOUT   (600) seconds that the nodes wait for each other, at the start and after a loss.
+# RDZV_CONF      more settings of torchrun's rendezvous, or other values: last_call_timeout=60,keep_alive_interval=5
+# PROJECT_PYTHON a Python that has the project's libraries already; otherwise scripts/setup makes .venv.
+#
+# Words after the script's name go to python -m project.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
@@ -15,44 +27,86 @@ fail() { echo "launch.sh: $1" >&2; exit 2; }
 number() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1 must be a number, and is '$2'."; }
 
 NNODES=${NNODES:-1}
-number NNODES "$NNODES"
-[ "$NNODES" -ge 1 ] || fail "NNODES must be at least 1."
-if [ "$NNODES" -gt 1 ]; then
+elastic=
+if [[ $NNODES == *:* ]]; then
+  elastic=1
+  [[ $NNODES =~ ^[0-9]+:[0-9]+$ ]] || fail "NNODES must be a number or MIN:MAX, and is '$NNODES'."
+else
+  number NNODES "$NNODES"
+fi
+least=${NNODES%:*} most=${NNODES#*:}
+[ "$least" -ge 1 ] || fail "NNODES must be at least 1."
+[ "$least" -le "$most" ] || fail "NNODES=$NNODES: its first number, the least, is greater than the other."
+if [ -n "$elastic" ]; then
+  [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES, and MASTER_ADDR is not set. HINT: the name or address of a node that stays."
+  [ -n "${RUN_ID:-}" ] || [[ " $* " == *" --run"[=\ ]* ]] ||
+    fail "NNODES=$NNODES, and RUN_ID is not set. HINT: a name for this run, the same on all nodes: RUN_ID=$(date +%Y%m%d-%H%M)"
+elif [ "$most" -gt 1 ]; then
   [ -n "${NODE_RANK:-}" ] || fail "NNODES=$NNODES, and NODE_RANK is not set. HINT: 0 on the first node, 1 on the second, ..."
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES, and MASTER_ADDR is not set. HINT: the name or address of the node with NODE_RANK=0."
 fi
-NODE_RANK=${NODE_RANK:-0}
-number NODE_RANK "$NODE_RANK"
-[ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, and the last of NNODES=$NNODES nodes is $((NNODES - 1))."
+if [ -n "${NODE_RANK:-}" ]; then
+  number NODE_RANK "$NODE_RANK"
+  [ "$NODE_RANK" -lt "$most" ] || fail "NODE_RANK=$NODE_RANK, and the last of NNODES=$NNODES nodes is $((most - 1))."
+fi
+[[ ${RUN_ID:-a} =~ ^[A-Za-z0-9_.-]+$ ]] || fail "RUN_ID is made of letters, digits, '.', '_' and '-', and '$RUN_ID' is not."
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 MASTER_PORT=${MASTER_PORT:-29500}
 number MASTER_PORT "$MASTER_PORT"
 [ "$MASTER_PORT" -ge 1 ] && [ "$MASTER_PORT" -le 65535 ] || fail "MASTER_PORT=$MASTER_PORT is no port."
+MAX_RESTARTS=${MAX_RESTARTS:-${elastic:+10}}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+number MAX_RESTARTS "$MAX_RESTARTS"
+JOIN_TIMEOUT=${JOIN_TIMEOUT:-600}
+number JOIN_TIMEOUT "$JOIN_TIMEOUT"
 [ $# -gt 0 ] || fail "what to run? HINT: scripts/launch.sh fit --config configs/ddp.yaml"
 
-"$root/scripts/setup"
-python=$root/.venv/bin/python
+python=${PROJECT_PYTHON:-}
+if [ -z "$python" ]; then
+  "$root/scripts/setup"
+  python=$root/.venv/bin/python
+fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${NPROC_PER_NODE:-}" ]; then
   NPROC_PER_NODE=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
 number NPROC_PER_NODE "$NPROC_PER_NODE"
 [ "$NPROC_PER_NODE" -ge 1 ] || fail "NPROC_PER_NODE must be at least 1."
 
-MAX_RESTARTS=${MAX_RESTARTS:-0}
-number MAX_RESTARTS "$MAX_RESTARTS"
 # Without this a restart hangs or fails: workers would find the last attempt's keys in the agents' store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+if [ "$most" -gt 1 ]; then
+  # torchrun would guess both from the host's name: wrongly where it resolves to 127.0.1.1, or not at all.
+  mine=$("$python" -m project.cluster.addresses "$MASTER_ADDR") || exit 2
+  read -r address is_master <<<"$mine"
+  [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
+  # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come. These seconds are
+  # compared between the nodes' clocks, so they can't be much shorter.
+  conf=is_host=$is_master,join_timeout=$JOIN_TIMEOUT,last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=5
+  meeting=(
+    --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
+    --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
+  )
+  this="$(uname -n), $address"
+else
+  meeting=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
+  this=$(uname -n)
+fi
 
 cat <<TABLE
   nodes              $NNODES
   processes a node   $NPROC_PER_NODE
-  this node          $NODE_RANK ($(uname -n))
+  this node          ${NODE_RANK:+$NODE_RANK }($this)
   master             $MASTER_ADDR:$MASTER_PORT
 TABLE
 
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+
+# ---- all nodes there? (the place for a roll call: everything about the meeting is known, and nothing has been started) ----
+
 # SIGUSR1 is passed on to the workers, too: it is Slurm's warning before the time limit.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
 # torchrun ends with 1 after a Ctrl-C, whatever its workers say; 130 is what a shell expects.
@@ -60,8 +114,7 @@ interrupted=
 trap 'interrupted=1' INT
 status=0
 "$python" -m torch.distributed.run \
-  --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --max-restarts "$MAX_RESTARTS" \
+  --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${meeting[@]}" --max-restarts "$MAX_RESTARTS" \
   --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   -m project -- "$@" || status=$?
 [ -z "$interrupted" ] || exit 130

@@ -56,11 +56,14 @@ class Run:
     def runs(self) -> list[Path]:
         return sorted((self.folder / "lightning_logs").glob("*"))
 
-    def curve(self, tag: str) -> dict[int, float]:
-        """What TensorBoard shows under a tag, by step, for the only run."""
+    def events(self, tag: str) -> list[tuple[int, float]]:
+        """What TensorBoard shows under a tag for the only run: steps and values, in its order."""
         (run,) = self.runs
-        events = EventAccumulator(str(run)).Reload()
-        return {event.step: event.value for event in events.Scalars(tag)}
+        return [(event.step, event.value) for event in EventAccumulator(str(run)).Reload().Scalars(tag)]
+
+    def curve(self, tag: str) -> dict[int, float]:
+        """The same, by step."""
+        return dict(self.events(tag))
 
 
 Cli = Callable[..., Run]

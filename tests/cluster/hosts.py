@@ -1,0 +1,142 @@
+"""Hosts on one machine: network namespaces, each with an address, a hostname and a hosts file of its own, on one bridge.
+
+    with Hosts(2, folder) as hosts:
+        hosts[0].start([...], output=file)       # on h1
+        hosts[1].cut()                           # h2 has lost its link
+
+The bridge is in a namespace, too: nothing is changed outside. Two test runs side by side share neither names nor addresses.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.machine import command, end, missing, need
+
+_PREFIX = "hosts-test-"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host; its only interface is eth0."""
+
+    name: str
+    address: str
+    namespace: str
+    switch: str
+    hosts_file: Path
+
+    def start(self, words: Sequence[str], output: Any, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Starts a program on this host; its id is that of the process itself."""
+        # nsenter and not `ip netns exec`, which hides /sys/fs/cgroup.
+        become = f'hostname {self.name}; mount --bind {self.hosts_file} /etc/hosts; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
+        return subprocess.Popen([*enter, *words], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def pids(self) -> list[int]:
+        done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def kill(self) -> None:
+        """Ends all that runs here, at once: what losing the host is to the others, but for its silence (`cut` is that)."""
+        end(self.pids)
+
+    def cut(self) -> None:
+        """The cable is pulled."""
+        command("ip", "-n", self.switch, "link", "set", f"to-{self.name}", "down")
+
+    def mend(self) -> None:
+        command("ip", "-n", self.switch, "link", "set", f"to-{self.name}", "up")
+
+    def drop(self, port: int) -> None:
+        """A firewall drops what comes in for this TCP port."""
+        rules = f"""
+            table inet test {{
+                chain input {{ type filter hook input priority 0; tcp dport {port} drop; }}
+            }}"""
+        command("ip", "netns", "exec", self.namespace, "nft", rules)
+
+    def slow(self, rate: str) -> None:
+        """The link sends no faster than this ('10mbit')."""
+        words = f"qdisc add dev eth0 root tbf rate {rate} burst 32kbit latency 400ms"
+        command("tc", "-n", self.namespace, *words.split())
+
+    def heal(self) -> None:
+        """Takes all of the above back."""
+        self.mend()
+        subprocess.run(["ip", "netns", "exec", self.namespace, "nft", "delete", "table", "inet", "test"], capture_output=True)
+        subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
+
+
+class Hosts(Sequence[Host]):
+    """h1, h2, ... on 10.77.0.0/24."""
+
+    _made = 0
+
+    def __init__(self, count: int, folder: Path) -> None:
+        need("iproute2 nftables", "ip", "tc", "nft", "nsenter", "unshare")
+        _sweep()
+        Hosts._made += 1
+        prefix = f"{_PREFIX}{os.getpid()}-{Hosts._made}-"
+        self.switch = f"{prefix}switch"
+        hosts_file = folder / "hosts"
+        self._hosts = [Host(f"h{i}", f"10.77.0.{i}", f"{prefix}h{i}", self.switch, hosts_file) for i in range(1, count + 1)]
+        hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{one.address} {one.name}\n" for one in self._hosts))
+
+    def __enter__(self) -> "Hosts":
+        try:
+            self._connect()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _connect(self) -> None:
+        made = subprocess.run(["ip", "netns", "add", self.switch], capture_output=True, text=True)
+        if made.returncode:
+            missing(f"this machine allows no network namespaces: {made.stderr.strip()}")
+        command("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+        command("ip", "-n", self.switch, "link", "set", "br0", "up")
+        for one in self._hosts:
+            command("ip", "netns", "add", one.namespace)
+            port = f"to-{one.name}"
+            link = f"link add eth0 type veth peer name {port} netns {self.switch}"
+            command("ip", "-n", one.namespace, *link.split())
+            command("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
+            command("ip", "-n", one.namespace, "addr", "add", f"{one.address}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                command("ip", "-n", one.namespace, "link", "set", interface, "up")
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._hosts:
+            one.kill()
+        for namespace in (*(one.namespace for one in self._hosts), self.switch):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+    def kill(self) -> None:
+        """Ends all that runs on any of them, and mends what was broken."""
+        for one in self._hosts:
+            one.kill()
+            one.heal()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._hosts[index]
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+
+def _sweep() -> None:
+    """Removes what a test run left that was killed itself."""
+    for folder in Path("/run/netns").glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path(f"/proc/{owner}").exists():
+            host = Host("", "", folder.name, "", Path())
+            host.kill()
+            subprocess.run(["ip", "netns", "del", folder.name], capture_output=True)

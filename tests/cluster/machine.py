@@ -1,0 +1,66 @@
+"""What the tests of real hosts and of a real Slurm need of the machine; where it is missing, they are skipped, and say why.
+
+With CLUSTER_TESTS=required in the environment, as in .ci/run, what is missing is a failure.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+
+def missing(reason: str) -> None:
+    if os.environ.get("CLUSTER_TESTS") == "required":
+        pytest.fail(f"CLUSTER_TESTS=required, and {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def need(packages: str, *programs: str) -> None:
+    """Skips where this is no root, or one of the programs is not there."""
+    if os.geteuid() != 0:
+        missing("this test needs root")
+    lacking = [one for one in programs if shutil.which(one) is None]
+    if lacking:
+        missing(f"{', '.join(lacking)} not found (apt-get install {packages})")
+
+
+def end(pids: Callable[[], Iterable[int]], seconds: float = 10) -> None:
+    """Kills processes by id, and those that they start meanwhile, until there are none."""
+    deadline = time.monotonic() + seconds
+    while found := list(pids()):
+        assert time.monotonic() < deadline, f"can't end {found}"
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
+    return [one for child in found for one in (child, *descendants(child))]
+
+
+def wait_until(true: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Waits for something to become true; `what` says what did not, if it does not."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:.0f} s: {what() if callable(what) else what}")
+        time.sleep(0.05)
+
+
+def command(*words: str, **kwargs: object) -> str:
+    """What a program prints; its error, if it fails, is the test's."""
+    done = subprocess.run(words, capture_output=True, text=True, **kwargs)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}{done.stdout}"
+    return str(done.stdout)
