@@ -34,6 +34,7 @@ from project.survive.signals import SIGNALS
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
+from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ def _with_ours(
         callbacks.append(Progress())
     if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
         callbacks.append(Checkpoints())
+    if not any(isinstance(one, Throughput) for one in callbacks):
+        callbacks.append(Throughput())
     return [NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
 
 
