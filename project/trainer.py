@@ -43,11 +43,13 @@ from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
+from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
+from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Trainer(pl.Trainer):
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
             the CPU has no bf16.
+        nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Trainer(pl.Trainer):
         accumulate_grad_batches: int | Literal["auto"] = "auto",
         join_timeout: float = 300,
         precision: str | int | None = None,
+        nonfinite: Act = "stop",
         accelerator: Any = "auto",
         callbacks: list[Callback] | Callback | None = None,
         logger: Any = None,
@@ -131,7 +135,7 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar),
+                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar, nonfinite),
                 logger=Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -301,6 +305,7 @@ def _with_ours(
     given: Sequence[Callback] | Callback | None,
     checkpointing: bool | None,
     progress: bool | None,
+    nonfinite: Act,
 ) -> list[Callback]:
     """The user's callbacks, and ours where the user has none of the kind."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -308,7 +313,9 @@ def _with_ours(
         callbacks.append(Progress())
     if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
         callbacks.append(Checkpoints())
-    return [StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
+    if not any(isinstance(one, Throughput) for one in callbacks):
+        callbacks.append(Throughput())
+    return [NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

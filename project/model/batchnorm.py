@@ -28,6 +28,7 @@ class StepStatistics(Callback):
         self._mean = torch.empty(0)
         self._sum: Any = None
         self._due = False
+        self._skipped: bool | Tensor = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._norms = [
@@ -50,7 +51,14 @@ class StepStatistics(Callback):
         if not self._norms or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._absorb()
+        # A step that was left out leaves no trace: neither here nor, as NaN, in the buffers of the next.
+        self._skipped = getattr(trainer, "skipped", False)
+        if self._skipped is True:
+            torch._foreach_zero_(self._buffers)
+            return
         self._mean = torch.cat([buffer.flatten() for buffer in self._buffers])
+        if self._skipped is not False:
+            torch._foreach_zero_(self._buffers)
         if trainer.world_size > 1:
             self._mean /= trainer.world_size
             self._sum = dist.all_reduce(self._mean, async_op=True)
@@ -64,6 +72,8 @@ class StepStatistics(Callback):
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
+        if isinstance(self._skipped, Tensor):  # only the device knows
+            self._mean = torch.where(self._skipped, torch.cat([buffer.flatten() for buffer in self._running]), self._mean)
         parts = torch.split(self._mean, [buffer.numel() for buffer in self._buffers])
         momenta = [momentum for _, momentum in self._norms for _ in range(2)]
         moves = torch._foreach_sub([part.view_as(b) for part, b in zip(parts, self._buffers, strict=True)], self._running)

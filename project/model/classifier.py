@@ -100,7 +100,13 @@ class ImageClassifier(LightningModule):
         if step == self._tallied_step:
             return  # in the middle of a step
         self._tallied_step = step
-        self.epoch_tally.sums += self.step_tally.sums
+        # Set by who looks for losses that are not finite; on a GPU only the device knows.
+        skipped: bool | Tensor = getattr(self.trainer, "skipped", False)
+        if skipped is True:
+            self.step_tally.reset()
+            return
+        sums = self.step_tally.sums
+        self.epoch_tally.sums += sums if skipped is False else sums.where(~skipped, 0)
         self.epoch_tally._update_count += 1  # it was updated by hand
         if step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             lr = self.trainer.optimizers[0].param_groups[0]["lr"]

@@ -167,6 +167,7 @@ class Checkpoints(Checkpoint):
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
         self.facts: dict[str, Any] = {}  # what else belongs to the run: set by who knows
+        self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
         self.failed: str | None = None
@@ -221,6 +222,8 @@ class Checkpoints(Checkpoint):
         at = position(trainer)
         if self._saved_at == (at.global_step, finished) and not self._validated and not self.failed:
             return
+        for settle in self.before_save:
+            settle(trainer)
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

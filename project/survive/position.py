@@ -25,11 +25,15 @@ class Position:
 
 
 def position(trainer: Trainer) -> Position:
-    """The position between two steps: at the start of a step's first micro-batch, in a validation, or at the end."""
+    """The position between two steps: at the start of a step's first micro-batch, in a validation, or at the end.
+
+    And just before the optimiser takes a step, which then is not done.
+    """
     loop = trainer.fit_loop
     batches: Any = loop.epoch_loop.batch_progress.current
+    taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
     # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
-    step = batches.started // trainer.accumulate_grad_batches
+    step = batches.started // trainer.accumulate_grad_batches - int(taken.ready > taken.completed)
     epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
         return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating))

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from project.watch.throughput import Throughput
+
 log = logging.getLogger(__name__)
 
 _LINE_EVERY = 10.0  # seconds between plain lines, once training is under way
@@ -222,8 +224,12 @@ class Progress(ProgressBar):
         if last := _show(trainer, "val/"):
             lines["validation"] = last
         if self._training:
-            speed = f"{self._trained / self._training:,.0f} samples/s"
-            lines["training"] = f"{speed}, {trainer.global_step} steps, {timedelta(seconds=round(self._training))}"
+            parts = [f"{self._trained / self._training:,.0f} samples/s", f"{trainer.global_step} steps"]
+            parts.append(str(timedelta(seconds=round(self._training))))
+            for one in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(one, Throughput):
+                    parts += [f"{share:.0%} {name}" for name, share in one.shares.items()]
+            lines["training"] = ", ".join(parts)
         return lines
 
 

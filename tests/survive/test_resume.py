@@ -26,8 +26,10 @@ def final(folder: Path) -> dict:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What was learned, that is: how fast it went is never the same."""
     events = EventAccumulator(str(folder / "lightning_logs/it")).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("speed/")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def same(one: object, other: object) -> bool:

@@ -1,0 +1,287 @@
+"""A loss or a gradient that is not finite: found in the step that made it, named, and never part of the weights.
+
+A loss that is not finite spoils its own gradient, and DDP's all-reduce takes that to all ranks: so one look at the gradient,
+which every rank takes by itself, tells all of them alike, and they act together without a word. What the fault was they tell
+each other afterwards. On a CPU the optimiser's step is not taken; on a GPU, where looking would make the host wait, the flag
+is read two steps later, the device skips the step by itself if it may, and no checkpoint is saved before the flag is known.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from project.cluster.launcher import host
+from project.survive.checkpoints import Checkpoints
+
+log = logging.getLogger(__name__)
+
+Act = Literal["stop", "skip"]
+_LATER = 2  # steps: then the device has the flag ready, and the host is never further ahead of it
+_IN_A_ROW = 20  # steps skipped one after the other: what they have in common is not a sample
+_SHOWN = 64  # samples of a micro-batch
+
+
+@dataclass
+class MicroBatch:
+    """One whose loss is not finite, and where it was made."""
+
+    rank: int
+    host: str
+    number: str
+    samples: list[int]
+    loss: float
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.samples[:_SHOWN]))
+        more = len(self.samples) - _SHOWN
+        return (
+            f"{self.loss} on rank {self.rank}, {self.host}, in micro-batch {self.number}, samples {shown}"
+            f"{f' and {more} more' if more > 0 else ''}"
+        )
+
+
+@dataclass
+class Step:
+    """What is kept of a step until it is known to be fine. Counted as in the log: `number` is 1 for the first."""
+
+    number: int
+    epoch: int
+    batches: list[tuple[int, Tensor]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    flag: Tensor = field(default_factory=lambda: torch.zeros(()))
+    ready: Any = None
+
+
+class NonFinite(Callback):
+    """Stops the run before a step that is not finite, or leaves that step out.
+
+    A step that is left out counts as a step: its samples are passed, the schedule moves on. Weights, the optimiser's state,
+    batch norm's statistics and the epoch's means are what they were before it.
+
+    Args:
+        act: 'stop' or 'skip'.
+    """
+
+    def __init__(self, act: Act = "stop") -> None:
+        self.act = act
+        self.skipped = self.scaled = 0
+        self._row = 0
+        self._step = Step(0, 0)
+        self._unread: deque[Step] = deque()
+        self._one = torch.ones(())
+        self._late = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "scaled": self.scaled}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped, self.scaled = state_dict["skipped"], state_dict["scaled"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+            # A rank that sees only a part of the gradient can't tell for all.
+            log.info("trainer.nonfinite is for strategy=ddp: with this one nobody looks whether losses are finite.")
+            trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._late = pl_module.device.type == "cuda"
+        self._one = torch.ones((), device=pl_module.device)
+        if checkpoints := _checkpoints(trainer):
+            checkpoints.before_save.append(self.settle)
+        if self._late and self.act == "skip" and _scaler(trainer) is None and not _skips_by_itself(trainer.optimizers[0]):
+            log.info(
+                "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
+                "HINT: set model.optimizer.init_args.fused=true, if it has that."
+            )
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step = Step(trainer.global_step + 1, trainer.current_epoch)
+            trainer.skipped = False  # type: ignore[attr-defined]
+        self._step.batches.append((batch["key"][2] + 1, batch["sample"]))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        value = loss.detach()
+        self._step.losses.append(value)
+        spoil = value * 0  # 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
+        loss.register_hook(lambda gradient: gradient + spoil)  # type: ignore[no-untyped-call]
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        step = self._step
+        step.flag = torch.zeros((), device=self._one.device)
+        # GradScaler's own check, with a scale of 1: exact, and the cheapest there is.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, step.flag, self._one)
+        scaled = _scaler(trainer) is not None
+        by_itself = scaled or (_skips_by_itself(optimizer) and bool(optimizer.state))  # a state not yet made would not be
+        if self._late and (self.act == "stop" or by_itself):
+            if self.act == "skip":
+                trainer.skipped = step.flag > 0  # type: ignore[attr-defined]
+                if not scaled:
+                    optimizer.found_inf = step.flag  # type: ignore[attr-defined]
+            self._read_later(step)
+            while len(self._unread) > _LATER:
+                self._read(trainer)
+        # The host waits for the device here: always on a CPU, where that is nothing; on a GPU see `on_train_start`.
+        elif not step.flag.item():
+            self._row = 0
+        elif self._is_a_fault(trainer, step, pl_module):
+            self._leave_out(trainer, optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._late and hasattr(optimizer := trainer.optimizers[0], "found_inf"):
+            del optimizer.found_inf
+
+    def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """The optimiser passes over what has no gradient: neither weights nor momenta nor counts are touched."""
+        trainer.skipped = True  # type: ignore[attr-defined]
+        if _scaler(trainer) is None:  # which would miss them, and has found out by itself
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    # Later, on a GPU -------------------------------------------------------------------------------------------------
+
+    def _read_later(self, step: Step) -> None:
+        step.flag = step.flag.to("cpu", non_blocking=True)  # into pinned memory: the host does not wait
+        if self._one.is_cuda:
+            step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.ready.record()
+        self._unread.append(step)
+
+    def _read(self, trainer: Trainer) -> None:
+        step = self._unread.popleft()
+        if step.ready is not None:
+            step.ready.synchronize()  # of two steps ago: the device has steps to work on meanwhile
+        if step.flag.item():
+            self._is_a_fault(trainer, step)
+        else:
+            self._row = 0
+
+    def settle(self, trainer: Trainer) -> None:
+        """Nothing is left unread: the state may be saved. The host waits for the device here."""
+        while self._unread:
+            self._read(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.settle(trainer)
+        if self.skipped and trainer.is_global_zero:
+            log.warning("%d of %d steps were skipped, because they were not finite.", self.skipped, trainer.global_step)
+
+    # What it was -----------------------------------------------------------------------------------------------------
+
+    def _is_a_fault(self, trainer: Trainer, step: Step, module: LightningModule | None = None) -> bool:
+        """Called by all ranks for the same step. False if it was but fp16's scale that was too high; if to stop: no return."""
+        found = _exchange(trainer, _own(trainer, step))
+        scaler = _scaler(trainer)
+        if not found and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
+            self.scaled += 1
+            self._count(trainer, step, "train/fp16_skipped_steps", self.scaled)
+            log.info("Step %d is skipped by fp16's loss scaling, which lowers its scale (%d so far).", step.number, self.scaled)
+            return False
+        what = _describe(step, found, _parameters(module) if module and not found else [])
+        self._row += 1
+        if self.act == "stop" or self._row > _IN_A_ROW:
+            self._stop(trainer, what, _hint(trainer, found), before=module is not None)
+        self.skipped += 1
+        self._count(trainer, step, "train/skipped_steps", self.skipped)
+        if trainer.is_global_zero:
+            log.warning("%s The step is skipped (%d so far).", what, self.skipped)
+        return True
+
+    @staticmethod
+    def _count(trainer: Trainer, step: Step, tag: str, count: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics({tag: count}, step=step.number)
+
+    def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
+        """All ranks end here. `before`: the step has not been taken, so this is a state to go on from."""
+        checkpoints = _checkpoints(trainer)
+        if checkpoints and before and _finite(trainer.lightning_module):
+            checkpoints.save(trainer)
+        if checkpoints:
+            checkpoints.wait()
+        if trainer.is_global_zero:
+            saved = checkpoints.last if checkpoints else None
+            where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
+            log.error("%s Stopped; %s. HINT: %s", what, where, hint)
+        trainer.strategy.barrier()  # a launcher may end all ranks when it sees one end: not before rank 0 has written
+        raise SystemExit(1)
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether it heeds `found_inf`, which GradScaler leaves on an optimiser that is fused."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _checkpoints(trainer: Trainer) -> Checkpoints | None:
+    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
+
+
+def _finite(module: LightningModule) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+
+
+def _own(trainer: Trainer, step: Step) -> list[MicroBatch]:
+    """This rank's micro-batches whose loss is not finite."""
+    total = trainer.world_size * trainer.accumulate_grad_batches
+    return [
+        MicroBatch(trainer.global_rank, host(), f"{number} of {total}", samples.tolist(), loss.item())
+        for (number, samples), loss in zip(step.batches, step.losses, strict=True)
+        if not loss.isfinite()
+    ]
+
+
+def _exchange(trainer: Trainer, mine: list[MicroBatch]) -> list[MicroBatch]:
+    if trainer.world_size == 1:
+        return mine
+    parts: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(parts, mine)
+    return [one for part in parts for one in part]
+
+
+def _parameters(module: LightningModule) -> list[str]:
+    """Those whose gradient is not finite, from the output backwards: the first is where it began, or next to it."""
+    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    return [name for name, gradient in reversed(named) if not gradient.isfinite().all()]
+
+
+def _describe(step: Step, found: list[MicroBatch], parameters: list[str]) -> str:
+    which = f"step {step.number} (epoch {step.epoch})"
+    if found:
+        more = f"; and {len(found) - 3} more micro-batches" if len(found) > 3 else ""
+        return f"The loss of {which} is not finite: {'; '.join(map(str, found[:3]))}{more}."
+    text = f"The gradient of {which} is not finite, though all losses are"
+    if not parameters:
+        return f"{text}."
+    more = f" and {len(parameters) - 3} more towards the input" if len(parameters) > 3 else ""
+    return f"{text}: that of {', '.join(parameters[:3])}{more}."
+
+
+def _hint(trainer: Trainer, found: list[MicroBatch]) -> str:
+    everywhere = len(found) == trainer.world_size * trainer.accumulate_grad_batches > 1
+    if everywhere:
+        return (
+            "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "
+            "trainer.gradient_clip_val, and go on from an older checkpoint (--resume PATH)."
+        )
+    look = "these samples" if found else "what the network does in its backward pass"
+    return f"look at {look}; the run goes on with this step, or without it: --trainer.nonfinite skip."

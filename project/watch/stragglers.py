@@ -1,0 +1,107 @@
+"""Which rank is slow again and again, on which host, and whether its data or its compute is why: all others wait for it.
+
+`Throughput` measures, and hands over each window's times of all ranks; here they are compared. A rank's own work is what it
+does not wait for others in: getting its data, and computing.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+Cause = Literal["data", "compute"]
+_SLOW = 1.3  # times the median of the ranks' own work
+_IN_A_ROW, _AT_LEAST = 3, 1.0  # windows, seconds: less is chance
+_AGAIN = 100  # windows until what has been said is said again
+_HINTS = {
+    "data": "data.num_workers, and the disk or network that this host reads its data from.",
+    "compute": "what else runs on this host; is it throttled (temperature, power, a limit on its cores)?",
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a rank spent in a step, on the average of a window."""
+
+    data: float
+    compute: float
+    sync: float
+    other: float = 0.0
+    """Between two steps: logging, say."""
+
+    @property
+    def own(self) -> float:
+        return self.data + self.compute
+
+    @property
+    def total(self) -> float:
+        return self.own + self.sync + self.other
+
+
+def excess(ranks: Sequence[Times], cause: Cause) -> list[float]:
+    """What each rank's own work would be, in that of the usual rank, if it differed in this alone: 1.0 is no slower."""
+    usual = median_low(times.own for times in ranks) or 1e-9
+    times = [getattr(one, cause) for one in ranks]
+    return [1 + (own - median_low(times)) / usual for own in times]
+
+
+@dataclass
+class Streak:
+    """Windows in a row in which a rank was slow for one reason, or not slow."""
+
+    cause: Cause | None = None
+    windows: int = 0
+    seconds: float = 0.0
+    factors: list[float] = field(default_factory=list)
+
+    @property
+    def counts(self) -> bool:
+        return self.windows >= _IN_A_ROW and self.seconds >= _AT_LEAST
+
+
+class Stragglers:
+    """Names a rank when it has been slow for a while, and again when that has changed, or after a long time.
+
+    Args:
+        hosts: the name of each rank's host.
+        steps: steps in a window.
+    """
+
+    def __init__(self, hosts: Sequence[str], steps: int) -> None:
+        self.hosts, self.steps = hosts, steps
+        self._streaks = [Streak() for _ in hosts]
+        self._named: dict[int, Cause] = {}
+
+    def compare(self, ranks: Sequence[Times]) -> None:
+        """The times of one window, by rank."""
+        usual = median_low(times.own for times in ranks) or 1e-9
+        by_data, by_compute = excess(ranks, "data"), excess(ranks, "compute")
+        for rank, times in enumerate(ranks):
+            cause: Cause | None = "data" if by_data[rank] > by_compute[rank] else "compute"
+            if times.own / usual < _SLOW:
+                cause = None
+            if self._streaks[rank].cause != cause:
+                self._streaks[rank] = Streak(cause)
+            streak = self._streaks[rank]
+            streak.windows += 1
+            streak.seconds += times.total * self.steps
+            streak.factors = [*streak.factors[1 - _IN_A_ROW :], times.own / usual]
+            if streak.counts:
+                self._speak(rank, streak, ranks)
+
+    def _speak(self, rank: int, streak: Streak, ranks: Sequence[Times]) -> None:
+        cause, named = streak.cause, self._named.get(rank)
+        if cause is None:
+            if self._named.pop(rank, None):
+                log.info("Rank %d, %s, keeps pace again.", rank, self.hosts[rank])
+        elif cause != named or streak.windows % _AGAIN == 0:
+            self._named[rank] = cause
+            log.warning(
+                "Rank %d, %s, is slow, and all wait for it: its own work is %.1f times the usual rank's, because of its %s "
+                "(%.3g ms a step, usually %.3g), and was for %d steps. HINT: %s",
+                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * getattr(ranks[rank], cause)),
+                *(1e3 * median_low(getattr(one, cause) for one in ranks), streak.windows * self.steps, _HINTS[cause]),
+            )

@@ -1,0 +1,85 @@
+"""What makes a rank slow, and a look at what the ranks say to each other, for test_throughput.py to plug in by class_path."""
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import Dataset
+
+from project.data import Synthetic
+
+MICRO_BATCHES = 2  # of a rank in a step
+PAUSE = 0.02
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+class SlowData(Dataset[Any]):
+    """On rank 1, reading takes long from step `start` on until step `stop`."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.images = Synthetic(image_size=8, train_size=4096).dataset("train")
+        self.start, self.stop, self.read = start, stop, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, indices: Any) -> Any:
+        step, self.read = self.read // MICRO_BATCHES, self.read + 1
+        if rank() == 1 and self.start <= step < self.stop:
+            time.sleep(PAUSE)
+        return self.images.__getitems__(indices)
+
+
+class SlowNetwork(torch.nn.Sequential):
+    """On rank 0, the forward pass takes long from step `start` on until step `stop`."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
+        self.start, self.stop, self.passes = start, stop, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and images.device.type != "meta":
+            step, self.passes = self.passes // MICRO_BATCHES, self.passes + 1
+            if rank() == 0 and self.start <= step < self.stop:
+                time.sleep(PAUSE)
+        return super().forward(images)
+
+
+class Collectives(Callback):
+    """Counts what each step starts, and writes it to collectives-RANK.json."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, Counter[str]] = {}
+        self.started: Counter[str] = Counter()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name in dist.__all__ if hasattr(dist, "__all__") else dir(dist):
+            if name.startswith(
+                ("all_", "broadcast", "gather", "reduce", "barrier", "scatter", "send", "recv", "isend", "irecv")
+            ):
+                self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        call = getattr(dist, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.started[name] += 1
+            return call(*args, **kwargs)
+
+        setattr(dist, name, counted)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.counts[trainer.global_step] = self.started = Counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Path(f"collectives-{trainer.global_rank}.json").write_text(json.dumps(self.counts))

@@ -1,0 +1,98 @@
+"""Where the time of a step goes, and which rank makes the others wait."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from project.model import MiniResNet
+from project.watch.stragglers import Stragglers, Times, excess
+from project.watch.throughput import flops
+from tests.conftest import Cli
+from tests.watch.slow import MICRO_BATCHES
+
+EVERY = 5
+
+
+def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
+    """One run: 30 balanced steps, 30 in which rank 1's data is slow, 30 in which rank 0's network is."""
+    slow = {"class_path": "tests.watch.slow.SlowData", "init_args": {"start": 30, "stop": 60}}
+    network = {"class_path": "tests.watch.slow.SlowNetwork", "init_args": {"start": 60, "stop": 90}}
+    callbacks = [
+        {"class_path": "tests.watch.slow.Collectives"},
+        {"class_path": "project.watch.throughput.Throughput", "init_args": {"every_n_steps": EVERY}},
+    ]
+    run = cli(
+        *("fit", "--config=configs/ddp.yaml", "--data.source=project.data.Datasets", "--data.source.init_args.num_classes=10"),
+        *(f"--data.source.init_args.{split}={json.dumps(slow)}" for split in ("train", "val")),
+        *(f"--data.batch_size={64 // (2 * MICRO_BATCHES)}", "--data.global_batch_size=64", "--data.num_workers=0"),
+        *(
+            "--trainer.limit_val_batches=0",
+            "--trainer.log_every_n_steps=1000",
+            "--trainer.max_epochs=2",
+            "--trainer.max_steps=95",
+            "--trainer.precision=32-true",
+        ),
+        *(f"--model.network={json.dumps(network)}", f"--trainer.callbacks={json.dumps(callbacks)}", "--trainer.devices=2"),
+    )
+    assert run.code == 0, run.output
+    named = re.findall(r"Rank (\d), \S+, is slow.* is ([\d.]+) times .* because of its (\w+) .*HINT: .", run.output)
+    assert [(rank, cause) for rank, _, cause in named] == [("1", "data"), ("0", "compute")], run.output
+
+    data, compute, sync = (run.curve(f"speed/{tag}") for tag in ("worst_data", "worst_compute", "gradient_sync"))
+    assert list(data) == list(compute) == list(sync) == list(range(EVERY, 96, EVERY))
+    for factor, curve, steps in ((named[0][1], data, (55, 60)), (named[1][1], compute, (85, 90))):
+        assert float(factor) > 2  # 40 ms more in a step of a few
+        assert min(curve[step] for step in steps) > 2
+        assert max(curve[step] for step in (*range(15, 31, EVERY), 95)) < min(curve[step] for step in steps)
+    assert min(sync[step] for step in (55, 85)) > 0.25  # one rank of two waits almost all the time
+    assert len(named) == 2  # the balanced steps named nobody
+    assert min(run.curve("speed/samples_per_s").values()) > 0
+    assert max(run.curve("speed/tflops").values()) > 0
+    assert re.search(r"training .* samples/s, 95 steps, .*% data wait, \d+% gradient sync", run.output)
+
+    counts = [json.loads((run.folder / f"collectives-{rank}.json").read_text()) for rank in (0, 1)]
+    assert counts[0] == counts[1]
+    steady = {step: Counter(count) for step, count in counts[0].items() if 1 < int(step) < 63}
+    usual = steady["2"]
+    assert set(usual) == {"all_reduce"}, usual
+    for step, count in steady.items():  # a window is closed at the end of its last step
+        assert count == usual + Counter(all_gather=int((int(step) + 1) % EVERY == 0)), step
+
+
+def test_verdicts(caplog):
+    caplog.set_level("INFO")
+    stragglers = Stragglers(["a", "b", "c", "d"], 50)
+    fine, slow, starved = Times(0.001, 0.1, 0.02), Times(0.001, 0.2, 0.0), Times(0.11, 0.1, 0.0)
+
+    def windows(count: int, *ranks: Times) -> list[str]:
+        caplog.clear()
+        for _ in range(count):
+            stragglers.compare(ranks)
+        return [record.getMessage() for record in caplog.records]
+
+    assert windows(10, fine, fine, fine, fine) == []
+    assert windows(2, fine, fine, slow, fine) == []
+    assert windows(5, fine, fine, fine, fine) == []  # twice is chance
+    (said,) = windows(50, fine, fine, slow, fine)
+    assert said.startswith("Rank 2, c, is slow, and all wait for it: its own work is 2.0 times the usual rank's, because of")
+    assert "its compute (200 ms a step, usually 100), and was for 150 steps" in said
+    (said,) = windows(10, fine, fine, starved, fine)
+    assert "2.1 times the usual rank's, because of its data (110 ms a step, usually 1)" in said
+    assert len(windows(200, fine, fine, starved, fine)) == 2  # once in a while
+    assert windows(5, fine, fine, fine, fine) == ["Rank 2, c, keeps pace again."]
+    assert len(windows(5, fine, slow, fine, starved)) == 2  # half of them
+    assert excess([fine, slow], "compute") == pytest.approx([1.0, 1.99], abs=0.01)
+    assert excess([fine, slow], "data") == [1.0, 1.0]
+
+
+def test_flops_are_counted_without_touching_the_network():
+    network = MiniResNet()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    chance = torch.get_rng_state()
+    assert flops(network, torch.zeros(2, 3, 32, 32)) == pytest.approx(2 * 2.52e9, rel=0.01)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(parameter.grad is None and not parameter.is_meta for parameter in network.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
