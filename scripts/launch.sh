@@ -15,7 +15,7 @@
 # MASTER_PORT    (29500) the same on all nodes, and open between them.
 # MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run goes on from its
 #                newest checkpoint.
-# JOIN_TIMEOUT   (600) seconds that the nodes wait for each other, at the start and after a loss.
+# JOIN_TIMEOUT   (300; for the doctor 30) seconds that the nodes wait for each other; who is missing then is named.
 # RDZV_CONF      more settings of torchrun's rendezvous, or other values: last_call_timeout=60,keep_alive_interval=5
 # PROJECT_PYTHON a Python that has the project's libraries already; otherwise scripts/setup makes .venv.
 #
@@ -57,9 +57,10 @@ number MASTER_PORT "$MASTER_PORT"
 MAX_RESTARTS=${MAX_RESTARTS:-${elastic:+10}}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 number MAX_RESTARTS "$MAX_RESTARTS"
-JOIN_TIMEOUT=${JOIN_TIMEOUT:-600}
-number JOIN_TIMEOUT "$JOIN_TIMEOUT"
 [ $# -gt 0 ] || fail "what to run? HINT: scripts/launch.sh fit --config configs/ddp.yaml"
+[ "$1" = doctor ] && patience=30 || patience=300
+JOIN_TIMEOUT=${JOIN_TIMEOUT:-$patience}
+number JOIN_TIMEOUT "$JOIN_TIMEOUT"
 
 python=${PROJECT_PYTHON:-}
 if [ -z "$python" ]; then
@@ -78,7 +79,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 if [ "$most" -gt 1 ]; then
   # torchrun would guess both from the host's name: wrongly where it resolves to 127.0.1.1, or not at all.
-  mine=$("$python" -m project.cluster.addresses "$MASTER_ADDR") || exit 2
+  mine=$("$python" -m project.cluster.interfaces "$MASTER_ADDR") || exit 2
   read -r address is_master <<<"$mine"
   [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
   # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come. These seconds are
@@ -105,7 +106,11 @@ TABLE
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
-# ---- all nodes there? (the place for a roll call: everything about the meeting is known, and nothing has been started) ----
+# torchrun would wait ten minutes for a node that does not come, and not say which.
+if [ "$most" -gt 1 ] && [ -z "$elastic" ]; then
+  TORCH_CPP_LOG_LEVEL=ERROR "$python" -m project.cluster.meeting --node-rank "$NODE_RANK" --nodes "$NNODES" \
+    --address "$MASTER_ADDR" --port "$MASTER_PORT" --processes "$NPROC_PER_NODE" --seconds "$JOIN_TIMEOUT"
+fi
 
 # SIGUSR1 is passed on to the workers, too: it is Slurm's warning before the time limit.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).

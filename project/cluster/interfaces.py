@@ -1,7 +1,9 @@
-"""Which network interface leads to the other hosts, and which addresses this host has.
+"""Which network interface leads to the other hosts, and which addresses this host has. Standard library only.
 
 gloo asks the host's own name for its address, and on Debian that answers 127.0.1.1; NCCL takes the first interface it likes.
-Here the interface is the one through which the other hosts are reached.
+Here the interface is the one through which the other hosts are reached. For scripts/launch.sh,
+
+    python -m project.cluster.interfaces host1        prints "10.0.0.2 0": my address towards host1, and whether I am host1
 """
 
 import fcntl
@@ -9,6 +11,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,3 +119,22 @@ def use_loopback() -> None:
     name = interface_of("127.0.0.1")
     if name is not None:
         os.environ.setdefault(GLOO, name)
+
+
+def towards(name: str) -> tuple[str, bool]:
+    """The address by which this host and another one reach each other, and whether that one is this host itself."""
+    target = next(iter(resolve(name)), None)
+    own = source(target) if target else None
+    if target is None or own is None:
+        raise ValueError(f"{socket.gethostname()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
+    here = own == target or is_loopback(target)
+    if is_loopback(own) and name != "localhost" and name != target:  # Debian's own name for itself leads nobody else here
+        own = next((one for held in addresses().values() for one in held if not is_loopback(one)), own)
+    return own, here
+
+
+if __name__ == "__main__":
+    try:
+        print("{} {:d}".format(*towards(sys.argv[1])))
+    except ValueError as error:
+        sys.exit(f"launch.sh: {error} HINT: MASTER_ADDR is a name or an address that every node knows.")

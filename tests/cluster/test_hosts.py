@@ -32,7 +32,6 @@ def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str
         NPROC_PER_NODE="1",
         RUN_ID="it",
         OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="eth0",
         **extra,
     )
     with (folder / f"{host.name}.txt").open("ab") as output:
