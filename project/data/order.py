@@ -168,9 +168,12 @@ class MicroBatchSampler(DistributedSampler[Key]):
         return self.order.steps * (self.order.micro_batches // self.num_replicas)
 
     def __iter__(self) -> Iterator[Key]:
+        # Now, and not when the first key is asked for: an epoch that only had its validation to do asks for none.
+        start, self._start = self._start or (self.epoch, 0), None
+        return self._keys(*start)
+
+    def _keys(self, epoch: int, first: int) -> Iterator[Key]:
         share = self.order.micro_batches // self.num_replicas
-        epoch, first = self._start or (self.epoch, 0)
-        self._start = None
         for step in range(first, self.order.steps):
             for number in range(self.rank * share, (self.rank + 1) * share):
                 yield epoch, step, number

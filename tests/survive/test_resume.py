@@ -118,6 +118,16 @@ def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
     assert_same_run(tmp_path, uninterrupted(1))
 
 
+def test_stopped_in_the_validation_that_ends_an_epoch(quick, tmp_path):
+    """Nothing is left to train in that epoch; the next one is whole."""
+    words = [word for word in FIT if "val_check_interval" not in word]
+    fault = faults({"where": "validation", "step": 8, "number": int(signal.SIGTERM)})
+    assert quick(*words, fault).code == 143
+    resumed = quick(*words, fault)
+    assert resumed.code == 0, resumed.output
+    assert [step for step, _ in curves(tmp_path)["train/loss"]] == list(range(1, STEPS + 1))
+
+
 def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
     places = [("step", 3), ("accumulation", 4), ("validation", 5), ("write", 9), ("accumulation", 23)]
     fault = faults(*({"where": where, "step": step} for where, step in places))
