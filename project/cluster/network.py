@@ -39,7 +39,8 @@ def fit(times: dict[int, float]) -> Model:
     return Model(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
 
 
-def _clock(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a measurement: the host must wait for the device
     return time.perf_counter()
@@ -62,9 +63,9 @@ def all_reduce_times(device: torch.device, group: Any, control: Any) -> dict[int
         taken = []
         for _ in range(_REPEATS):
             dist.barrier(group=control)
-            start = _clock(device)
+            start = now(device)
             dist.all_reduce(tensor, group=group)
-            taken.append(_clock(device) - start)
+            taken.append(now(device) - start)
         times[size] = slowest(sorted(taken)[_REPEATS // 2], control)
     return times
 

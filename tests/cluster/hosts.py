@@ -10,7 +10,7 @@ The bridge is in a namespace, too: nothing is changed outside. Two test runs sid
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,24 @@ class Host:
     namespace: str
     switch: str
     hosts_file: Path
+    mounts: tuple[tuple[Path, Path], ...] = ()
+    """What this host sees in place of what lies there."""
+
+    def seeing(self, thing: Path, place: Path) -> "Host":
+        return replace(self, mounts=(*self.mounts, (thing, place)))
+
+    def named_by_debian(self) -> "Host":
+        """As Debian installs it: the host's own name leads to 127.0.1.1."""
+        file = self.hosts_file.with_name(f"hosts-{self.name}")
+        file.write_text(self.hosts_file.read_text().replace(f"{self.address} {self.name}\n", f"127.0.1.1 {self.name}\n"))
+        return replace(self, hosts_file=file)
 
     def start(self, words: Sequence[str], output: Any, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Starts a program on this host; its id is that of the process itself."""
         # nsenter and not `ip netns exec`, which hides /sys/fs/cgroup.
-        become = f'hostname {self.name}; mount --bind {self.hosts_file} /etc/hosts; exec "$@"'
+        bound = [(self.hosts_file, Path("/etc/hosts")), *self.mounts]
+        mounts = "; ".join(f"mount --bind {thing} {place}" for thing, place in bound)
+        become = f'hostname {self.name}; {mounts}; exec "$@"'
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
         return subprocess.Popen([*enter, *words], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT)
 
@@ -53,11 +66,15 @@ class Host:
 
     def drop(self, port: int) -> None:
         """A firewall drops what comes in for this TCP port."""
-        rules = f"""
-            table inet test {{
-                chain input {{ type filter hook input priority 0; tcp dport {port} drop; }}
-            }}"""
+        self._filter(f"tcp dport {port} drop")
+
+    def _filter(self, rule: str) -> None:
+        rules = f"table inet test {{ chain input {{ type filter hook input priority 0; iifname eth0 {rule}; }}; }}"
         command("ip", "netns", "exec", self.namespace, "nft", rules)
+
+    def close(self, ports: str) -> None:
+        """A firewall lets nobody connect to these TCP ports ('1024-65535'); who is connected stays so."""
+        self._filter(f"tcp dport {ports} tcp flags & (syn | ack) == syn drop")
 
     def slow(self, rate: str) -> None:
         """The link sends no faster than this ('10mbit')."""

@@ -1,0 +1,159 @@
+"""The doctor on hosts that are ill: what is wrong is named, with its host, in seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.cluster.machine import wait_until
+from tests.conftest import TINY, environment
+
+DOCTOR = ("doctor", "--config=configs/ddp.yaml", *TINY, "--data.batch_size=8", "--data.global_batch_size=48", "--run=it")
+FAST = "--fast=true"
+
+
+def start(host, folder, *words, nodes, master="h1", **extra):
+    """`python -m project` on a host, as one of so many nodes with one process each."""
+    number = int(host.name[1:]) - 1
+    settings = environment(
+        NODE_RANK=str(number), MASTER_ADDR=master, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", MASTER_PORT="29500"
+    )
+    program = [sys.executable, "-m", "project", *words, f"--trainer.num_nodes={nodes}", "--trainer.devices=1"]
+    with (folder / f"{host.name}.txt").open("wb") as output:
+        return host.start(program, output, folder, {**settings, **extra})
+
+
+def results(running, folder, seconds=60):
+    codes = [one.wait(seconds) for one in running]
+    report = folder / "lightning_logs/it/doctor.json"
+    found = json.loads(report.read_text())["findings"] if report.exists() else []
+    return codes, {one["check"]: one for one in found}
+
+
+def said(folder: Path, host: str) -> str:
+    return (folder / f"{host}.txt").read_text()
+
+
+def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
+    """h2 has another configuration; h3 another torch, and other images."""
+    for name, count in (("here", 8), ("there", 9)):
+        for split in ("train", "val"):
+            for label in range(2):
+                folder = tmp_path / name / split / str(label)
+                folder.mkdir(parents=True)
+                for number in range(count):
+                    Image.new("RGB", (8, 8), (number, label, 0)).save(folder / f"{number}.png")
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.0.9'")
+    images = tmp_path / "images"
+    images.mkdir()
+    words = (
+        *("doctor", "--config=configs/imagefolder.yaml", "--data.source.init_args.root=images", "--run=it", FAST),
+        *("--data.source.init_args.image_size=8", "--model.network=project.model.MiniResNet", "--data.batch_size=2"),
+        *("--data.global_batch_size=12", "--trainer.precision=32-true"),
+    )
+    path = os.pathsep.join([str(shim), environment()["PYTHONPATH"]])
+    running = [
+        start(hosts[0].seeing(tmp_path / "here", images), tmp_path, *words, nodes=3),
+        start(hosts[1].seeing(tmp_path / "here", images), tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
+        start(hosts[2].seeing(tmp_path / "there", images), tmp_path, *words, nodes=3, PYTHONPATH=path),
+    ]
+    codes, found = results(running, tmp_path)
+    assert codes == [1, 1, 1], said(tmp_path, "h1")
+    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in found["versions"]["text"]
+    assert "rank 2 on h3: torch 2.0.9, elsewhere" in found["versions"]["text"]
+    assert found["versions"]["where"] == [{"rank": 1, "host": "h2"}, {"rank": 2, "host": "h3"}]
+    assert found["data"]["text"].startswith("rank 2 on h3: data 18 train")
+    assert found["data"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert "│ versions" in said(tmp_path, "h1")
+    assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
+
+
+def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
+    """h3's link is shaped; the hosts' own names lead to 127.0.1.1, as Debian has it."""
+    hosts[2].slow("100mbit")
+    running = [start(host.named_by_debian(), tmp_path, *DOCTOR, nodes=3) for host in hosts]
+    codes, found = results(running, tmp_path)
+    assert codes == [0, 0, 0], said(tmp_path, "h1")
+    assert found["links"]["verdict"] == "warning"
+    assert "h3: every link of this host is slow" in found["links"]["text"]
+    assert found["links"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert "h1 by eth0 (10.77.0.1), though its own name says 127.0.1.1" in found["network"]["text"]
+
+
+def test_a_slow_rank(hosts, tmp_path):
+    """h2 gets a fifth of the time."""
+    running = [start(host, tmp_path, *DOCTOR, nodes=2) for host in hosts[:2]]
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set() and running[1].poll() is None:
+            for number, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+                running[1].send_signal(number)
+                over.wait(seconds)
+
+    # From the moment on at which the two have met.
+    wait_until(lambda: "Run:" in said(tmp_path, "h1"), 60, lambda: said(tmp_path, "h1"))
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        codes, found = results(running, tmp_path)
+    finally:
+        over.set()
+        thread.join()
+    assert codes == [0, 0], said(tmp_path, "h1")
+    assert found["compute"]["where"] == [{"rank": 1, "host": "h2"}]
+    assert "rank 1 on h2: " in found["compute"]["text"]
+
+
+def test_who_is_missing_and_who_is_cut_off(hosts, tmp_path):
+    """h2 never comes; what h3 sends to the master port is dropped."""
+    hosts[0].drop(29500)
+    waiting = (FAST, "--join_timeout=5")
+    running = [start(host, tmp_path, *DOCTOR, *waiting, nodes=3) for host in (hosts[0], hosts[2])]
+    codes, found = results(running, tmp_path)
+    assert codes == [1, 1]
+    assert "1 of 3 ranks have come to h1:29500, from h1. Missing: rank 1, rank 2." in found["ranks"]["text"]
+    assert "h3 can't reach rank 0 at h1:29500 (10.77.0.1)" in " ".join(said(tmp_path, "h3").split())
+    assert "no answer" in said(tmp_path, "h3")
+
+
+def test_a_firewall_between_two_hosts(hosts, tmp_path):
+    """The master port is open, and the ports on which the ranks talk are not."""
+    hosts[1].close("1024-65535")
+    running = [start(host, tmp_path, *DOCTOR, FAST, nodes=2) for host in hosts[:2]]
+    codes, found = results(running, tmp_path)
+    assert codes == [1, 1]
+    assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
+
+
+def test_a_fit_with_the_wrong_master_address_names_who_is_lost(hosts, tmp_path):
+    words = ("fit", *DOCTOR[1:], "--trainer.join_timeout=5")
+    running = [start(hosts[0], tmp_path, *words, nodes=2), start(hosts[1], tmp_path, *words, nodes=2, master="10.77.0.3")]
+    codes, _ = results(running, tmp_path)
+    assert codes == [1, 1]
+    assert "Missing: rank 1." in said(tmp_path, "h1")
+    assert "h2 can't reach rank 0 at 10.77.0.3:29500" in said(tmp_path, "h2")
+    assert "Traceback" not in said(tmp_path, "h1") + said(tmp_path, "h2")
+
+
+def test_a_disk_that_is_too_small(tmp_path, cli):
+    folder = tmp_path / "lightning_logs"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder]).returncode:
+        pytest.skip("this test mounts a small disk, which takes root")
+    try:
+        run = cli("doctor", "--config=configs/ddp.yaml", "--data.source.init_args.train_size=256", FAST, "--run=it")
+        _, found = results([], tmp_path)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert run.code == 1, run.output
+    assert found["limits"]["verdict"] == "bad"
+    assert "of disk are left for" in found["limits"]["text"]
