@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from project.cluster.launcher import detect, host
+from project.cluster.launcher import detect, host, rank_said
 from project.data import ImageData
 from project.model import ImageClassifier
 from project.run import RUNS, open_run
@@ -237,7 +237,7 @@ def _find(name: str, asking: Path | None) -> Path:
 
 def main() -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
-    rank = 0
+    rank = rank_said()
     open_log(rank, host())
     try:
         rank = detect().rank
