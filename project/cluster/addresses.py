@@ -1,6 +1,6 @@
 """Addresses: by which of its own this host reaches another one. Standard library only, for scripts/launch.sh asks it too.
 
-    python -m project.cluster.addresses host1        prints "10.0.0.2 0": my address towards host1, and whether I am host1
+python -m project.cluster.addresses host1        prints "10.0.0.2 0": my address towards host1, and whether I am host1
 """
 
 import fcntl
@@ -14,10 +14,11 @@ _SIOCGIFADDR = 0x8915
 def towards(name: str) -> tuple[str, bool]:
     """The address by which this host reaches another one, and whether that one is this host itself."""
     family, _, _, _, target = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+    theirs = str(target[0])
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing: it only asks the routes
         own = str(probe.getsockname()[0])
-    here = own == target[0] or _loopback(target[0])
+    here = own == theirs or _loopback(theirs)
     if _loopback(own) and not (name == "localhost" or _loopback(name)):
         own = _first_of_mine()  # Debian has a host's own name at 127.0.1.1, which leads nobody else here
     return own, here

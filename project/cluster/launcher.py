@@ -23,6 +23,10 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 log = logging.getLogger(__name__)
 
 
+class LaunchError(ValueError):
+    """What the launcher set up can't work. Every rank finds the same, and rank 0 says it."""
+
+
 class SrunEnvironment(SLURMEnvironment):
     """Lightning's, without its checks: they refuse `srun -n 2`, and `detect` has made better ones. And it finds a first node
     whose name only Slurm knows.
@@ -101,20 +105,21 @@ class Launch:
         if isinstance(devices, (list, tuple)):
             devices = len(devices)
         if isinstance(devices, int) and devices > 0 and devices != tasks:
-            raise ValueError(
+            raise LaunchError(
                 f"trainer.devices={devices}, and srun started {tasks} task(s) on each of {nodes} node(s); a task is one "
                 f"process on one device. HINT: leave trainer.devices at auto, or write{_sbatch(nodes, devices, gpus)}"
             )
         if not gpus or trainer.get("accelerator") == "cpu":
             return
         if gpus != tasks:
-            raise ValueError(
+            raise LaunchError(
                 f"Slurm gave this job {gpus} GPU(s) on each node, and srun started {tasks} task(s) there; a task is one "
-                f"process on one GPU. HINT: write{_sbatch(nodes, gpus, gpus)}\n(or trainer.accelerator=cpu, for a run without GPUs)"
+                f"process on one GPU. HINT: write{_sbatch(nodes, gpus, gpus)}\n"
+                "(or trainer.accelerator=cpu, for a run without GPUs)"
             )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         if visible and visible.count(",") + 1 < tasks:
-            raise ValueError(
+            raise LaunchError(
                 f"Each task sees {visible.count(',') + 1} of its node's {gpus} GPUs (--gpus-per-task or --gpu-bind), and its "
                 f"process must see all and takes its own. HINT: write{_sbatch(nodes, tasks, gpus)}"
             )
@@ -168,7 +173,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
     world, local = _number(environment, "WORLD_SIZE", 1), _number(environment, "LOCAL_WORLD_SIZE", 1)
     groups = _number(environment, "GROUP_WORLD_SIZE", world // local)
     if local * groups != world:
-        raise ValueError(
+        raise LaunchError(
             f"torchrun started {world} processes on {groups} nodes, {local} of them here: every node must have the same "
             "number. HINT: give the same --nproc-per-node on every node."
         )
@@ -191,7 +196,7 @@ def _srun(environment: Mapping[str, str]) -> Launch:
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if tasks % nodes or "," in per_node:
         gpus = _number(environment, "SLURM_GPUS_ON_NODE", 0)
-        raise ValueError(
+        raise LaunchError(
             f"srun placed {tasks} tasks on {nodes} nodes ({per_node}): every node must have the same number. "
             f"HINT: write{_sbatch(nodes, gpus or -(-tasks // nodes), gpus)}\nand srun without -n and -N"
         )
@@ -205,10 +210,11 @@ def _refuse_idle_nodes(environment: Mapping[str, str]) -> None:
     if taken < nodes:
         per_node = _number(environment, "SLURM_NTASKS_PER_NODE", 1)
         gpus = _number(environment, "SLURM_GPUS_ON_NODE", 0)
-        raise ValueError(
+        raise LaunchError(
             f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} task(s) on {taken} of the {nodes} nodes of Slurm job "
             f"{environment['SLURM_JOB_ID']}: the others would idle. HINT: write{_sbatch(nodes, gpus or per_node, gpus)}\n"
-            "and srun without -n and -N (or, if that is what you want: srun ... env -u SLURM_JOB_NUM_NODES python -m project ...)"
+            "and srun without -n and -N (or, if that is what you want: "
+            "srun ... env -u SLURM_JOB_NUM_NODES python -m project ...)"
         )
 
 
@@ -218,7 +224,7 @@ def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
         return
     tasks, nodes = _number(environment, "SLURM_NTASKS", 1), _number(environment, "SLURM_NNODES", 1)
     if tasks > 1 or nodes > 1:
-        raise ValueError(
+        raise LaunchError(
             f"Slurm job {environment['SLURM_JOB_ID']} has {tasks} tasks on {nodes} node(s), and this process was started "
             "without srun, alone. HINT: write 'srun python -m project ...' in the batch script (see "
             "scripts/slurm.sbatch)."

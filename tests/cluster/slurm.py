@@ -2,7 +2,7 @@
 
     with Slurm(3, folder) as slurm:
         job = slurm.submit("scripts/slurm.sbatch", "--nodes=2", cwd=tmp_path, env=...)
-        slurm.wait(job, "COMPLETED", 60)
+        slurm.job(job)["JobState"]               # RUNNING
 
 Nodes n1, n2, ... are the hosts h1, h2, ...; the names of the nodes resolve nowhere, as it happens on real clusters: only
 Slurm knows their addresses. The partition 'urgent' preempts jobs of 'main'.
@@ -10,12 +10,11 @@ Slurm knows their addresses. The partition 'urgent' preempts jobs of 'main'.
 
 import os
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.machine import end, need, wait_until
+from tests.cluster.machine import need, wait_until
 
 # Seconds are short where a cluster's are long: a credential's life, which delays a requeued job, and a node's silence.
 _CONF = """
@@ -82,7 +81,9 @@ class Slurm:
             for index in range(len(self.hosts)):
                 self.start_node(index)
             ready = f"{len(self.hosts)} idle"
-            wait_until(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == ready, 30, self.logs)
+            wait_until(
+                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == ready, 30, self.logs
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -116,7 +117,8 @@ class Slurm:
 
     def logs(self) -> str:
         return "".join(
-            f"--- {file.name}\n{file.read_text()[-3000:]}" for file in (self.folder / "daemons.txt", self.folder / "slurmctld.log")
+            f"--- {file.name}\n{file.read_text()[-3000:]}"
+            for file in (self.folder / "daemons.txt", self.folder / "slurmctld.log")
         )
 
     def run(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, check: bool = True) -> str:
@@ -134,10 +136,3 @@ class Slurm:
         """What Slurm knows of a job: JobState, Restarts, Reason, NodeList, ..."""
         words = self.run("scontrol", "show", "job", "-o", number).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
-
-    def cancel_all(self) -> None:
-        """Afterwards no job is there, and nothing of one runs."""
-        jobs = self.run("squeue", "-h", "-o", "%A").split()
-        if jobs:
-            self.run("scancel", *jobs, check=False)
-            wait_until(lambda: not self.run("squeue", "-h", "-o", "%A").split(), 20, self.logs)
