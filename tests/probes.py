@@ -156,6 +156,23 @@ class Ledger(Callback):
             time.sleep(self.pause)
 
 
+class SlowDisk(Callback):
+    """Every checkpoint takes so many seconds to write, until there is a file 'hurry'."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        save = torch.save
+
+        def slow(*args: Any) -> None:
+            if not Path("hurry").exists():
+                time.sleep(self.seconds)
+            save(*args)
+
+        torch.save = slow
+
+
 class Filler(Callback):
     """Fills the disk of the run at its fifth step."""
 

@@ -30,8 +30,8 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
 
 
 def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(alone, slurm, tmp_path):
-    """And goes on each time, with one rank half a second slower than the other. It is COMPLETED when it is, not before."""
-    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.01, rank_1=0.5)]
+    """And goes on each time, with one rank slower than the other and a slow disk. COMPLETED when it is, and not before."""
+    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.01, rank_1=0.5, disk=3)]
     job = slurm.submit(*script, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 

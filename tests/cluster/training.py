@@ -14,10 +14,15 @@ FIT = (
 STEPS = 10 * EPOCHS  # the last samples of an epoch make no global batch
 
 
-def slowly(every: float, rank_1: float = 0.0) -> str:
-    """A command-line word: all ranks wait so long before each micro-batch, and rank 1 longer; they note where they are."""
-    pauses = [{"pause": every}, *([{"pause": rank_1, "rank": 1}] if rank_1 else [])]
-    return "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.Ledger", "init_args": one} for one in pauses])
+def slowly(every: float, rank_1: float = 0.0, disk: float = 0.0) -> str:
+    """A command-line word: seconds that all ranks wait before each micro-batch, that rank 1 waits besides, and that a
+    checkpoint takes to write. The ranks note where they are. All is fast from when there is a file 'hurry'.
+    """
+    probes = [("Ledger", {"pause": every}), ("Ledger", {"pause": rank_1, "rank": 1}), ("SlowDisk", {"seconds": disk})]
+    chosen = [(name, init) for name, init in probes if next(iter(init.values()))]
+    return "--trainer.callbacks=" + json.dumps(
+        [{"class_path": f"tests.probes.{name}", "init_args": init} for name, init in chosen]
+    )
 
 
 def step(folder: Path) -> int:
