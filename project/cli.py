@@ -7,6 +7,7 @@ launcher's word on nodes and processes, errors in one line, and the silent traps
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from project.cluster.findings import verdict
-from project.cluster.launcher import detect, host
+from project.cluster.launcher import LaunchError, detect, host, rank_said
 from project.data import ImageData
 from project.model import ImageClassifier
 from project.run import RUNS, open_run
@@ -263,7 +264,7 @@ def _find(name: str, asking: Path | None) -> Path:
 
 def main() -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
-    rank = 0
+    rank = rank_said()
     open_log(rank, host())
     try:
         rank = detect().rank
@@ -280,5 +281,8 @@ def main() -> None:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        report(error, rank, host())
+        if isinstance(error, LaunchError) and rank > 0:
+            time.sleep(10)  # srun and torchrun end all when one has: not before rank 0 has said why
+        else:
+            report(error, rank, host())
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

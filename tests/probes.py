@@ -141,7 +141,9 @@ class Dropped(torch.nn.Module):
 
 
 class Ledger(Callback):
-    """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down."""
+    """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down,
+    until there is a file 'hurry'.
+    """
 
     def __init__(self, pause: float = 0.0, rank: int | None = None) -> None:
         self.pause, self.rank = pause, rank
@@ -150,8 +152,25 @@ class Ledger(Callback):
         line = {"pid": os.getpid(), "step": trainer.global_step, "key": batch["key"], "samples": batch["sample"].tolist()}
         with Path(f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.rank in (None, trainer.global_rank):
+        if self.rank in (None, trainer.global_rank) and not Path("hurry").exists():
             time.sleep(self.pause)
+
+
+class SlowDisk(Callback):
+    """Every checkpoint takes so many seconds to write, until there is a file 'hurry'."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        save = torch.save
+
+        def slow(*args: Any) -> None:
+            if not Path("hurry").exists():
+                time.sleep(self.seconds)
+            save(*args)
+
+        torch.save = slow
 
 
 class Filler(Callback):

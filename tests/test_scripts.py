@@ -28,6 +28,21 @@ def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "the last of NNODES=2 nodes is 1"),
         ({"MASTER_PORT": "70000"}, "is no port"),
+        ({"NNODES": "1:"}, "must be a number or MIN:MAX"),
+        ({"NNODES": "3:1"}, "greater than the other"),
+        ({"NNODES": "1:3"}, "MASTER_ADDR is not set"),
+        ({"NNODES": "1:3", "MASTER_ADDR": "a"}, "RUN_ID is not set"),
+        ({"NNODES": "1:3", "MASTER_ADDR": "a", "RUN_ID": "a b"}, "RUN_ID is made of letters"),
+        (
+            {
+                "NNODES": "2",
+                "NODE_RANK": "1",
+                "MASTER_ADDR": "no-such-host",
+                "PROJECT_PYTHON": sys.executable,
+                "NPROC_PER_NODE": "1",
+            },
+            "no-such-host can't be reached from",
+        ),
         ({}, "what to run?"),
     ],
 )
@@ -35,6 +50,47 @@ def test_launch_checks_its_environment(extra, cause):
     done = launch(*(["fit"] if extra else []), **extra)
     assert done.returncode == 2
     assert cause in done.stderr
+
+
+def batch(tmp_path, code: int, **extra: str) -> list[str]:
+    """What slurm.sbatch starts, where srun ends with this code: the commands, by line."""
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*"\nexit {ends}\n')
+        program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "--run=it"],
+        cwd=tmp_path,
+        env=environment(PATH=path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path), **extra),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("container", "command"),
+    [
+        ("", "python -m project fit --run=it"),
+        ("image.sif", "apptainer exec --nv --bind {0} --pwd {0} image.sif python -m project fit --run=it"),
+        (
+            "team/image:1",
+            "--container-image=team/image:1 --container-mounts={0}:{0} --container-workdir={0} python -m project fit --run=it",
+        ),
+    ],
+)
+def test_a_batch_job_may_run_in_a_container(tmp_path, container, command):
+    lines = batch(tmp_path, 0, CONTAINER=container, PROJECT_PYTHON="python")
+    assert lines == [f"srun --kill-on-bad-exit=1 {command.format(tmp_path)}"]
+
+
+def test_a_batch_job_that_sigusr1_ended_is_put_back(tmp_path):
+    assert batch(tmp_path, 138, PROJECT_PYTHON="python")[1:] == ["scontrol requeue 7"]
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2"}
+    assert batch(tmp_path, 138, PROJECT_PYTHON="python", **array)[1:] == ["scontrol requeue 6_2"]
+    assert len(batch(tmp_path, 1, PROJECT_PYTHON="python")) == 1
 
 
 @pytest.mark.skipif(not os.access(ROOT / ".venv/installed-test", os.R_OK), reason="not run from scripts/test")

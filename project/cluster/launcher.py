@@ -24,8 +24,20 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 log = logging.getLogger(__name__)
 
 
+class LaunchError(ValueError):
+    """What the launcher set up can't work. Every rank finds the same, and rank 0 says it."""
+
+
 class SrunEnvironment(SLURMEnvironment):
-    """Lightning's, without its checks: they refuse `srun -n 2`, and `detect` has made better ones."""
+    """Lightning's, without its checks: they refuse `srun -n 2`, and `detect` has made better ones. And it finds a first node
+    whose name only Slurm knows.
+    """
+
+    @property
+    def main_address(self) -> str:
+        if "MASTER_ADDR" not in os.environ:
+            os.environ["MASTER_ADDR"] = _reachable(self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
+        return os.environ["MASTER_ADDR"]
 
     @staticmethod
     def _validate_srun_used() -> None:
@@ -81,6 +93,8 @@ class Launch:
                 "torchrun may restart the workers, and a restart can hang. HINT: start it with "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as scripts/launch.sh does."
             )
+        if self.kind == "srun":
+            self._check_srun(trainer)
         settled: dict[str, Any] = {"num_nodes": self.nodes, "devices": self.processes}
         lines = []
         for name, value in settled.items():
@@ -88,6 +102,34 @@ class Launch:
             if wanted not in (None, "auto", -1, "-1", value, str(value)) and not (name == "num_nodes" and wanted == 1):
                 lines.append(f"trainer.{name}={value}, from {self.kind}, instead of the configuration's {wanted}")
         return settled, lines
+
+    def _check_srun(self, trainer: Mapping[str, Any]) -> None:
+        """A task is a process is a device: where Slurm's tasks, its GPUs and the YAML's devices differ, some would idle."""
+        nodes, tasks = self.nodes or 1, self.processes or 1
+        devices, gpus = trainer.get("devices"), _number(os.environ, "SLURM_GPUS_ON_NODE", 0)
+        if isinstance(devices, str) and devices.isdigit():
+            devices = int(devices)
+        if isinstance(devices, (list, tuple)):
+            devices = len(devices)
+        if isinstance(devices, int) and devices > 0 and devices != tasks:
+            raise LaunchError(
+                f"trainer.devices={devices}, and srun started {tasks} task(s) on each of {nodes} node(s); a task is one "
+                f"process on one device. HINT: leave trainer.devices at auto, or write{_sbatch(nodes, devices, gpus)}"
+            )
+        if not gpus or trainer.get("accelerator") == "cpu":
+            return
+        if gpus != tasks:
+            raise LaunchError(
+                f"Slurm gave this job {gpus} GPU(s) on each node, and srun started {tasks} task(s) there; a task is one "
+                f"process on one GPU. HINT: write{_sbatch(nodes, gpus, gpus)}\n"
+                "(or trainer.accelerator=cpu, for a run without GPUs)"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if visible and visible.count(",") + 1 < tasks:
+            raise LaunchError(
+                f"Each task sees {visible.count(',') + 1} of its node's {gpus} GPUs (--gpus-per-task or --gpu-bind), and its "
+                f"process must see all and takes its own. HINT: write{_sbatch(nodes, tasks, gpus)}"
+            )
 
     def _check_plain(self, trainer: Mapping[str, Any]) -> None:
         nodes = trainer.get("num_nodes") or 1
@@ -102,6 +144,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     """Reads the launcher's environment variables. What can't work is a ValueError that says what to run instead."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _torchrun(environment)
+    if "SLURM_STEP_ID" in environment:
+        _refuse_idle_nodes(environment)
     if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _srun(environment)
     if "SLURM_JOB_ID" in environment:
@@ -109,6 +153,12 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     node_rank, local_rank = _number(environment, "NODE_RANK", 0), _number(environment, "LOCAL_RANK", 0)
     # Rank 0 is all that matters before Lightning has made the other processes.
     return Launch("python", rank=node_rank + local_rank)
+
+
+def rank_said(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank that the launcher gave this process, also where the rest of what it says can't work."""
+    said = environment.get("RANK") or environment.get("SLURM_PROCID") or "0"
+    return int(said) if said.isdigit() else 0
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -130,7 +180,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
     world, local = _number(environment, "WORLD_SIZE", 1), _number(environment, "LOCAL_WORLD_SIZE", 1)
     groups = _number(environment, "GROUP_WORLD_SIZE", world // local)
     if local * groups != world:
-        raise ValueError(
+        raise LaunchError(
             f"torchrun started {world} processes on {groups} nodes, {local} of them here: every node must have the same "
             "number. HINT: give the same --nproc-per-node on every node."
         )
@@ -141,16 +191,38 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
     return Launch("torchrun", _number(environment, "RANK", 0), groups, local, name)
 
 
+def _sbatch(nodes: int, tasks: int, gpus: int = 0) -> str:
+    """The lines of a batch script that fit together, each on a line of its own."""
+    lines = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *([f"--gpus-per-node={tasks}"] if gpus else [])]
+    return "".join(f"\n#SBATCH {line}" for line in lines)
+
+
 def _srun(environment: Mapping[str, str]) -> Launch:
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
     nodes = _number(environment, "SLURM_STEP_NUM_NODES", 1)
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if tasks % nodes or "," in per_node:
-        raise ValueError(
+        gpus = _number(environment, "SLURM_GPUS_ON_NODE", 0)
+        raise LaunchError(
             f"srun placed {tasks} tasks on {nodes} nodes ({per_node}): every node must have the same number. "
-            f"HINT: #SBATCH --nodes={nodes} --ntasks-per-node={max(1, tasks // nodes)}"
+            f"HINT: write{_sbatch(nodes, gpus or -(-tasks // nodes), gpus)}\nand srun without -n and -N"
         )
     return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes, environment["SLURM_JOB_ID"])
+
+
+def _refuse_idle_nodes(environment: Mapping[str, str]) -> None:
+    """A step on fewer nodes than its job has: `srun -n 1` on two nodes is one process on one of them, with a warning."""
+    nodes = _number(environment, "SLURM_JOB_NUM_NODES", 1)
+    taken = _number(environment, "SLURM_STEP_NUM_NODES", nodes)
+    if taken < nodes:
+        per_node = _number(environment, "SLURM_NTASKS_PER_NODE", 1)
+        gpus = _number(environment, "SLURM_GPUS_ON_NODE", 0)
+        raise LaunchError(
+            f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} task(s) on {taken} of the {nodes} nodes of Slurm job "
+            f"{environment['SLURM_JOB_ID']}: the others would idle. HINT: write{_sbatch(nodes, gpus or per_node, gpus)}\n"
+            "and srun without -n and -N (or, if that is what you want: "
+            "srun ... env -u SLURM_JOB_NUM_NODES python -m project ...)"
+        )
 
 
 def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
@@ -159,7 +231,7 @@ def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
         return
     tasks, nodes = _number(environment, "SLURM_NTASKS", 1), _number(environment, "SLURM_NNODES", 1)
     if tasks > 1 or nodes > 1:
-        raise ValueError(
+        raise LaunchError(
             f"Slurm job {environment['SLURM_JOB_ID']} has {tasks} tasks on {nodes} node(s), and this process was started "
             "without srun, alone. HINT: write 'srun python -m project ...' in the batch script (see "
             "scripts/slurm.sbatch)."
@@ -173,6 +245,26 @@ def _slurm_hosts(names: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.split()
+
+
+def _reachable(node: str) -> str:
+    """A node's name, where it resolves; where not, the address that Slurm has for it."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        pass
+    try:
+        shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True).stdout
+    except FileNotFoundError:  # in a container, say
+        shown = ""
+    if (found := re.search(r"\bNodeAddr=(\S+)", shown)) is None or found[1] == node:
+        raise ValueError(
+            f"The name of the job's first node, {node}, does not resolve here, and Slurm names no address for it. "
+            "HINT: export MASTER_ADDR=... before srun."
+        )
+    log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", found[1], node)
+    return found[1]
 
 
 def host() -> str:

@@ -81,6 +81,8 @@ class StopTogether(Callback):
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
             requeue()
+        if self._group is not None:
+            dist.barrier(group=self._group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
@@ -95,7 +97,10 @@ def requeue() -> None:
         return
     if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    except FileNotFoundError:  # in a container; scripts/slurm.sbatch does it from outside
+        return
     if done.returncode == 0:
         log.info("Slurm job %s is back in the queue.", job)
     else:

@@ -1,10 +1,15 @@
 """Real hosts and a real Slurm, on one machine: started once, and left as they were found after each test."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm
+from tests.cluster.training import FIT
+from tests.conftest import Run, environment
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +23,19 @@ def hosts(three_hosts: Hosts) -> Iterator[Hosts]:
     """h1, h2 and h3; nothing of this test runs on them afterwards."""
     yield three_hosts
     three_hosts.kill()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Three nodes."""
+    with Slurm(3, tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The loss of tests.cluster.training on one process, by step: what it must be everywhere."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-m", "project", *FIT]
+    subprocess.run(command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), check=True)
+    return Run(0, "", folder).curve("train/loss")

@@ -25,6 +25,8 @@ def need(packages: str, *programs: str) -> None:
     """Skips where this is no root, or one of the programs is not there."""
     if os.geteuid() != 0:
         missing("this test needs root")
+    if "/usr/sbin" not in os.environ["PATH"].split(":"):
+        os.environ["PATH"] += ":/usr/sbin:/sbin"
     lacking = [one for one in programs if shutil.which(one) is None]
     if lacking:
         missing(f"{', '.join(lacking)} not found (apt-get install {packages})")

@@ -1,6 +1,5 @@
 """scripts/launch.sh on several hosts: the same run as on one process, also when hosts are lost and come back."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,15 +10,8 @@ import pytest
 
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
-from tests.conftest import ROOT, TINY, Run, environment
-
-EPOCHS = 8
-# A global batch that one, two and three ranks can make.
-FIT = (
-    *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--checkpoints.every_n_steps=3"),
-    *("--data.batch_size=4", "--data.global_batch_size=24", f"--trainer.max_epochs={EPOCHS}"),
-)
-STEPS = 10 * EPOCHS  # the last samples of an epoch make no global batch
+from tests.cluster.training import FIT, assert_same_curve, slowly, step
+from tests.conftest import ROOT, environment
 
 
 def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str) -> subprocess.Popen[bytes]:
@@ -40,33 +32,6 @@ def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str
 
 def printed(folder: Path) -> str:
     return "".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(folder.glob("h*.txt")))
-
-
-def slowly(seconds: float) -> str:
-    """A command-line word: every rank waits so long before each micro-batch, and writes down what it holds."""
-    return "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.Ledger", "init_args": {"pause": seconds}}])
-
-
-def steps(folder: Path) -> int:
-    """The step that rank 0 has come to."""
-    ledger = folder / "ledger-0.jsonl"
-    lines = ledger.read_text().splitlines() if ledger.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}") else 0
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[int, float]:
-    """The loss on one process, by step."""
-    folder = tmp_path_factory.mktemp("alone")
-    subprocess.run([sys.executable, "-m", "project", *FIT], cwd=folder, env=environment(OMP_NUM_THREADS="1"), check=True)
-    return Run(0, "", folder).curve("train/loss")
-
-
-def assert_same_curve(folder: Path, expected: dict[int, float]) -> None:
-    """One run, one curve: no step is missing or there twice."""
-    ours = Run(0, "", folder).events("train/loss")
-    assert [step for step, _ in ours] == list(range(1, STEPS + 1))
-    assert max(abs(value - expected[step]) for step, value in ours) < 1e-4
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -92,12 +57,12 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
         wait_until(lambda: speaker.read_text().count(line) == times, 60, lambda: printed(tmp_path))
 
     are(3)
-    wait_until(lambda: steps(tmp_path) >= 15, 60, lambda: printed(tmp_path))
+    wait_until(lambda: step(tmp_path) >= 15, 60, lambda: printed(tmp_path))
     hosts[2].kill()
     are(2)
     assert speaker.read_text().count("Goes on from") == 1
-    reached = steps(tmp_path)
-    wait_until(lambda: steps(tmp_path) >= reached + 5, 60, lambda: printed(tmp_path))
+    reached = step(tmp_path)
+    wait_until(lambda: step(tmp_path) >= reached + 5, 60, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience)
     are(3, times=2)
     assert [one.wait(90) for one in running] == [0, 0, 0], printed(tmp_path)
@@ -108,7 +73,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
 def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_path, victim):
     """SIGKILL, which it can't pass on: its workers end by themselves, and the other host does not wait for them."""
     running = [launch(host, tmp_path, *FIT, slowly(0.1), "--trainer.max_epochs=1000", nodes=2) for host in hosts[:2]]
-    wait_until(lambda: steps(tmp_path) >= 3, 60, lambda: printed(tmp_path))
+    wait_until(lambda: step(tmp_path) >= 3, 60, lambda: printed(tmp_path))
     (agent,) = (pid for pid in descendants(running[victim].pid) if "torch.distributed.run" in words_of(pid))
     assert descendants(agent)
     os.kill(agent, signal.SIGKILL)

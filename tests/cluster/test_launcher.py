@@ -2,7 +2,7 @@
 
 import pytest
 
-from project.cluster.launcher import detect
+from project.cluster.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
 # As slurmd of Slurm 22.05 sets it for task 3 of `srun --nodes=2 --ntasks-per-node=2`.
@@ -48,7 +48,23 @@ def test_the_launcher_has_its_way_and_says_so():
     ("environment", "hint"),
     [
         ({**TORCHRUN, "WORLD_SIZE": "7"}, "--nproc-per-node"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}, "#SBATCH --nodes=2 --ntasks-per-node=1"),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"},
+            "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n",
+        ),
+        # sbatch --nodes=2 --ntasks=4 --gres=gpu:2
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_GPUS_ON_NODE": "2"},
+            "\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n",
+        ),
+        # srun -n 1 in a job of two nodes: Slurm warns, and takes one of them
+        (
+            {
+                **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "1"},
+                **{"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS_PER_NODE": "1"},
+            },
+            "on 1 of the 2 nodes .*\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n",
+        ),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "without srun"),
         ({"NODE_RANK": "first"}, "NODE_RANK must be a number"),
     ],
@@ -69,3 +85,43 @@ def test_nodes_by_hand_need_a_rank_and_a_master(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert detect({}).settle({"num_nodes": 2}) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "trainer", "lines"),
+    [
+        ({}, {"devices": 4}, "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4"),
+        ({}, {"devices": "4"}, "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, {}, "--ntasks-per-node=8\n#SBATCH --gpus-per-node=8"),
+        ({"SLURM_GPUS_ON_NODE": "1"}, {}, "--ntasks-per-node=1\n#SBATCH --gpus-per-node=1"),
+        # --gpus-per-task=1
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"}, {}, "--ntasks-per-node=2\n#SBATCH --gpus-per-node=2"),
+    ],
+)
+def test_tasks_gpus_and_devices_that_do_not_fit_are_refused_with_the_lines_that_do(monkeypatch, environment, trainer, lines):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=lines):
+        detect(SRUN).settle({"devices": "auto", **trainer})
+
+
+@pytest.mark.parametrize(
+    ("environment", "trainer"),
+    [
+        ({}, {"devices": 2}),
+        ({}, {"devices": -1}),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, {"devices": "auto"}),
+        ({"SLURM_GPUS_ON_NODE": "8"}, {"accelerator": "cpu"}),
+    ],
+)
+def test_tasks_gpus_and_devices_that_fit_are_not(monkeypatch, environment, trainer):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert detect(SRUN).settle(trainer) == ({"num_nodes": 2, "devices": 2}, [])
+
+
+def test_a_master_that_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "no-such-node[1-2]")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match=r"no-such-node1, does not resolve here.*HINT: export MASTER_ADDR"):
+        detect(SRUN).environment().main_address  # noqa: B018

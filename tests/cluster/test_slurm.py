@@ -1,0 +1,65 @@
+"""A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
+
+import sys
+
+from tests.cluster.machine import wait_until
+from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
+from tests.conftest import ROOT, environment
+
+
+def settings() -> dict[str, str]:
+    return environment(PROJECT_PYTHON=sys.executable, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="eth0")
+
+
+def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", *FIT]
+    output = slurm.run(*command, cwd=tmp_path, env=settings())
+    assert output.count("2 hosts x 1 process x micro-batch 4 x accumulation 3") == 1
+    # The nodes' names resolve nowhere.
+    assert output.count("MASTER_ADDR=10.77.0.1: the name n1 does not resolve") == 1
+    assert_same_curve(tmp_path, alone)
+
+
+def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_path):
+    """As many GPUs as Slurm says (there are none), and one task for them, as if it were Lightning that starts the others."""
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
+    output = slurm.run(*command, sys.executable, "-m", "project", *FIT, cwd=tmp_path, env=settings(), check=False)
+    assert output.count("Slurm gave this job 2 GPU(s) on each node, and srun started 1 task(s)") == 1, output
+    assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
+    assert "Traceback" not in output
+
+
+def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(alone, slurm, tmp_path):
+    """And goes on each time, with one rank slower than the other and a slow disk. COMPLETED when it is, and not before."""
+    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.01, rank_1=0.5, disk=3)]
+    job = slurm.submit(*script, cwd=tmp_path, env=settings())
+    log = tmp_path / f"slurm-{job}.log"
+
+    def state() -> tuple[str, ...]:
+        shown = slurm.job(job)
+        return shown["JobState"], shown["Restarts"], shown["NodeList"]
+
+    def why() -> str:
+        return f"{state()} at step {step(tmp_path)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
+
+    def trains(restarts: int, nodes: str = "n[1-2]") -> None:
+        """After so many restarts it runs, and comes two steps further."""
+        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), 60, why)
+        reached = step(tmp_path)
+        wait_until(lambda: step(tmp_path) >= reached + 2, 60, why)
+        assert state() == ("RUNNING", str(restarts), nodes), why()
+
+    trains(0)
+    slurm.run("scancel", "--signal=USR1", job)  # what slurmctld does when the limit is near
+    trains(1)
+    slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
+    trains(2)
+    assert log.read_text().count("Stopped by SIGUSR1 after step") == 2
+    slurm.lose_node(1)
+    trains(3, "n[1,3]")
+    assert log.read_text().count("Goes on from") == 3
+    (tmp_path / "hurry").touch()
+    wait_until(lambda: state()[0] != "RUNNING", 60, why)
+    wait_until(lambda: state()[0] == "COMPLETED", 10, why)
+    assert step(tmp_path) == STEPS - 1
+    assert_same_curve(tmp_path, alone)

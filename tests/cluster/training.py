@@ -1,0 +1,39 @@
+"""The one training that is started on hosts and under Slurm, and the check that it is the same run as on one process."""
+
+import json
+from pathlib import Path
+
+from tests.conftest import TINY, Run
+
+EPOCHS = 8
+# A global batch that one, two and three ranks can make.
+FIT = (
+    *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--checkpoints.every_n_steps=3"),
+    *("--data.batch_size=4", "--data.global_batch_size=24", f"--trainer.max_epochs={EPOCHS}"),
+)
+STEPS = 10 * EPOCHS  # the last samples of an epoch make no global batch
+
+
+def slowly(every: float, rank_1: float = 0.0, disk: float = 0.0) -> str:
+    """A command-line word: seconds that all ranks wait before each micro-batch, that rank 1 waits besides, and that a
+    checkpoint takes to write. The ranks note where they are. All is fast from when there is a file 'hurry'.
+    """
+    probes = [("Ledger", {"pause": every}), ("Ledger", {"pause": rank_1, "rank": 1}), ("SlowDisk", {"seconds": disk})]
+    chosen = [(name, init) for name, init in probes if next(iter(init.values()))]
+    return "--trainer.callbacks=" + json.dumps(
+        [{"class_path": f"tests.probes.{name}", "init_args": init} for name, init in chosen]
+    )
+
+
+def step(folder: Path) -> int:
+    """The step that rank 0 of a slow run has come to."""
+    ledger = folder / "ledger-0.jsonl"
+    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}") else 0
+
+
+def assert_same_curve(folder: Path, expected: dict[int, float]) -> None:
+    """One run, one curve: no step is missing or there twice."""
+    ours = Run(0, "", folder).events("train/loss")
+    assert [number for number, _ in ours] == list(range(1, STEPS + 1))
+    assert max(abs(value - expected[number]) for number, value in ours) < 1e-4
