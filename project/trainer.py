@@ -30,6 +30,7 @@ from project.model.chance import ChanceByMicroBatch
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
+from project.survive.watchdog import Watchdog
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
@@ -179,6 +180,9 @@ class Trainer(pl.Trainer):
                     setattr(self, f"limit_{stage}_batches", 0)
         else:
             self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
+        for callback in self.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Watchdog):
+                callback.start(self)
         return super()._run(model, *args, **kwargs)
 
 
@@ -199,7 +203,10 @@ def _with_ours(
         callbacks.append(Progress())
     if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
         callbacks.append(Checkpoints())
-    return [StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
+    # First, so that what the others do counts as progress or as a hang, and not as what was before.
+    watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
+    callbacks = [one for one in callbacks if one not in watchdogs]
+    return [*watchdogs, StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:
