@@ -97,7 +97,7 @@ class Verdict:
             lines.append(f"Waiting for it: {self.waiting}.")
         for one in self.guilty[:SHOWN]:
             if one.stacks:
-                lines.append(f"The stacks of rank {one.rank} on {one.host}, the innermost call last in each:")
+                lines.append(f"The stacks of rank {one.rank} on {one.host}:")
                 lines.append(one.stacks)
         return "\n".join(lines)
 

@@ -21,11 +21,13 @@ from typing import Any
 import lightning
 import torch
 import torch._C._distributed_c10d as c10d
+from lightning.pytorch.trainer import trainer
 
 DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 """The signal on which a process writes its stacks: from C, and so also when no Python code can run in it."""
 
 _LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
+_PACKAGES = sysconfig.get_paths()["purelib"]
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
 _PROCESSES = 3  # loader processes whose stacks are asked for
 
@@ -42,7 +44,8 @@ def open_dump() -> tuple[Any, str]:
 
 
 def dumped(pid: int, path: str, wake: bool = False) -> str:
-    """The stacks of a process on this host that can't tell them itself, or ''. `wake`: it may be stopped, and runs on."""
+    """The stacks of a process on this host that can't tell them itself, or ''. `wake`: it may be stopped, and
+    runs for that moment."""
     try:
         if not _listens(pid):
             return ""
@@ -54,9 +57,12 @@ def dumped(pid: int, path: str, wake: bool = False) -> str:
         while os.stat(path).st_size == before and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(0.05)
+        if wake:
+            os.kill(pid, signal.SIGSTOP)
         with open(path, "rb") as file:
             file.seek(before)
-            return file.read().decode(errors="replace")
+            found = file.read().decode(errors="replace")
+        return "\n".join(reversed(found.strip().split("\n\n")))  # the main thread comes last in it
     except OSError:
         return ""
 
@@ -90,12 +96,16 @@ def threads() -> str:
     main = threading.main_thread().ident
     lines = []
     for ident in sorted(stacks, key=lambda one: one != main):
-        lines.append(f"Thread {names.get(ident, ident)}:")
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call last):")
         lines += [
-            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+            f'  File "{_short(frame.f_code.co_filename)}", line {frame.f_lineno}, in {frame.f_code.co_name}'
             for frame in _frames(stacks[ident])
         ]
     return "\n".join(lines)
+
+
+def _short(file: str) -> str:
+    return file.removeprefix(_PACKAGES + os.sep)
 
 
 def loaders(path: str) -> str:
@@ -103,18 +113,22 @@ def loaders(path: str) -> str:
     found = []
     for child in multiprocessing.active_children()[:_PROCESSES]:
         if child.pid and (text := dumped(child.pid, path)):
-            found.append(f"Loader process {child.name} (most recent call first):\n{text.rstrip()}")
+            found.append(f"Loader process {child.name}:\n{text}")
     return "\n".join(found)
 
 
 def place(frames: list[FrameType]) -> str:
-    """The innermost call in code that is not a library's."""
+    """The innermost call in code that is not a library's; in the loops alone, the innermost of all."""
     for frame in reversed(frames):
         file = frame.f_code.co_filename
-        if file.startswith("<") or file.startswith(_LIBRARIES) or file.startswith(sysconfig.get_paths()["purelib"]):
+        if file == trainer.__file__:
+            break
+        if file.startswith("<") or file.startswith(_LIBRARIES) or file.startswith(_PACKAGES):
             continue
         return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
-    return frames[-1].f_code.co_name if frames else ""
+    if not frames:
+        return ""
+    return f"{frames[-1].f_code.co_name} ({_short(frames[-1].f_code.co_filename)}:{frames[-1].f_lineno})"
 
 
 def debugged(frames: list[FrameType]) -> bool:
@@ -131,7 +145,10 @@ def in_collective(frames: list[FrameType]) -> bool:
 
 
 def record() -> list[dict[str, Any]]:
-    """The flight recorder's entries: what this process asked NCCL and gloo to do. Empty where torch has none."""
+    """The flight recorder's entries: what this process asked NCCL and gloo to do, of late.
+
+    torch records NCCL's by default (TORCH_FR_BUFFER_SIZE), and from 2.15 on gloo's. Seen at work with gloo alone.
+    """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with suppress(Exception):  # a recorder that is not there, or not for this backend

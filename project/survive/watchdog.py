@@ -60,8 +60,6 @@ class Watchdog(Callback):
         if (at_least or 0) < 0 or factor < 1 or startup <= 0:
             raise ValueError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
         self.at_least, self.factor, self.startup = at_least or 0.0, factor, startup
-        # torch's recorder of collectives reads it when the ranks are connected.
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         self._trainer: Any = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -141,7 +139,8 @@ class Watchdog(Callback):
         members, secrets, folders = zip(*told, strict=True)
         channel.join(list(members), secrets[0])
         self._folder = Path(folders[0])
-        self._answered = time.monotonic()
+        self._answered = now = time.monotonic()
+        self._heard = {member.rank: (now, self._beat()) for member in members}
         self._channel = channel
 
     def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
@@ -241,8 +240,11 @@ class Watchdog(Callback):
         """On rank 0: when some rank has waited too long, finds the ones that it waits for."""
         if not any(beat.stuck for _, beat in self._heard.values()):
             return
-        patience = _SILENT + len(self._members) / _HEARD
-        silent = [rank for rank, (then, _) in sorted(self._heard.items()) if now - max(then, self._floor) > patience]
+        between = len(self._members) / _HEARD  # seconds between two beats, if that is more than a tick
+        quiet = {rank: now - max(then, self._floor) for rank, (then, _) in sorted(self._heard.items())}
+        silent = [rank for rank, seconds in quiet.items() if seconds > _SILENT + between]
+        if not silent and any(seconds > 2 * _TICK + between for seconds in quiet.values()):
+            return  # not heard any more, or just a datagram that got lost? The next looks will tell
         last = min(beat.at for _, beat in self._heard.values())
         behind = [rank for rank, (_, beat) in sorted(self._heard.items()) if beat.at == last]
         if silent or any(self._heard[rank][1].stuck for rank in behind):
