@@ -64,7 +64,7 @@ class Record(Callback):
 
 
 class Faulty(Dataset[Any]):
-    """Random images; on the rank `on`, reading sample `at` raises an error or kills the process."""
+    """Random images; on the rank `on`, reading sample `at` raises an error, kills the process or never ends."""
 
     def __init__(self, size: int = 256, on: int = -1, at: int = 100, how: str = "raise") -> None:
         self.size, self.on, self.at, self.how = size, on, at, how
@@ -77,6 +77,8 @@ class Faulty(Dataset[Any]):
         if self.on in (rank, 99) and index >= self.at:
             if self.how == "kill":
                 os.kill(os.getpid(), 9)
+            if self.how == "wait":
+                time.sleep(1e6)
             raise KeyError("this dataset is broken")
         return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10
 

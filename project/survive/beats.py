@@ -47,11 +47,19 @@ class Beat:
     idle: float
     """Seconds without progress."""
     allowed: float
-    """Seconds that it may be without progress."""
+    """Seconds that it may be without progress, if it waits for others."""
+    own: float
+    """And if it does something itself that may take long, as writing a checkpoint does."""
+    collective: bool = False
+    """Whether it waits in a call of torch.distributed; looked at only when it waits too long."""
+
+    @property
+    def waits(self) -> bool:
+        return self.idle > self.allowed
 
     @property
     def stuck(self) -> bool:
-        return self.idle > self.allowed
+        return self.idle > self.own
 
 
 def machine() -> str:

@@ -89,7 +89,8 @@ class Verdict:
         return {one.rank for one in self.guilty if one.quiet is not None}
 
     def __str__(self) -> str:
-        lines = [f"The run hangs: {one}." for one in self.guilty[:1]]
+        several = "ranks wait for each other: " if len(self.guilty) > 1 and not self.silent else ""
+        lines = [f"The run hangs: {several}{self.guilty[0]}."]
         lines += [f"And: {one}." for one in self.guilty[1:SHOWN]]
         if (more := len(self.guilty) - SHOWN) > 0:
             lines.append(f"And {more} more in the same place.")

@@ -53,10 +53,12 @@ def dumped(pid: int, path: str, wake: bool = False) -> str:
         os.kill(pid, DUMP)
         if wake:
             os.kill(pid, signal.SIGCONT)
-        end = time.monotonic() + 1
-        while os.stat(path).st_size == before and time.monotonic() < end:
-            time.sleep(0.02)
-        time.sleep(0.05)
+        size, end = before, time.monotonic() + 2
+        while size == before or size != os.stat(path).st_size:  # it is written in many small pieces
+            if time.monotonic() > end:
+                break
+            size = os.stat(path).st_size
+            time.sleep(0.1)
         if wake:
             os.kill(pid, signal.SIGSTOP)
         with open(path, "rb") as file:

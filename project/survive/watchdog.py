@@ -186,7 +186,7 @@ class Watchdog(Callback):
                 self._heard[0] = now, beat
                 self._judge(now)
             else:
-                if beat.stuck or now - spoke > len(self._members) / _HEARD:
+                if beat.waits or now - spoke > len(self._members) / _HEARD:
                     self._channel.send(0, "beat", rank=self._rank, beat=asdict(beat), asking=beat.idle > beat.allowed / 2)
                     spoke = now
                 self._miss_rank_0(now, beat)
@@ -206,13 +206,17 @@ class Watchdog(Callback):
     def _beat(self) -> Beat:
         phase, since, at = self._now
         idle, allowed = time.monotonic() - max(since, self._floor), self._allowed(phase)
+        own, collective = allowed, False
         if idle > allowed:  # a closer look, which costs more
             frames = stacks.main_frames()
             if stacks.debugged(frames):
-                allowed = math.inf
+                allowed = own = math.inf
+            elif stacks.in_collective(frames):
+                collective = True
             elif stacks.in_checkpoint(frames):
-                phase, allowed = "checkpoint", max(allowed, self.startup)
-        return Beat(at, phase, self._trainer.global_step, self._trainer.current_epoch, time.time() - idle, idle, allowed)
+                phase, own = "checkpoint", max(allowed, self.startup)
+        step, epoch = self._trainer.global_step, self._trainer.current_epoch
+        return Beat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective)
 
     def _listen(self, seconds: float) -> None:
         if self._channel is None:
@@ -238,7 +242,7 @@ class Watchdog(Callback):
 
     def _judge(self, now: float) -> None:
         """On rank 0: when some rank has waited too long, finds the ones that it waits for."""
-        if not any(beat.stuck for _, beat in self._heard.values()):
+        if not any(beat.waits for _, beat in self._heard.values()):
             return
         between = len(self._members) / _HEARD  # seconds between two beats, if that is more than a tick
         quiet = {rank: now - max(then, self._floor) for rank, (then, _) in sorted(self._heard.items())}
@@ -247,7 +251,9 @@ class Watchdog(Callback):
             return  # not heard any more, or just a datagram that got lost? The next looks will tell
         last = min(beat.at for _, beat in self._heard.values())
         behind = [rank for rank, (_, beat) in sorted(self._heard.items()) if beat.at == last]
-        if silent or any(self._heard[rank][1].stuck for rank in behind):
+        # In the same hook, those that are in a collective wait for those that are not.
+        behind = [rank for rank in behind if not self._heard[rank][1].collective] or behind
+        if silent or all(self._heard[rank][1].stuck for rank in behind):
             guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
             others = [(self._members[rank], beat) for rank, (_, beat) in self._heard.items() if rank not in (silent or behind)]
             self._verdict = Verdict(guilty, hang.waiting(others))
@@ -274,7 +280,7 @@ class Watchdog(Callback):
         if beat.idle <= beat.allowed / 2:
             self._asking_since = now
         quiet = now - max(self._answered, self._asking_since, self._floor)
-        if beat.stuck and quiet > _SILENT + 2 * _TICK:
+        if beat.waits and quiet > _SILENT + 2 * _TICK:
             unknown = replace(beat, phase="")
             me = self._members[self._rank]
             self._verdict = Verdict([Guilty(0, self._members[0].host, unknown, quiet)], hang.waiting([(me, beat)]))
@@ -289,7 +295,7 @@ class Watchdog(Callback):
         if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
             for _ in range(3):  # a datagram may get lost
                 for other in self._members:
-                    if other.rank != self._rank:
+                    if other.rank != self._rank and other.rank not in judged.silent:
                         self._channel.send(other.rank, "hang", verdict=judged.packed())
                 time.sleep(0.1)
         hang.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))
