@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,7 +98,7 @@ LOADER = (
     *(
         "--data.source.train.init_args.on=1",
         "--data.source.train.init_args.how=wait",
-        "--data.source.train.init_args.at=245",
+        "--data.source.train.init_args.at=253",
         "--data.num_workers=1",
     ),
     f"--watchdog.at_least={DEADLINE}",
@@ -173,3 +174,77 @@ def test_a_rank_that_is_stopped_for_a_while(runs: Runs) -> None:
     assert "The run hangs" not in ended.output
     assert not list(ended.folder.glob("lightning_logs/*/hang-*"))
     assert ended.seconds > DEADLINE / 2
+
+
+class TwoHosts:
+    """h1 and h2: network namespaces with a hostname and a hosts file of their own, joined by a bridge."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefix, self.hosts_file = f"pw{os.getpid()}-", folder / "hosts"
+        self.hosts_file.write_text("127.0.0.1 localhost\n10.77.0.1 h1\n10.77.0.2 h2\n")
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def __enter__(self) -> "TwoHosts":
+        switch = f"{self.prefix}sw"
+        self.ip("netns", "add", switch)
+        self.ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        self.ip("-n", switch, "link", "set", "br0", "up")
+        for i in (1, 2):
+            host = f"{self.prefix}h{i}"
+            self.ip("netns", "add", host)
+            self.ip("-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
+            self.ip("-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
+            self.ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                self.ip("-n", host, "link", "set", link, "up")
+        return self
+
+    def start(self, i: int, words: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+        become = f'hostname h{i}; mount --bind {self.hosts_file} /etc/hosts; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self.prefix}h{i}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
+        output = (folder / f"output-{i}.txt").open("w")
+        env = environment(GLOO_SOCKET_IFNAME="eth0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        return subprocess.Popen([*enter, *words], cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def cut(self, i: int) -> None:
+        self.ip("-n", f"{self.prefix}sw", "link", "set", f"p{i}", "down")
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("h1", "h2", "sw"):
+            pids = subprocess.run(["ip", "netns", "pids", self.prefix + name], capture_output=True, text=True).stdout
+            for pid in pids.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", self.prefix + name], capture_output=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
+def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
+    """Both sides end, torchrun too, and each names the other."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=hang"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "-m", "project", "--", *stuck(step=-1), "--run=hang"]
+    words += ["--trainer.max_epochs=100000"]
+    with TwoHosts(tmp_path) as hosts:
+        agents = [hosts.start(i, words, tmp_path) for i in (1, 2)]
+        end = time.monotonic() + 90
+        while not any("epoch 0" in file.read_text() for file in tmp_path.glob("output-*.txt")):
+            assert time.monotonic() < end, [file.read_text() for file in tmp_path.glob("output-*.txt")]
+            time.sleep(0.05)
+        hosts.cut(2)
+        cut = time.monotonic()
+        codes, took = [], []
+        for agent in agents:
+            codes.append(agent.wait(DEADLINE + 40))
+            took.append(round(time.monotonic() - cut, 1))
+        end = time.monotonic() + 5
+        while members(tmp_path) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert members(tmp_path) == []
+    print(f"\na link is cut: the hosts' torchruns end after {took} s, with {codes}")
+    assert all(codes)
+    assert max(took) < DEADLINE + 25
+    said = [(tmp_path / f"output-{i}.txt").read_text() for i in (1, 2)]
+    assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(said))) == ["h1", "h2"]
+    assert "on h2 is silent" in said[0]
+    assert "on h1 is silent" in said[1]
