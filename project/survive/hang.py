@@ -6,6 +6,7 @@ hangs.
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -230,10 +231,21 @@ def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
         time.sleep(_GRACE)
     elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
         time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
+    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
+        child.kill()
     for one in here.values():
-        with suppress(OSError):
-            os.kill(one.pid, signal.SIGKILL)
+        for pid in (*_children(one.pid), one.pid):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
     os._exit(EXIT_CODE)
+
+
+def _children(pid: int) -> list[int]:
+    """The loader processes of another rank; a rank that this one launched is no child of that kind."""
+    with suppress(OSError):
+        found = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
+        return [one for one in found if one != os.getpid()]
+    return []
 
 
 def _cut_off(judged: Verdict, scene: Scene) -> bool:
@@ -261,6 +273,7 @@ end = time.monotonic() + seconds
 while lives() and time.monotonic() < end:
     time.sleep(0.2)
 if lives():
+    print("torchrun waits for the host that it has lost, which takes a quarter of an hour: it is ended.", file=sys.stderr)
     os.kill(pid, signal.SIGKILL)
 """
 
