@@ -23,6 +23,7 @@ from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
 from project.survive.failure import report
+from project.survive.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
 
@@ -105,6 +106,7 @@ class ProjectCLI(LightningCLI):
         )
         parser.link_arguments("seed_everything", "data.seed")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
+        parser.add_lightning_class_args(Watchdog, "watchdog")
 
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand]

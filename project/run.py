@@ -25,9 +25,17 @@ RUNS = "lightning_logs"
 _IDENTITY = ("seed_everything", "data.source", "data.batch_size", "data.global_batch_size", "data.tail", "model.network")
 # These say where and how it runs, not what comes out.
 _CIRCUMSTANCE = (
+    "watchdog",
     *("base", "config", "run", "resume", "debug", "ckpt_path", "checkpoints", "data.num_workers", "data.seed", "weights_only"),
     *(f"trainer.{name}" for name in ("devices", "num_nodes", "accelerator", "logger", "callbacks", "profiler", "plugins")),
-    *("trainer.default_root_dir", "trainer.enable", "trainer.log_every", "trainer.strategy", "trainer.accumulate_grad"),
+    *(
+        "watchdog",
+        "trainer.default_root_dir",
+        "trainer.enable",
+        "trainer.log_every",
+        "trainer.strategy",
+        "trainer.accumulate_grad",
+    ),
 )
 
 

@@ -46,6 +46,7 @@ from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
+from project.survive.watchdog import Watchdog
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
@@ -192,6 +193,9 @@ class Trainer(pl.Trainer):
         elif self.world_size > 1:
             use_loopback()
         self._settle_data()
+        for callback in self.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Watchdog):
+                callback.start(self)
         return super()._run(model, *args, **kwargs)
 
     # Before the ranks are connected ----------------------------------------------------------------------------------
@@ -315,7 +319,10 @@ def _with_ours(
         callbacks.append(Checkpoints())
     if not any(isinstance(one, Throughput) for one in callbacks):
         callbacks.append(Throughput())
-    return [NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), *callbacks, PredictionWriter(), StopTogether(SIGNALS)]
+    # First, so that what the others do counts as progress or as a hang, and not as what was before.
+    watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
+    before = [*watchdogs, NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch()]
+    return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

@@ -23,10 +23,11 @@ from project.model.chance import ChanceByMicroBatch
 from project.survive.checkpoints import Checkpoints
 from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
+from project.survive.watchdog import Watchdog
 from project.trainer import Trainer
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
-OURS = (NonFinite, StepStatistics, ChanceByMicroBatch, StopTogether, Checkpoints)
+OURS = (Watchdog, NonFinite, StepStatistics, ChanceByMicroBatch, StopTogether, Checkpoints)
 TURNS, STEPS = 5, 20
 spent: dict[str, list[float]] = defaultdict(lambda: [0.0])
 

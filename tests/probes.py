@@ -64,7 +64,7 @@ class Record(Callback):
 
 
 class Faulty(Dataset[Any]):
-    """Random images; on the rank `on`, reading sample `at` raises an error or kills the process."""
+    """Random images; on the rank `on`, reading sample `at` raises an error, kills the process or never ends."""
 
     def __init__(self, size: int = 256, on: int = -1, at: int = 100, how: str = "raise") -> None:
         self.size, self.on, self.at, self.how = size, on, at, how
@@ -77,6 +77,9 @@ class Faulty(Dataset[Any]):
         if self.on in (rank, 99) and index >= self.at:
             if self.how == "kill":
                 os.kill(os.getpid(), 9)
+            if self.how == "wait":
+                time.sleep(1e6)
+            Path("raised").touch()
             raise KeyError("this dataset is broken")
         return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10
 
@@ -189,3 +192,36 @@ class Remover(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 10:
             shutil.rmtree(Path(trainer.default_root_dir) / "checkpoints", ignore_errors=True)
+
+
+class Stuck(Callback):
+    """One rank goes no further at a step: Stuck(rank=1, step=3, where="step").
+
+    `where`: before the forward pass ('step'), in a collective that the others know nothing of ('collective'), or in
+    validation ('validation'). `signal`: it sends itself this one (SIGSTOP, say) instead of waiting.
+    """
+
+    def __init__(self, rank: int = 1, step: int = 3, where: str = "step", signal: int = 0) -> None:
+        self.rank, self.step, self.where, self.signal = rank, step, where, signal
+
+    def _strike(self, trainer: Trainer, where: str) -> None:
+        if (where, trainer.global_rank, trainer.global_step) == (self.where, self.rank, self.step):
+            self.sit_and_wait()
+
+    def sit_and_wait(self) -> None:
+        if self.where == "collective":
+            torch.distributed.barrier()
+        elif self.signal:
+            Path("stopped").write_text(str(os.getpid()))
+            os.kill(os.getpid(), self.signal)
+        else:
+            time.sleep(1e6)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._strike(trainer, "step")
+            self._strike(trainer, "collective")
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self._strike(trainer, "validation")

@@ -77,11 +77,9 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error)
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        # torchrun has the last word, and prints what it finds here.
-        facts = {
-            "message": f"rank {rank}, {host}: {text}",
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        }
+        # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
+        said = f"rank {rank}, {host}: {text}"
+        facts = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": facts}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
     elif which == "crash":

@@ -1,6 +1,11 @@
 """One rank fails: all end, and what is printed last is that rank's error, once."""
 
+import socket
+import time
+
 import pytest
+
+HOST = socket.gethostname()
 
 BROKEN = (
     "fit",
@@ -25,13 +30,34 @@ def test_the_error_is_printed_once_and_last(cli, on):
     assert run.output.count("KeyError: 'this dataset is broken'") == 1
     assert run.output.count("Traceback") == 1
     assert run.output.rstrip().endswith("KeyError: 'this dataset is broken'")
-    assert f"ERROR   [rank {on % 99}, " in run.output
+    assert f"ERROR   [rank {on % 99}, {HOST}] " in run.output
+    assert_ended_soon(run)
+
+
+def assert_ended_soon(run):
+    """Within ten seconds of the exception, all of it."""
+    assert time.time() - (run.folder / "raised").stat().st_mtime < 10
 
 
 def test_torchrun_prints_the_error_of_the_rank_that_failed(cli):
-    run = cli(*BROKEN, "--data.source.train.init_args.on=1", torchrun=2, timeout=60)
+    """And a loader process tells its rank, which says so with its name and host."""
+    run = cli(*BROKEN, "--data.source.train.init_args.on=1", "--data.num_workers=1", torchrun=2, timeout=60)
+    assert_ended_soon(run)
     assert run.code == 1
-    assert "KeyError: 'this dataset is broken'" in run.output.rpartition("Root Cause")[2]
+    last = run.output.rpartition("Root Cause")[2]
+    assert "KeyError: 'this dataset is broken'" in last
+    assert f"rank 1, {HOST}: " in last
+    assert run.output.count("KeyError: 'this dataset is broken'") <= 2  # in one line of ours, and in torchrun's last word
+
+
+def test_an_error_in_a_loader_process_is_its_ranks(cli):
+    run = cli(*BROKEN, "--data.source.train.init_args.on=1", "--data.num_workers=1", "--trainer.devices=2", timeout=60)
+    assert_ended_soon(run)
+    assert run.code == 1
+    assert run.output.count("KeyError: 'this dataset is broken'") == 1
+    assert run.output.rstrip().endswith("KeyError: 'this dataset is broken'")
+    assert f"ERROR   [rank 1, {HOST}] " in run.output
+    assert "Caught KeyError in DataLoader worker process" in run.output
 
 
 def test_a_rank_that_is_killed_ends_the_others(cli):

@@ -1,0 +1,132 @@
+"""How the watchdogs of a run's ranks hear from each other: small datagrams beside NCCL and gloo, which are what hangs.
+
+Every rank tells rank 0 once in a while how far it is. Sending a datagram waits for nobody: not for a stopped process, not for
+a host whose link is cut. torch's TCPStore does: some of its calls never end, and it prints C++ stacks when the other side is
+gone.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LARGEST = 60_000  # bytes in a datagram
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the run: where it is, how to reach it, and how to tell its process from a later one with the same number."""
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+    address: tuple[str, int]
+    dump: str
+    """The file into which the process writes its stacks on a signal; readable on its own host."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """How far a rank is. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
+
+    at: tuple[int, int, int]
+    phase: str
+    step: int
+    epoch: int
+    since: float
+    """Wall-clock time of its last progress."""
+    idle: float
+    """Seconds without progress."""
+    allowed: float
+    """Seconds that it may be without progress, if it waits for others."""
+    own: float
+    """And if it does something itself that may take long, as writing a checkpoint does."""
+    collective: bool = False
+    """Whether it waits in a call of torch.distributed; looked at only when it waits too long."""
+
+    @property
+    def waits(self) -> bool:
+        return self.idle > self.allowed
+
+    @property
+    def stuck(self) -> bool:
+        return self.idle > self.own
+
+
+def machine() -> str:
+    """What two processes have in common that can signal each other by number: host, boot, and space of process ids."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def started(pid: int) -> str:
+    """When a process began, in ticks since boot, or '' where that can't be known or it is gone."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+class Channel:
+    """Sends and receives messages (JSON) among the ranks of this run."""
+
+    def __init__(self, master: str | None) -> None:
+        """`master`: the address of rank 0's host as the others know it, or None where all ranks are on one host."""
+        family, at = socket.AF_INET, "127.0.0.1"
+        if master is not None:
+            family, _, _, _, (at, *_) = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]  # type: ignore[assignment]
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((at, 9))  # sends nothing, but chooses the interface that leads there
+            here = probe.getsockname()[0]
+        self._socket.bind((here if master is None else "", 0))
+        self.master = at
+        self.address: tuple[str, int] = (here, self._socket.getsockname()[1])
+        self.secret = secrets.token_hex(8)  # rank 0's becomes the run's: what comes without it is not for us
+        self.members: list[Member] = []
+
+    def join(self, members: list[Member], secret: str) -> None:
+        self.members, self.secret = members, secret
+
+    def send(self, to: int, kind: str, **content: Any) -> None:
+        data = zlib.compress(json.dumps({"secret": self.secret, "kind": kind, **content}).encode(), 1)
+        with suppress(OSError):  # no route, no buffer: as good as lost on the way
+            self._socket.sendto(data[:_LARGEST], tuple(self.members[to].address))
+
+    def wake(self) -> None:
+        """Ends a `receive` that waits in another thread."""
+        with suppress(OSError):
+            self._socket.sendto(b"", self.address)
+
+    def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """The messages that arrive within so many seconds; an empty one ends it early."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                continue
+            if not data:
+                return
+            with suppress(ValueError, zlib.error, AttributeError):
+                message = json.loads(zlib.decompress(data))
+                if message.get("secret") == self.secret:
+                    yield message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def unpacked(content: dict[str, Any]) -> Beat:
+    return Beat(**{**content, "at": tuple(content["at"])})

@@ -1,0 +1,290 @@
+"""The end of a run that hangs: who is at fault, where it is, the stacks of all ranks in the run's folder, and the exit.
+
+One rank on each host speaks; the others write. Nothing here waits for anything for long: a disk or a terminal may be what
+hangs.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from project.cluster.launcher import detect
+from project.survive import stacks
+from project.survive.beats import Beat, Member, started, unpacked
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 75
+"""A temporary failure, says sysexits.h: try again."""
+
+SHOWN = 2  # ranks whose stacks are part of the message
+_LONGEST = 20_000  # characters of a rank's stacks in a message
+_PATIENCE = 5.0  # seconds for a write
+_GRACE = 2.0  # seconds in which the others write their stacks before rank 0 ends, which may be their parent
+_AGENT = 10.0  # seconds for a torchrun agent that is cut off
+
+
+@dataclass(frozen=True)
+class Guilty:
+    """A rank that the others wait for. `quiet`: seconds without a word from it; None: it speaks for itself."""
+
+    rank: int
+    host: str
+    beat: Beat
+    quiet: float | None = None
+    place: str = ""
+    waits: str = ""
+    stacks: str = ""
+
+    def testify(self, dump: str) -> "Guilty":
+        """With what only the rank itself knows."""
+        text = f"{stacks.threads()}\n{stacks.loaders(dump)}".rstrip()
+        return replace(
+            self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(stacks.record()), stacks=text[:_LONGEST]
+        )
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        beat, since = self.beat, time.strftime("%H:%M:%S", time.localtime(self.beat.since))
+        what = f"{beat.phase}, step {beat.step}, epoch {beat.epoch}"
+        if self.quiet is not None:
+            state = f"is silent for {self.quiet:.0f} s: stopped, dead, or cut off from the network"
+            return f"rank {self.rank} on {self.host} {state}" + (f". Last heard of in: {what}" if beat.phase else "")
+        text = f"rank {self.rank} on {self.host} has made no progress since {since} ({beat.idle:.0f} s), in: {what}"
+        text += f", in {self.place}" if self.place else ""
+        return text + (f". Its collectives under way: {self.waits}" if self.waits else "")
+
+
+def guilty(content: dict[str, Any]) -> Guilty:
+    return Guilty(**{**content, "beat": unpacked(content["beat"])})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is at fault, and what the others are doing meanwhile."""
+
+    guilty: list[Guilty]
+    waiting: str = ""
+
+    def packed(self) -> dict[str, Any]:
+        shown = [one if at < SHOWN else replace(one, stacks="") for at, one in enumerate(self.guilty[:20])]
+        return {"guilty": [one.packed() for one in shown], "waiting": self.waiting}
+
+    @property
+    def silent(self) -> set[int]:
+        return {one.rank for one in self.guilty if one.quiet is not None}
+
+    def __str__(self) -> str:
+        several = "ranks wait for each other: " if len(self.guilty) > 1 and not self.silent else ""
+        lines = [f"The run hangs: {several}{self.guilty[0]}."]
+        lines += [f"And: {one}." for one in self.guilty[1:SHOWN]]
+        if (more := len(self.guilty) - SHOWN) > 0:
+            lines.append(f"And {more} more in the same place.")
+        if self.waiting:
+            lines.append(f"Waiting for it: {self.waiting}.")
+        for one in self.guilty[:SHOWN]:
+            if one.stacks:
+                lines.append(f"The stacks of rank {one.rank} on {one.host}:")
+                lines.append(one.stacks)
+        return "\n".join(lines)
+
+    @property
+    def hint(self) -> str:
+        first = self.guilty[0]
+        if first.quiet is not None:
+            return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
+        if "data" in first.beat.phase:
+            return "see what the dataset reads, and whether the file system answers; if it is only slow, set watchdog.at_least."
+        return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."
+
+
+def verdict(content: dict[str, Any]) -> Verdict:
+    return Verdict([guilty(one) for one in content["guilty"]], content["waiting"])
+
+
+def waiting(beats: Iterable[tuple[Member, Beat]]) -> str:
+    """What the ranks that are not at fault do, in a few words."""
+    phases: dict[str, list[Member]] = defaultdict(list)
+    for member, beat in beats:
+        phases[beat.phase].append(member)
+    parts = []
+    for phase, members in phases.items():
+        first = f"rank {members[0].rank} on {members[0].host}"
+        parts.append(f"{first}{f' and {len(members) - 1} more' if len(members) > 1 else ''} in: {phase}")
+    return "; ".join(parts)
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a rank knows when the run ends: all ranks, which of them it is, and the run's folder, if they were connected."""
+
+    members: Sequence[Member]
+    me: Member
+    beat: Beat
+    folder: Path | None
+    local_rank: int
+
+    def speaks(self, silent: set[int]) -> bool:
+        """One rank on each host; before the ranks are connected, the one that does not just wait for others, too."""
+        if self.folder is None:
+            return self.local_rank == 0 or not stacks.in_collective(stacks.main_frames())
+        here = [one.rank for one in self.members if one.machine == self.me.machine and one.rank not in silent]
+        return self.me.rank == min(here, default=self.me.rank)
+
+
+def end(judged: Verdict, scene: Scene) -> None:
+    """Writes, says it, and ends this process and those at fault on this host."""
+    speaks, here = scene.speaks(judged.silent), _silent_here(judged, scene)
+    mine = Guilty(scene.me.rank, scene.me.host, scene.beat).testify(scene.me.dump)
+    if speaks:
+        judged = replace(judged, guilty=[_examined(one, here.get(one.rank)) for one in judged.guilty])
+    if scene.folder is not None:
+        folder = scene.folder
+        written = [mine, *(one for one in judged.guilty if speaks and one.rank in here)]
+        _within(_PATIENCE, lambda: _write(folder, judged, written))
+    if speaks:
+        where = f"\nThe stacks of all ranks: {scene.folder}/hang-rank*.txt" if scene.folder else ""
+        again = f"All ranks end, with exit code {EXIT_CODE}. The same command goes on from the newest checkpoint."
+        text = f"{judged}{where}\n{again} HINT: {judged.hint}"
+        _within(_PATIENCE, lambda: log.error(text))
+        _within(_PATIENCE, lambda: _tell_torchrun(f"{judged.guilty[0]}", scene))
+    _within(_PATIENCE, _flush)
+    _leave(judged, scene, here)
+
+
+def _silent_here(judged: Verdict, scene: Scene) -> dict[int, Member]:
+    """The processes on this host that can't end themselves."""
+    return {
+        one.rank: one
+        for one in scene.members
+        if one.rank in judged.silent and one.machine == scene.me.machine and one.started == started(one.pid)
+    }
+
+
+def _examined(one: Guilty, member: Member | None) -> Guilty:
+    if member is None or one.stacks:
+        return one
+    return replace(one, stacks=stacks.dumped(member.pid, member.dump, wake=True)[:_LONGEST])
+
+
+def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in ranks:
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {one}.\n\n"
+        (folder / f"hang-rank{one.rank}.txt").write_text(f"{head}{one.stacks}\n")
+    if entries := stacks.record():
+        (folder / f"hang-rank{ranks[0].rank}-collectives.json").write_text(json.dumps(entries))
+
+
+def _tell_torchrun(text: str, scene: Scene) -> None:
+    """torchrun has the last word, and prints what it finds in this file."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        facts = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": facts}))
+
+
+def _flush() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _within(seconds: float, act: Callable[[], Any]) -> None:
+    """Does something that may hang, and waits for it only so long."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            act()
+
+    thread = threading.Thread(target=attempt, daemon=True, name="watchdog's report")
+    thread.start()
+    thread.join(seconds)
+
+
+# The exit ------------------------------------------------------------------------------------------------------------
+
+
+def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
+    launch = detect()
+    if launch.kind == "torchrun" and _cut_off(judged, scene):
+        end_agent_later(os.getppid(), _AGENT)
+    if scene.me.rank == 0:
+        time.sleep(_GRACE)
+    elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
+        time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
+    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
+        child.kill()
+    for one in here.values():
+        for pid in (*_children(one.pid), one.pid):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    os._exit(EXIT_CODE)
+
+
+def _children(pid: int) -> list[int]:
+    """The loader processes of another rank; a rank that this one launched is no child of that kind."""
+    with suppress(OSError):
+        found = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
+        return [one for one in found if one != os.getpid()]
+    return []
+
+
+def _cut_off(judged: Verdict, scene: Scene) -> bool:
+    """Whether the host of rank 0 can't be reached: one that is up refuses a connection, or takes it."""
+    if 0 not in judged.silent or scene.members[0].machine == scene.me.machine:
+        return False
+    try:
+        with socket.create_connection(scene.members[0].address, timeout=3):
+            return False
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+
+
+_END = """
+import os, signal, sys, time
+pid, started, seconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+def lives():
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19] == started
+    except OSError:
+        return False
+end = time.monotonic() + seconds
+while lives() and time.monotonic() < end:
+    time.sleep(0.2)
+if lives():
+    print("torchrun waits for the host that it has lost, which takes a quarter of an hour: it is ended.", file=sys.stderr)
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def end_agent_later(pid: int, seconds: float) -> None:
+    """Leaves a process behind that ends torchrun's agent if it has not ended by itself.
+
+    An agent that is cut off from its store asks it in a call that neither a signal nor a timeout ends, for 15 minutes.
+    """
+    with suppress(OSError):
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _END, str(pid), started(pid), str(seconds)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip

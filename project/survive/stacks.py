@@ -1,0 +1,168 @@
+"""Where a process is: the stacks of its threads, of its loader processes, and the collectives that it waits in.
+
+Nothing here reads source files or asks the device: it must work in a process in which nothing else does.
+"""
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+import torch._C._distributed_c10d as c10d
+from lightning.pytorch.trainer import trainer
+
+DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
+"""The signal on which a process writes its stacks: from C, and so also when no Python code can run in it."""
+
+_LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
+_PACKAGES = sysconfig.get_paths()["purelib"]
+_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
+_PROCESSES = 3  # loader processes whose stacks are asked for
+
+
+def open_dump() -> tuple[Any, str]:
+    """Makes this process write its stacks into a file on a signal; loader processes that it forks do the same.
+
+    The file has no name: it ends with the process. Its path in /proc is what others on this host read.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
+    with suppress(ValueError, OSError, AttributeError):
+        faulthandler.register(DUMP, file=file, all_threads=True, chain=False)
+    return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def dumped(pid: int, path: str, wake: bool = False) -> str:
+    """The stacks of a process on this host that can't tell them itself, or ''. `wake`: it may be stopped, and
+    runs for that moment."""
+    try:
+        if not _listens(pid):
+            return ""
+        before = os.stat(path).st_size
+        os.kill(pid, DUMP)
+        if wake:
+            os.kill(pid, signal.SIGCONT)
+        size, end = before, time.monotonic() + 2
+        while size == before or size != os.stat(path).st_size:  # it is written in many small pieces
+            if time.monotonic() > end:
+                break
+            size = os.stat(path).st_size
+            time.sleep(0.1)
+        if wake:
+            os.kill(pid, signal.SIGSTOP)
+        with open(path, "rb") as file:
+            file.seek(before)
+            found = file.read().decode(errors="replace")
+        return "\n".join(reversed(found.strip().split("\n\n")))  # the main thread comes last in it
+    except OSError:
+        return ""
+
+
+def _listens(pid: int) -> bool:
+    """Whether the process handles our signal, which would otherwise end it."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (DUMP - 1) & 1)
+    return False
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """From the outermost call to the innermost."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def main_frames() -> list[FrameType]:
+    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def threads() -> str:
+    """The stacks of all threads of this process but the one that asks, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = sys._current_frames()
+    stacks.pop(threading.get_ident(), None)
+    main = threading.main_thread().ident
+    lines = []
+    for ident in sorted(stacks, key=lambda one: one != main):
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call last):")
+        lines += [
+            f'  File "{_short(frame.f_code.co_filename)}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+            for frame in _frames(stacks[ident])
+        ]
+    return "\n".join(lines)
+
+
+def _short(file: str) -> str:
+    return file.removeprefix(_PACKAGES + os.sep)
+
+
+def loaders(path: str) -> str:
+    """The stacks of the loader processes."""
+    found = []
+    for child in multiprocessing.active_children()[:_PROCESSES]:
+        if child.pid and (text := dumped(child.pid, path)):
+            found.append(f"Loader process {child.name}:\n{text}")
+    return "\n".join(found)
+
+
+def place(frames: list[FrameType]) -> str:
+    """The innermost call in code that is not a library's; in the loops alone, the innermost of all."""
+    for frame in reversed(frames):
+        file = frame.f_code.co_filename
+        if file == trainer.__file__:
+            break
+        if file.startswith("<") or file.startswith(_LIBRARIES) or file.startswith(_PACKAGES):
+            continue
+        return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    if not frames:
+        return ""
+    return f"{frames[-1].f_code.co_name} ({_short(frames[-1].f_code.co_filename)}:{frames[-1].f_lineno})"
+
+
+def debugged(frames: list[FrameType]) -> bool:
+    return any(name in frame.f_code.co_filename for frame in frames for name in _DEBUGGERS)
+
+
+def in_checkpoint(frames: list[FrameType]) -> bool:
+    return any("checkpoint" in Path(frame.f_code.co_filename).name for frame in frames)
+
+
+def in_collective(frames: list[FrameType]) -> bool:
+    inside = os.path.join("torch", "distributed", "")
+    return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
+
+
+def record() -> list[dict[str, Any]]:
+    """The flight recorder's entries: what this process asked NCCL and gloo to do, of late.
+
+    torch records NCCL's by default (TORCH_FR_BUFFER_SIZE), and from 2.15 on gloo's. Seen at work with gloo alone.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with suppress(Exception):  # a recorder that is not there, or not for this backend
+            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    return entries
+
+
+def pending(entries: list[dict[str, Any]]) -> str:
+    """The collectives that have begun and not ended, in a sentence, or ''."""
+    open_ones = [one for one in entries if not one.get("retired") and one.get("state") != "completed"]
+    return ", ".join(
+        f"{one.get('profiling_name')} number {one.get('collective_seq_id')} of {one.get('input_sizes')}"
+        f" (since {time.strftime('%H:%M:%S', time.localtime(one.get('time_created_ns', 0) / 1e9))})"
+        for one in open_ones[-3:]
+    )

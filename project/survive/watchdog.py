@@ -1,0 +1,301 @@
+"""A hang becomes a named rank, its stacks and an exit, within a deadline that follows from the run's own step times.
+
+The main thread notes its progress in memory. A thread beside it tells rank 0's once in a while; when a rank has made no
+progress for too long, rank 0's finds the one that all wait for: a rank that is not heard any more, or else the one that is
+furthest behind. Then every rank writes its stacks into the run's folder, one on each host says whose fault it is, and all end
+with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it goes on from its checkpoint.
+"""
+
+import logging
+import math
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.survive import hang, stacks
+from project.survive.beats import Beat, Channel, Member, machine, started, unpacked
+from project.survive.hang import Guilty, Scene, Verdict
+
+log = logging.getLogger(__name__)
+
+_TICK = 1.0  # seconds between two looks
+_HEARD = 100  # ranks that rank 0 hears in a second, at most
+_SILENT = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
+_SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
+_HISTORY = 50  # times of a phase that are kept
+
+
+def _marks(phase: str, part: int | None = None) -> Callable[..., None]:
+    """A hook that notes that a phase begins; `part` is its place within a micro-batch, if it is the same on all ranks."""
+
+    def hook(self: "Watchdog", *args: Any, **kwargs: Any) -> None:
+        self._begin(phase, part)
+
+    return hook
+
+
+class Watchdog(Callback):
+    """Ends a run in which nothing moves any more, and says which rank is at fault, on which host, and where it is.
+
+    What happens for the first time in a run (connecting, compiling, the first batch), and the writing of checkpoints, has the
+    time that `startup` allows.
+
+    Args:
+        at_least: seconds without any progress before a run counts as hung; 0 or null: never.
+        factor: or so many times the usual step, or the usual time of what it is doing, if that is longer.
+        startup: seconds for what is done for the first time, and for writing checkpoints.
+    """
+
+    def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
+        if (at_least or 0) < 0 or factor < 1 or startup <= 0:
+            raise ValueError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
+        self.at_least, self.factor, self.startup = at_least or 0.0, factor, startup
+        self._trainer: Any = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._channel: Channel | None = None
+        self._folder: Path | None = None
+        self._dump: tuple[Any, str] = (None, "")
+        self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
+        self._batches = 0
+        self._step_began: float | None = None
+        # Phase, when it began, and how far the run is: replaced as a whole, so that the thread reads what belongs together.
+        self._now: tuple[str, float, tuple[int, int, int]] = ("start-up", time.monotonic(), (0, 0, 0))
+        self._floor = 0.0  # no time before this counts as time without progress
+        self._heard: dict[int, tuple[float, Beat]] = {}  # on rank 0: of each rank, when, and what
+        self._answered = 0.0  # on the others: when rank 0 did
+        self._asking_since = 0.0
+        self._verdict: Verdict | None = None
+        self._testimonies: dict[int, Guilty] = {}
+
+    # What the main thread does ---------------------------------------------------------------------------------------
+
+    def _begin(self, phase: str, part: int | None = None) -> None:
+        now = time.monotonic()
+        before, since, (batches, at, done) = self._now
+        self._spent[before].append(now - since)
+        self._now = (phase, now, (batches, at, done + 1) if part in (None, at) else (batches, part, 0))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._begin("forward")
+        self._batches += 1
+        phase, now, _ = self._now
+        self._now = (phase, now, (self._batches, 0, 0))
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            if self._step_began is not None:
+                self._spent["step"].append(now - self._step_began)
+            self._step_began = now
+
+    on_fit_start = _marks("start of the fit")
+    on_train_start = _marks("start of the training")
+    on_train_epoch_start = _marks("data, the first of the epoch")
+    on_before_backward = _marks("backward and gradient sync")
+    on_before_optimizer_step = _marks("optimiser")
+    on_train_batch_end = _marks("data")
+    on_validation_start = on_test_start = on_predict_start = _marks("validation, data", 1)
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _marks("validation", 1)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _marks("validation, data", 1)
+    # Ranks have not all the same number of micro-batches to validate; from here on they are in step again.
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _marks("end of the validation", 2)
+    on_validation_end = on_test_end = on_predict_end = _marks("data", 3)
+    on_train_epoch_end = _marks("end of the epoch", 4)
+    on_train_end = _marks("end of the training", 5)
+
+    def start(self, trainer: Trainer) -> None:
+        """Called before the ranks are connected."""
+        if not self.at_least or self._thread is not None:
+            return
+        self._trainer = trainer
+        self._folder = self._channel = None
+        self._heard.clear()
+        self._stopping.clear()
+        self._now = ("start-up", time.monotonic(), (0, 0, 0))
+        self._batches, self._step_began = 0, None
+        if not self._dump[1]:
+            self._dump = stacks.open_dump()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._thread is None:
+            return
+        self._begin("start-up")
+        if trainer.world_size == 1 or not dist.is_initialized():
+            self._folder = Path(trainer.default_root_dir)
+            return
+        channel = Channel(None if trainer.num_nodes == 1 else os.environ.get("MASTER_ADDR"))
+        told: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(told, (self._self(channel.address), channel.secret, trainer.default_root_dir))
+        members, secrets, folders = zip(*told, strict=True)
+        channel.join(list(members), secrets[0])
+        self._folder = Path(folders[0])
+        self._answered = now = time.monotonic()
+        self._heard = {member.rank: (now, self._beat()) for member in members}
+        self._channel = channel
+
+    def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
+        pid = os.getpid()
+        return Member(self._rank, socket.gethostname(), machine(), pid, started(pid), address, self._dump[1])
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stopping.set()
+        if self._channel is not None:
+            self._channel.wake()
+        thread.join(2 * _TICK)
+        if self._channel is not None and not thread.is_alive():
+            self._channel.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.stop()
+
+    # What the thread does --------------------------------------------------------------------------------------------
+
+    @property
+    def _members(self) -> list[Member]:
+        return self._channel.members if self._channel is not None else []
+
+    def _watch(self) -> None:
+        looked = spoke = time.monotonic()
+        while not self._stopping.is_set() and self._verdict is None:
+            self._listen(_TICK)
+            now = time.monotonic()
+            if now - looked > _TICK + _SUSPENDED:  # all were stopped (Ctrl-Z, a laptop's lid), or only this process
+                self._floor = now
+            looked = now
+            beat = self._beat()
+            if self._channel is None:
+                if beat.stuck:
+                    self._verdict = Verdict([self._me(beat)])
+            elif self._rank == 0:
+                self._heard[0] = now, beat
+                self._judge(now)
+            else:
+                if beat.waits or now - spoke > len(self._members) / _HEARD:
+                    self._channel.send(0, "beat", rank=self._rank, beat=asdict(beat), asking=beat.idle > beat.allowed / 2)
+                    spoke = now
+                self._miss_rank_0(now, beat)
+        if self._verdict is not None and not self._stopping.is_set():
+            self._end(self._verdict)
+
+    @property
+    def _rank(self) -> int:
+        return int(self._trainer.global_rank)
+
+    def _allowed(self, phase: str) -> float:
+        if not (times := list(self._spent[phase])):
+            return max(self.startup, self.at_least)
+        usual = max(statistics.median(one) for one in (times, list(self._spent["step"])) if one)
+        return max(self.at_least, self.factor * usual)
+
+    def _beat(self) -> Beat:
+        phase, since, at = self._now
+        idle, allowed = time.monotonic() - max(since, self._floor), self._allowed(phase)
+        own, collective = allowed, False
+        if idle > allowed:  # a closer look, which costs more
+            frames = stacks.main_frames()
+            if stacks.debugged(frames):
+                allowed = own = math.inf
+            elif stacks.in_collective(frames):
+                collective = True
+            elif stacks.in_checkpoint(frames):
+                phase, own = "checkpoint", max(allowed, self.startup)
+        step, epoch = self._trainer.global_step, self._trainer.current_epoch
+        return Beat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective)
+
+    def _listen(self, seconds: float) -> None:
+        if self._channel is None:
+            self._stopping.wait(seconds)
+            return
+        for message in self._channel.receive(seconds):
+            if message["kind"] == "beat":
+                self._heard[message["rank"]] = time.monotonic(), unpacked(message["beat"])
+                if message["asking"]:
+                    self._channel.send(message["rank"], "here")
+            elif message["kind"] == "here":
+                self._answered = time.monotonic()
+            elif message["kind"] == "testify":
+                self._channel.send(0, "testimony", guilty=self._me(self._beat()).packed())
+            elif message["kind"] == "testimony":
+                one = hang.guilty(message["guilty"])
+                self._testimonies[one.rank] = one
+            elif message["kind"] == "hang":
+                self._verdict = hang.verdict(message["verdict"])
+                return
+
+    # Who is at fault -------------------------------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> None:
+        """On rank 0: when some rank has waited too long, finds the ones that it waits for."""
+        if not any(beat.waits for _, beat in self._heard.values()):
+            return
+        between = len(self._members) / _HEARD  # seconds between two beats, if that is more than a tick
+        quiet = {rank: now - max(then, self._floor) for rank, (then, _) in sorted(self._heard.items())}
+        silent = [rank for rank, seconds in quiet.items() if seconds > _SILENT + between]
+        if not silent and any(seconds > 2 * _TICK + between for seconds in quiet.values()):
+            return  # not heard any more, or just a datagram that got lost? The next looks will tell
+        last = min(beat.at for _, beat in self._heard.values())
+        behind = [rank for rank, (_, beat) in sorted(self._heard.items()) if beat.at == last]
+        # In the same hook, those that are in a collective wait for those that are not.
+        behind = [rank for rank in behind if not self._heard[rank][1].collective] or behind
+        if silent or all(self._heard[rank][1].stuck for rank in behind):
+            guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
+            others = [(self._members[rank], beat) for rank, (_, beat) in self._heard.items() if rank not in (silent or behind)]
+            self._verdict = Verdict(guilty, hang.waiting(others))
+
+    def _silent(self, rank: int, now: float) -> Guilty:
+        then, beat = self._heard[rank]
+        return Guilty(rank, self._members[rank].host, beat, now - then)
+
+    def _testimony(self, ranks: list[int]) -> list[Guilty]:
+        """What the ranks at fault have to say themselves, as far as it is shown."""
+        assert self._channel is not None
+        self._testimonies = {0: self._me(self._heard[0][1])} if 0 in ranks else {}
+        asked = {rank for rank in ranks[: hang.SHOWN] if rank != 0}
+        for rank in asked:
+            self._channel.send(rank, "testify")
+        end = time.monotonic() + 3 * _TICK
+        while asked - self._testimonies.keys() and time.monotonic() < end:
+            self._listen(_TICK / 4)
+        unheard = {rank: Guilty(rank, self._members[rank].host, self._heard[rank][1]) for rank in ranks}
+        return [self._testimonies.get(rank, unheard[rank]) for rank in ranks]
+
+    def _miss_rank_0(self, now: float, beat: Beat) -> None:
+        """On the others: when this rank has waited too long, and rank 0 does not even answer."""
+        if beat.idle <= beat.allowed / 2:
+            self._asking_since = now
+        quiet = now - max(self._answered, self._asking_since, self._floor)
+        if beat.waits and quiet > _SILENT + 2 * _TICK:
+            unknown = replace(beat, phase="")
+            me = self._members[self._rank]
+            self._verdict = Verdict([Guilty(0, self._members[0].host, unknown, quiet)], hang.waiting([(me, beat)]))
+
+    def _me(self, beat: Beat) -> Guilty:
+        return Guilty(self._rank, socket.gethostname(), beat).testify(self._dump[1])
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def _end(self, judged: Verdict) -> None:
+        me = self._self()
+        if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
+            for _ in range(3):  # a datagram may get lost
+                for other in self._members:
+                    if other.rank != self._rank and other.rank not in judged.silent:
+                        self._channel.send(other.rank, "hang", verdict=judged.packed())
+                time.sleep(0.1)
+        hang.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))

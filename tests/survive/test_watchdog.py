@@ -1,0 +1,250 @@
+"""Ranks that stop, wait for ever or are cut off: the run ends within its deadline, and says which rank and where."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project.survive.hang import EXIT_CODE
+from tests.conftest import environment
+from tests.survive.test_failure import BROKEN
+from tests.survive.test_resume import FIT
+
+HOST = socket.gethostname()
+DEADLINE = 5.0
+
+
+@dataclass
+class Ended:
+    """A run that has ended: how, what it said, how long it took from its first step on, and who is left."""
+
+    code: int
+    output: str
+    folder: Path
+    seconds: float
+    left: list[int]
+
+    def file(self, rank: int) -> str:
+        return (self.folder / f"lightning_logs/hang/hang-rank{rank}.txt").read_text()
+
+
+def members(folder: Path) -> list[int]:
+    """The living processes of a run: torchrun puts each in a session of its own, but they share a working directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            here, state = os.readlink(process / "cwd"), (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if here == str(folder) and state not in "ZX":
+            found.append(int(process.name))
+    return found
+
+
+def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None) -> Ended:
+    """Two ranks; `watch(process)` is called when the training has begun."""
+    folder.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    words = (*words, "--trainer.devices=2", "--run=hang")
+    output = folder / "output.txt"
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
+        cwd=folder, env=environment(), stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 90
+        while "global batch" not in output.read_text() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        began = time.monotonic()
+        if watch:
+            watch(process)
+        code = process.wait(60)
+        seconds = time.monotonic() - began
+        end = time.monotonic() + 6  # what a rank has started may notice a moment later that it is gone
+        while (left := members(folder)) and time.monotonic() < end:
+            time.sleep(0.05)
+        return Ended(code, output.read_text(), folder, seconds, left)
+    finally:
+        for pid in members(folder):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def stuck(**how: Any) -> tuple[str, ...]:
+    callbacks = [{"class_path": "tests.probes.Stuck", "init_args": how}]
+    return (*FIT, f"--watchdog.at_least={DEADLINE}", "--trainer.callbacks=" + json.dumps(callbacks))
+
+
+def pause_rank_1(process: "subprocess.Popen[bytes]") -> None:
+    """Stops it for half the deadline, in the middle of the training."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGSTOP)
+    time.sleep(DEADLINE / 2)  # this is what is tested
+    os.kill(int(child), signal.SIGCONT)
+
+
+LOADER = (
+    *(
+        "--data.source.train.init_args.on=1",
+        "--data.source.train.init_args.how=wait",
+        "--data.source.train.init_args.at=253",
+        "--data.num_workers=1",
+    ),
+    f"--watchdog.at_least={DEADLINE}",
+)
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "stopped": (stuck(signal=int(signal.SIGSTOP)), {}),
+    "stopped rank 0": (stuck(rank=0, signal=int(signal.SIGSTOP)), {"torchrun": True}),
+    "loader": ((*BROKEN, *LOADER), {}),
+    "collective": (stuck(where="collective", step=4), {"torchrun": True}),
+    "validation": (stuck(where="validation", step=5), {}),
+    "paused": (stuck(step=-1), {"watch": pause_rank_1}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All of them, two at a time: they wait most of their time."""
+    folder = tmp_path_factory.mktemp("hangs")
+    pool = ThreadPoolExecutor(2)
+    yield {name: pool.submit(run, folder / name, *words, **how) for name, (words, how) in RUNS.items()}
+    pool.shutdown(cancel_futures=True)
+
+
+Runs = dict[str, "Future[Ended]"]
+
+
+def assert_named(ended: Ended, rank: int, phase: str, function: str, code: int = EXIT_CODE) -> None:
+    """One message that names the rank, its host, since when, the phase and the function; the ranks' files; nobody left."""
+    assert ended.code == code, ended.output
+    assert ended.output.count("The run hangs: ") == 1
+    (said,) = re.findall(r"ERROR .*The run hangs: .*(?:\n.*)*?exit code 75", ended.output)
+    assert f"The run hangs: rank {rank} on {HOST} " in said
+    assert phase in said
+    assert function in said
+    for one in range(2):
+        text = ended.file(one)
+        assert f"rank {rank} on {HOST} " in text
+        assert "File " in text
+    assert function in ended.file(rank)
+    assert ended.seconds < DEADLINE + 20
+    assert ended.left == []
+
+
+def test_a_rank_that_is_stopped(runs: Runs) -> None:
+    ended = runs["stopped"].result()
+    assert_named(ended, 1, "is silent for", "in sit_and_wait")
+    assert "Waiting for it: rank 0" in ended.output
+
+
+def test_rank_0_is_stopped_under_torchrun(runs: Runs) -> None:
+    assert_named(runs["stopped rank 0"].result(), 0, "is silent for", "in sit_and_wait", code=1)
+
+
+def test_a_loader_that_waits_for_ever(runs: Runs) -> None:
+    ended = runs["loader"].result()
+    assert_named(ended, 1, "data", "in __getitem__")
+    assert "Loader process" in ended.output
+
+
+def test_a_collective_that_the_others_do_not_take_part_in(runs: Runs) -> None:
+    ended = runs["collective"].result()
+    assert_named(ended, 1, "Its collectives under way: ", "in barrier", code=1)
+    assert "gloo:barrier" in ended.output
+
+
+def test_a_validation_that_hangs(runs: Runs) -> None:
+    assert_named(runs["validation"].result(), 1, "validation, step 5", "in sit_and_wait")
+
+
+def test_a_rank_that_is_stopped_for_a_while(runs: Runs) -> None:
+    ended = runs["paused"].result()
+    assert ended.code == 0, ended.output
+    assert "The run hangs" not in ended.output
+    assert not list(ended.folder.glob("lightning_logs/*/hang-*"))
+    assert ended.seconds > DEADLINE / 2
+
+
+class TwoHosts:
+    """h1 and h2: network namespaces with a hostname and a hosts file of their own, joined by a bridge."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefix, self.hosts_file = f"pw{os.getpid()}-", folder / "hosts"
+        self.hosts_file.write_text("127.0.0.1 localhost\n10.77.0.1 h1\n10.77.0.2 h2\n")
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def __enter__(self) -> "TwoHosts":
+        switch = f"{self.prefix}sw"
+        self.ip("netns", "add", switch)
+        self.ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        self.ip("-n", switch, "link", "set", "br0", "up")
+        for i in (1, 2):
+            host = f"{self.prefix}h{i}"
+            self.ip("netns", "add", host)
+            self.ip("-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
+            self.ip("-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
+            self.ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                self.ip("-n", host, "link", "set", link, "up")
+        return self
+
+    def start(self, i: int, words: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+        become = f'hostname h{i}; mount --bind {self.hosts_file} /etc/hosts; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self.prefix}h{i}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
+        output = (folder / f"output-{i}.txt").open("w")
+        env = environment(GLOO_SOCKET_IFNAME="eth0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        return subprocess.Popen([*enter, *words], cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+    def cut(self, i: int) -> None:
+        self.ip("-n", f"{self.prefix}sw", "link", "set", f"p{i}", "down")
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("h1", "h2", "sw"):
+            pids = subprocess.run(["ip", "netns", "pids", self.prefix + name], capture_output=True, text=True).stdout
+            for pid in pids.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", self.prefix + name], capture_output=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
+def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
+    """Both sides end, torchrun too, and each names the other."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=hang"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "-m", "project", "--", *stuck(step=-1), "--run=hang"]
+    words += ["--trainer.max_epochs=100000"]
+    with TwoHosts(tmp_path) as hosts:
+        agents = [hosts.start(i, words, tmp_path) for i in (1, 2)]
+        end = time.monotonic() + 90
+        while not any("epoch 0" in file.read_text() for file in tmp_path.glob("output-*.txt")):
+            assert time.monotonic() < end, [file.read_text() for file in tmp_path.glob("output-*.txt")]
+            time.sleep(0.05)
+        hosts.cut(2)
+        cut = time.monotonic()
+        codes, took = [], []
+        for agent in agents:
+            codes.append(agent.wait(DEADLINE + 40))
+            took.append(round(time.monotonic() - cut, 1))
+        end = time.monotonic() + 5
+        while members(tmp_path) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert members(tmp_path) == []
+    print(f"\na link is cut: the hosts' torchruns end after {took} s, with {codes}")
+    assert all(codes)
+    assert max(took) < DEADLINE + 25
+    said = [(tmp_path / f"output-{i}.txt").read_text() for i in (1, 2)]
+    assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(said))) == ["h1", "h2"]
+    assert "on h2 is silent" in said[0]
+    assert "on h1 is silent" in said[1]
