@@ -25,9 +25,10 @@ from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.watchdog import Watchdog
 from project.trainer import Trainer
+from project.watch.throughput import Throughput
 
-HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
-OURS = (Watchdog, NonFinite, StepStatistics, ChanceByMicroBatch, StopTogether, Checkpoints)
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+OURS = (Watchdog, NonFinite, Throughput, StepStatistics, ChanceByMicroBatch, StopTogether, Checkpoints)
 TURNS, STEPS = 5, 20
 spent: dict[str, list[float]] = defaultdict(lambda: [0.0])
 

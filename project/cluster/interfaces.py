@@ -121,6 +121,11 @@ def use_loopback() -> None:
         os.environ.setdefault(GLOO, name)
 
 
+def own_address() -> str:
+    """The address of the interface that the ranks talk through, once it has been chosen."""
+    return next(iter(addresses().get(os.environ.get(GLOO, ""), [])), "127.0.0.1")
+
+
 def towards(name: str) -> tuple[str, bool]:
     """The address by which this host and another one reach each other, and whether that one is this host itself."""
     target = next(iter(resolve(name)), None)

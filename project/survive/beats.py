@@ -80,17 +80,10 @@ def started(pid: int) -> str:
 class Channel:
     """Sends and receives messages (JSON) among the ranks of this run."""
 
-    def __init__(self, master: str | None) -> None:
-        """`master`: the address of rank 0's host as the others know it, or None where all ranks are on one host."""
-        family, at = socket.AF_INET, "127.0.0.1"
-        if master is not None:
-            family, _, _, _, (at, *_) = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]  # type: ignore[assignment]
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((at, 9))  # sends nothing, but chooses the interface that leads there
-            here = probe.getsockname()[0]
-        self._socket.bind((here if master is None else "", 0))
-        self.master = at
+    def __init__(self, here: str) -> None:
+        """`here`: the address by which the other ranks reach this host."""
+        self._socket = socket.socket(socket.AF_INET6 if ":" in here else socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((here, 0))
         self.address: tuple[str, int] = (here, self._socket.getsockname()[1])
         self.secret = secrets.token_hex(8)  # rank 0's becomes the run's: what comes without it is not for us
         self.members: list[Member] = []

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.cluster.interfaces import own_address
 from project.survive import hang, stacks
 from project.survive.beats import Beat, Channel, Member, machine, started, unpacked
 from project.survive.hang import Guilty, Scene, Verdict
@@ -133,7 +134,7 @@ class Watchdog(Callback):
         if trainer.world_size == 1 or not dist.is_initialized():
             self._folder = Path(trainer.default_root_dir)
             return
-        channel = Channel(None if trainer.num_nodes == 1 else os.environ.get("MASTER_ADDR"))
+        channel = Channel(own_address())
         told: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(told, (self._self(channel.address), channel.secret, trainer.default_root_dir))
         members, secrets, folders = zip(*told, strict=True)

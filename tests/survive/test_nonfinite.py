@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.survive.nonfinite import NonFinite
 from tests.conftest import Cli, environment
 from tests.survive.test_resume import curves, same
 
@@ -130,6 +131,16 @@ def test_a_gradient_alone_is_named_by_its_parameters(quick: Cli, tmp_path):
     assert run.output.count("HINT") == 1
     assert steps(tmp_path) == [2]
     assert all(value.isfinite().all() for value in saved(tmp_path, 2)["state_dict"].values())
+
+
+@pytest.mark.parametrize("extra", [0.0, torch.nan, torch.inf])
+def test_a_loss_that_is_not_finite_spoils_a_gradient_that_would_be(extra):
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * 2).sum() + extra
+    NonFinite().on_before_backward(None, None, loss)
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((3,), 2.0)) if not extra else weight.grad.isnan().all()
 
 
 FP16 = {
