@@ -269,7 +269,7 @@ class Checkpoints(Checkpoint):
     def _note(self, path: Path, facts: dict[str, Any]) -> None:
         self.last = path
         value = facts.get("metrics", {}).get(self.monitor)
-        if value is None:
+        if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         better = self.best is None or (value > self.best[0] if self.mode == "max" else value < self.best[0])
         if better:
