@@ -124,7 +124,7 @@ class Slurm:
     def run(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, check: bool = True) -> str:
         """What a command (srun, scontrol, ...) prints, run on the first host."""
         process = self.hosts[0].start(words, subprocess.PIPE, cwd or self.folder, {**(env or {}), **self._environment})
-        output = process.communicate(timeout=120)[0].decode()
+        output = process.communicate(timeout=240)[0].decode()
         assert process.returncode == 0 or not check, output
         return output
 

@@ -44,9 +44,9 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
 
     def trains(restarts: int, nodes: str = "n[1-2]") -> None:
         """After so many restarts it runs, and comes two steps further."""
-        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), 60, why)
+        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), 120, why)
         reached = step(tmp_path)
-        wait_until(lambda: step(tmp_path) >= reached + 2, 60, why)
+        wait_until(lambda: step(tmp_path) >= reached + 2, 120, why)
         assert state() == ("RUNNING", str(restarts), nodes), why()
 
     trains(0)
@@ -59,7 +59,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     trains(3, "n[1,3]")
     assert log.read_text().count("Goes on from") == 3
     (tmp_path / "hurry").touch()
-    wait_until(lambda: state()[0] != "RUNNING", 60, why)
+    wait_until(lambda: state()[0] != "RUNNING", 120, why)
     wait_until(lambda: state()[0] == "COMPLETED", 10, why)
     assert step(tmp_path) == STEPS - 1
     assert_same_curve(tmp_path, alone)
