@@ -224,6 +224,8 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 
 
 def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
+    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
+        child.kill()
     launch = detect()
     if launch.kind == "torchrun" and _cut_off(judged, scene):
         end_agent_later(os.getppid(), _AGENT)
@@ -231,8 +233,6 @@ def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
         time.sleep(_GRACE)
     elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
         time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
-    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
-        child.kill()
     for one in here.values():
         for pid in (*_children(one.pid), one.pid):
             with suppress(OSError):

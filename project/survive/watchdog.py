@@ -29,7 +29,7 @@ from project.survive.hang import Guilty, Scene, Verdict
 log = logging.getLogger(__name__)
 
 _TICK = 1.0  # seconds between two looks
-_HEARD = 100  # ranks that rank 0 hears in a second, at most
+_HEARD = 50  # ranks that rank 0 hears in a second, at most
 _SILENT = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
 _HISTORY = 50  # times of a phase that are kept
