@@ -70,13 +70,6 @@ def machine() -> str:
     return " ".join(parts)
 
 
-def started(pid: int) -> str:
-    """When a process began, in ticks since boot, or '' where that can't be known or it is gone."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
 class Channel:
     """Sends and receives messages (JSON) among the ranks of this run."""
 

@@ -8,7 +8,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from typing import Any
 
 from project.cluster.launcher import detect
 from project.survive import stacks
-from project.survive.beats import Beat, Member, started, unpacked
+from project.survive.beats import Beat, Member, unpacked
+from project.survive.warden import dumped, end_with_children, started
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _silent_here(judged: Verdict, scene: Scene) -> dict[int, Member]:
 def _examined(one: Guilty, member: Member | None) -> Guilty:
     if member is None or one.stacks:
         return one
-    return replace(one, stacks=stacks.dumped(member.pid, member.dump, wake=True)[:_LONGEST])
+    return replace(one, stacks=dumped(member.pid, member.dump, wake=True)[:_LONGEST])
 
 
 def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
@@ -224,6 +224,8 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 
 
 def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
+    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
+        child.kill()
     launch = detect()
     if launch.kind == "torchrun" and _cut_off(judged, scene):
         end_agent_later(os.getppid(), _AGENT)
@@ -231,21 +233,9 @@ def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
         time.sleep(_GRACE)
     elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
         time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
-    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
-        child.kill()
     for one in here.values():
-        for pid in (*_children(one.pid), one.pid):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        end_with_children(one.pid)
     os._exit(EXIT_CODE)
-
-
-def _children(pid: int) -> list[int]:
-    """The loader processes of another rank; a rank that this one launched is no child of that kind."""
-    with suppress(OSError):
-        found = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
-        return [one for one in found if one != os.getpid()]
-    return []
 
 
 def _cut_off(judged: Verdict, scene: Scene) -> bool:

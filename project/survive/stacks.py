@@ -7,7 +7,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -23,8 +22,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 from lightning.pytorch.trainer import trainer
 
-DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
-"""The signal on which a process writes its stacks: from C, and so also when no Python code can run in it."""
+from project.survive.warden import DUMP, dumped
 
 _LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
 _PACKAGES = sysconfig.get_paths()["purelib"]
@@ -41,40 +39,6 @@ def open_dump() -> tuple[Any, str]:
     with suppress(ValueError, OSError, AttributeError):
         faulthandler.register(DUMP, file=file, all_threads=True, chain=False)
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-def dumped(pid: int, path: str, wake: bool = False) -> str:
-    """The stacks of a process on this host that can't tell them itself, or ''. `wake`: it may be stopped, and
-    runs for that moment."""
-    try:
-        if not _listens(pid):
-            return ""
-        before = os.stat(path).st_size
-        os.kill(pid, DUMP)
-        if wake:
-            os.kill(pid, signal.SIGCONT)
-        size, end = before, time.monotonic() + 2
-        while size == before or size != os.stat(path).st_size:  # it is written in many small pieces
-            if time.monotonic() > end:
-                break
-            size = os.stat(path).st_size
-            time.sleep(0.1)
-        if wake:
-            os.kill(pid, signal.SIGSTOP)
-        with open(path, "rb") as file:
-            file.seek(before)
-            found = file.read().decode(errors="replace")
-        return "\n".join(reversed(found.strip().split("\n\n")))  # the main thread comes last in it
-    except OSError:
-        return ""
-
-
-def _listens(pid: int) -> bool:
-    """Whether the process handles our signal, which would otherwise end it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (DUMP - 1) & 1)
-    return False
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:

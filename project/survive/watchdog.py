@@ -11,10 +11,13 @@ import math
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +26,18 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import own_address
-from project.survive import hang, stacks
-from project.survive.beats import Beat, Channel, Member, machine, started, unpacked
+from project.survive import hang, stacks, warden
+from project.survive.beats import Beat, Channel, Member, machine, unpacked
 from project.survive.hang import Guilty, Scene, Verdict
+from project.survive.warden import started
 
 log = logging.getLogger(__name__)
 
 _TICK = 1.0  # seconds between two looks
-_HEARD = 100  # ranks that rank 0 hears in a second, at most
+_HEARD = 50  # ranks that rank 0 hears in a second, at most
 _SILENT = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
+_LAST_RESORT = 3  # times the deadline: then this rank's warden ends it
 _HISTORY = 50  # times of a phase that are kept
 
 
@@ -67,6 +72,7 @@ class Watchdog(Callback):
         self._channel: Channel | None = None
         self._folder: Path | None = None
         self._dump: tuple[Any, str] = (None, "")
+        self._warden: subprocess.Popen[bytes] | None = None
         self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._batches = 0
         self._step_began: float | None = None
@@ -143,6 +149,21 @@ class Watchdog(Callback):
         self._answered = now = time.monotonic()
         self._heard = {member.rank: (now, self._beat()) for member in members}
         self._channel = channel
+        self._watch_over()
+
+    def _watch_over(self) -> None:
+        """Starts this rank's warden."""
+        me = self._self()
+        words = [str(me.pid), me.started, me.dump, f"{self._folder}/hang-rank{me.rank}.txt", f"rank {me.rank} on {me.host}"]
+        with suppress(OSError):
+            self._warden = subprocess.Popen([sys.executable, "-I", "-S", warden.__file__, *words], stdin=subprocess.PIPE)
+
+    def _alive(self, beat: Beat) -> None:
+        """Tells the warden so, and how long it may hear nothing."""
+        if self._warden is not None and self._warden.stdin is not None:
+            with suppress(OSError):
+                self._warden.stdin.write(b"%g\n" % (_LAST_RESORT * beat.own))
+                self._warden.stdin.flush()
 
     def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
         pid = os.getpid()
@@ -158,6 +179,10 @@ class Watchdog(Callback):
         thread.join(2 * _TICK)
         if self._channel is not None and not thread.is_alive():
             self._channel.close()
+        if self._warden is not None:
+            with suppress(subprocess.TimeoutExpired, OSError):
+                self._warden.communicate(timeout=_TICK)
+            self._warden = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.stop()
@@ -180,6 +205,7 @@ class Watchdog(Callback):
                 self._floor = now
             looked = now
             beat = self._beat()
+            self._alive(beat)
             if self._channel is None:
                 if beat.stuck:
                     self._verdict = Verdict([self._me(beat)])

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from project.survive import warden
 from project.survive.hang import EXIT_CODE
+from project.survive.warden import started
 from tests.conftest import environment
 from tests.survive.test_failure import BROKEN
 from tests.survive.test_resume import FIT
@@ -88,7 +90,7 @@ def stuck(**how: Any) -> tuple[str, ...]:
 
 def pause_rank_1(process: "subprocess.Popen[bytes]") -> None:
     """Stops it for half the deadline, in the middle of the training."""
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    child, *_ = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGSTOP)
     time.sleep(DEADLINE / 2)  # this is what is tested
     os.kill(int(child), signal.SIGCONT)
@@ -174,6 +176,28 @@ def test_a_rank_that_is_stopped_for_a_while(runs: Runs) -> None:
     assert "The run hangs" not in ended.output
     assert not list(ended.folder.glob("lightning_logs/*/hang-*"))
     assert ended.seconds > DEADLINE / 2
+
+
+@pytest.mark.parametrize("what", ["stopped", "no thread can run"])
+def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str) -> None:
+    wait = "os.kill(os.getpid(), 19)" if what == "stopped" else "ctypes.PyDLL(None).pause()"  # with Python's lock held
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "import ctypes, os; from project.survive.stacks import open_dump\n"
+         f"file, path = open_dump()\nprint(path, flush=True)\ndef sit_and_wait(): {wait}\nsit_and_wait()"],
+        env=environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert rank.stdout is not None
+    facts = [str(rank.pid), started(rank.pid), rank.stdout.readline().strip(), str(tmp_path / "hang.txt"), "rank 3 on h2"]
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", warden.__file__, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as beside:
+        assert beside.stdin is not None
+        beside.stdin.write(b"1\n")
+        beside.stdin.flush()
+        assert rank.wait(20) == -signal.SIGKILL
+        assert beside.stderr is not None
+        assert b"rank 3 on h2 shows no sign of life" in beside.stderr.read()
+    assert "in sit_and_wait" in (tmp_path / "hang.txt").read_text()
 
 
 class TwoHosts:
