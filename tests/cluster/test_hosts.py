@@ -60,7 +60,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     wait_until(lambda: step(tmp_path) >= 15, 120, lambda: printed(tmp_path))
     hosts[2].kill()
     are(2)
-    assert speaker.read_text().count("Goes on from") == 1
+    assert "Goes on from" in speaker.read_text()
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, 120, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience)
