@@ -108,6 +108,8 @@ class Verdict:
         first = self.guilty[0]
         if first.quiet is not None:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
+        if first.beat.phase == "start-up" and first.beat.collective:
+            return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
         if "data" in first.beat.phase:
             return "see what the dataset reads, and whether the file system answers; if it is only slow, set watchdog.at_least."
         return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."

@@ -7,6 +7,7 @@ standard input the rank says once in a while how many seconds it may be silent; 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -33,7 +34,7 @@ def dumped(pid: int, path: str, wake: bool = False) -> str:
         if not _listens(pid):
             return ""
         before = os.stat(path).st_size
-        os.kill(pid, DUMP)
+        _signal_main_thread(pid, DUMP)
         if wake:
             os.kill(pid, signal.SIGCONT)
         size, end = before, time.monotonic() + 2
@@ -50,6 +51,14 @@ def dumped(pid: int, path: str, wake: bool = False) -> str:
         return "\n".join(reversed(found.strip().split("\n\n")))  # the main thread comes last in it
     except OSError:
         return ""
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """The signal is pending for it when it is woken, and so handled before it can move on; another thread would let it."""
+    try:
+        ctypes.CDLL(None).tgkill(pid, pid, number)
+    except AttributeError:  # an old or another C library
+        os.kill(pid, number)
 
 
 def _listens(pid: int) -> bool:

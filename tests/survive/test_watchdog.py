@@ -180,7 +180,9 @@ def test_a_rank_that_is_stopped_for_a_while(runs: Runs) -> None:
 
 @pytest.mark.parametrize("what", ["stopped", "no thread can run"])
 def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str) -> None:
-    wait = "os.kill(os.getpid(), 19)" if what == "stopped" else "ctypes.PyDLL(None).pause()"  # with Python's lock held
+    wait = (
+        "os.kill(os.getpid(), 19)" if what == "stopped" else "\n while True: ctypes.PyDLL(None).pause()"
+    )  # with Python's lock held
     rank = subprocess.Popen(
         [sys.executable, "-c", "import ctypes, os; from project.survive.stacks import open_dump\n"
          f"file, path = open_dump()\nprint(path, flush=True)\ndef sit_and_wait(): {wait}\nsit_and_wait()"],
