@@ -17,11 +17,16 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()  # rank 0 of plain Python is its user's own
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        # Nothing is begun yet, and an exception in the middle of loading a library may come out as another one.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a socket could not learn is no news
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
     try:
         from project.cli import main as run
 
+        signal.signal(signal.SIGINT, interrupt)
         run()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -98,6 +98,7 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # as in a program of its own; here it would be forkserver
     os.chdir(folder)
     for name in set(os.environ) - set(environment()):
         del os.environ[name]

@@ -141,6 +141,7 @@ def test_version_answers_without_loading_torch():
     assert "torch" not in done.stderr
 
 
+@pytest.mark.timed
 def test_help_is_not_much_slower_than_the_import_of_lightnings_cli():
     """The bound is one second; in turns, the best of three each, and the noise of a busy machine on top."""
 

@@ -41,7 +41,7 @@ def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
                 "PROJECT_PYTHON": sys.executable,
                 "NPROC_PER_NODE": "1",
             },
-            "no-such-host can't be reached from",
+            "does not know the host no-such-host",
         ),
         ({}, "what to run?"),
     ],

@@ -161,18 +161,21 @@ class MicroBatchSampler(DistributedSampler[Key]):
         self._start: tuple[int, int] | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """The first iteration begins there, and not at the start of `self.epoch`: Lightning makes it before it says so."""
+        """That epoch begins there. Lightning makes its first iterator before it says which epoch it is."""
+        self.set_epoch(epoch)
         self._start = epoch, step
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._start and self._start[0] != epoch:
+            self._start = None
+        super().set_epoch(epoch)
 
     def __len__(self) -> int:
         return self.order.steps * (self.order.micro_batches // self.num_replicas)
 
     def __iter__(self) -> Iterator[Key]:
-        # Now, and not when the first key is asked for: an epoch that only had its validation to do asks for none.
-        start, self._start = self._start or (self.epoch, 0), None
-        return self._keys(*start)
-
-    def _keys(self, epoch: int, first: int) -> Iterator[Key]:
+        # Asked more than once for one epoch: a loader with processes of its own throws its first iterator away.
+        epoch, first = self._start or (self.epoch, 0)
         share = self.order.micro_batches // self.num_replicas
         for step in range(first, self.order.steps):
             for number in range(self.rank * share, (self.rank + 1) * share):

@@ -17,6 +17,7 @@ def findings(run):
     return {found["check"]: found for found in report["findings"]}
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_healthy_cluster(cli, ranks):
     run = cli(*HEALTHY, torchrun=ranks)

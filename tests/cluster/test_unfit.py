@@ -76,6 +76,7 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
 
 
+@pytest.mark.timed
 def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     """h3's link is shaped; the hosts' own names lead to 127.0.1.1, as Debian has it."""
     hosts[2].slow("100mbit")
@@ -88,6 +89,7 @@ def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     assert "h1 by eth0 (10.77.0.1), though its own name says 127.0.1.1" in found["network"]["text"]
 
 
+@pytest.mark.timed
 def test_a_slow_rank(hosts, tmp_path):
     """h2 gets a fifth of the time."""
     running = [start(host, tmp_path, *DOCTOR, nodes=2) for host in hosts[:2]]

@@ -43,17 +43,25 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     assert checkpoint["global_step"] == step
 
 
-def test_ctrl_c_before_training_is_quiet(tmp_path):
-    run = subprocess.Popen(
-        [sys.executable, "-c", "import project.__main__ as m, signal, threading, sys\n"
-         "sys.argv = ['project', 'fit']\n"
-         "threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()\n"
-         "m.main()"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert "Traceback" not in output
+@pytest.mark.parametrize("loading", ["torch._C", "lightning.pytorch.trainer", "project.cli"])
+def test_ctrl_c_before_training_is_quiet(tmp_path, loading):
+    program = f"""
+import signal, sys
+import project.__main__
+
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == {loading!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Impatient())
+sys.argv = ["project", "fit"]
+project.__main__.main()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
 def test_a_second_signal_stops_at_once_but_an_echo_does_not(monkeypatch):

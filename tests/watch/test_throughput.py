@@ -16,6 +16,7 @@ from tests.watch.slow import MICRO_BATCHES
 EVERY = 5
 
 
+@pytest.mark.timed
 def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
     """One run: 30 balanced steps, 30 in which rank 1's data is slow, 30 in which rank 0's network is."""
     slow = {"class_path": "tests.watch.slow.SlowData", "init_args": {"start": 30, "stop": 60}}
