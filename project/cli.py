@@ -4,6 +4,7 @@ Lightning's CLI does the work. What is ours: configs that stand on other configs
 launcher's word on nodes and processes, errors in one line, and the silent traps made loud.
 """
 
+import json
 import logging
 import os
 import sys
@@ -15,14 +16,16 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from rich.console import Console
 
+from project.bench import report
 from project.cluster.findings import verdict
 from project.cluster.launcher import LaunchError, detect, host, rank_said
 from project.data import ImageData
 from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
-from project.survive.failure import report
+from project.survive.failure import report as report_error
 from project.survive.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -95,7 +98,7 @@ class ProjectCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "doctor": {"model", "datamodule"}}
+        return {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench")}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.set_defaults(
@@ -162,7 +165,7 @@ class ProjectCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except Exception as error:
             launched = getattr(self.trainer.strategy.launcher, "procs", [])
-            report(error, self.trainer.global_rank, host(), launched)
+            report_error(error, self.trainer.global_rank, host(), launched)
             raise SystemExit(1) from None
 
     def before_fit(self) -> None:
@@ -177,6 +180,13 @@ class ProjectCLI(LightningCLI):
             log.info("The doctor's findings: %s", self.folder / "doctor.json")
         if found == "bad":
             raise SystemExit(1)
+
+    def bench(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+        found = self.trainer.bench(model, datamodule, **settings)
+        (self.folder / "bench.json").write_text(json.dumps(found, indent=1))
+        report.draw(found, self.folder / "bench.svg")
+        report.show(found, Console(width=None if sys.stdout.isatty() else 130))
+        log.info("The figures: %s, the picture: bench.svg beside it", self.folder / "bench.json")
 
     def _kind(self) -> str:
         configs = self.config[self.subcommand].config or []
@@ -286,5 +296,5 @@ def main() -> None:
         if isinstance(error, LaunchError) and rank > 0:
             time.sleep(10)  # srun and torchrun end all when one has: not before rank 0 has said why
         else:
-            report(error, rank, host())
+            report_error(error, rank, host())
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

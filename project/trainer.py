@@ -38,6 +38,7 @@ from project.cluster.findings import Finding, show, write
 from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect, host
 from project.cluster.meeting import Meeting
+from project.contest import contest
 from project.data import ImageData
 from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
@@ -250,6 +251,29 @@ class Trainer(pl.Trainer):
             join_timeout: seconds to wait for all ranks; who is missing then is named.
         """
         return list(call._call_and_handle_interrupt(self, self._examine, model, datamodule, fast, join_timeout))
+
+    def bench(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ranks: list[int] | None = None,
+        turns: int = 5,
+        steps: int = 5,
+    ) -> dict[str, Any]:
+        """Measures this training against the plain loop of scripts/plain_ddp.py, in turns; bench.json has it all.
+
+        Args:
+            model: the model of the run; it must be MiniResNet, which is what the plain loop trains.
+            datamodule: its data.
+            ranks: the numbers of processes to measure with; by default 1 and, where there are as many cores or GPUs, 2.
+            turns: of each program, after one that is left out.
+            steps: optimiser steps in a turn.
+        """
+        assert isinstance(datamodule, ImageData)
+        self.state.fn, self.training = TrainerFn.FITTING, True
+        self._data_connector.attach_data(model, datamodule=datamodule)
+        self._settle_data()
+        return contest(self, model, datamodule, ranks, turns, steps)
 
     def _examine(self, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float) -> list[Finding]:
         start = time.monotonic()

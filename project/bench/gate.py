@@ -1,0 +1,122 @@
+"""A program that trains in turns: it takes so many steps when the benchmark says so, reports, and waits.
+
+    python -m project fit ... --trainer.callbacks+=project.bench.gate.Turns
+    python -m project.bench.gate scripts/plain_ddp.py --batch-size 64      the same for the plain loop
+
+Each rank talks to the benchmark through the socket whose path is in BENCH_SOCKET; without one nothing waits.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from project.bench.phases import Phases
+
+SOCKET = "BENCH_SOCKET"
+
+
+class Gate:
+    """Between two steps: the turn goes on, or is over."""
+
+    def __init__(self) -> None:
+        self._lines: Any = None
+        if path := os.environ.get(SOCKET):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(path)
+            self._lines = connection.makefile("rw")
+        self._left, self._start = 0, 0.0
+        self._phases: Phases | None = None
+
+    def after_step(self) -> None:
+        if self._lines is None or (self._left and self._goes_on()):
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a turn is over when the device is
+        told = {"seconds": time.perf_counter() - self._start, "phases": {}}
+        if self._phases is not None:
+            told["phases"], self._phases = self._phases.end(), None
+        self._say(told)
+        wanted = json.loads(self._lines.readline())
+        self._left = wanted["steps"]
+        if wanted["phases"]:
+            self._phases = Phases()
+        self._start = time.perf_counter()
+
+    def _goes_on(self) -> bool:
+        self._left -= 1
+        return self._left > 0
+
+    def _say(self, told: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(told) + "\n")
+        self._lines.flush()
+
+
+class Turns(Callback):
+    """The gate, in our training."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._gate = Gate()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._gate.after_step()
+
+
+class Trivial(nn.Module):
+    """A network that is nothing to compute: what is left of a step is the framework."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 8 * 8, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(images.flatten(1))  # type: ignore[no-any-return]
+
+
+class Ready(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Images that need no making."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.image = torch.zeros(3, 8, 8)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.image, index % 10
+
+
+def load(script: str) -> ModuleType:
+    """The plain loop, as a module."""
+    spec = importlib.util.spec_from_file_location("plain", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    plain = load(sys.argv[1])
+    trivial = "--trivial" in sys.argv
+    args = plain.arguments().parse_args([word for word in sys.argv[2:] if word != "--trivial"])
+    if trivial:
+        plain.SyntheticDataset = Ready  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    plain.train(args, Trivial() if trivial else plain.MiniResNet(), Gate().after_step)
+
+
+if __name__ == "__main__":
+    main()

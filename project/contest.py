@@ -1,0 +1,84 @@
+"""A run as the benchmark sees it: the config that its programs get, and the data that its loaders are measured with."""
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+
+from project.bench.bench import Contest, framework, loading, results, training
+from project.cluster.cores import cores
+from project.data import ImageData
+from project.watch.throughput import flops
+
+log = logging.getLogger(__name__)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _workers(data: ImageData, ranks: int) -> int:
+    data.spare_cores = cores(ranks) - 1
+    return data.workers
+
+
+def contest(
+    trainer: Trainer, model: LightningModule, data: ImageData, ranks: Sequence[int] | None, turns: int, steps: int
+) -> dict[str, Any]:
+    """Measures, with programs of their own; nothing is trained in this process."""
+    if trainer.world_size > 1:
+        raise ValueError("bench starts its processes by itself. HINT: set trainer.devices=1 and no launcher; see --ranks.")
+    if turns < 1 or steps < 1:
+        raise ValueError("bench takes at least one turn of one step.")
+    folder = Path(trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {key: value for key, value in trainer.configuration.items() if key not in ("ranks", "turns", "steps", "run")}  # type: ignore[attr-defined]
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(given, sort_keys=False))
+
+    data.setup("fit")
+    images = len(data._dataset("train"))  # type: ignore[arg-type]
+    sample = data._dataset("train")[0][0]
+    devices = torch.cuda.device_count() or cores()
+    chosen = ranks or [count for count in (1, 2) if count <= devices]
+    made = Contest(
+        config=config,
+        folder=folder,
+        batch_size=data.batch_size,
+        images=images,
+        workers=lambda count: _workers(data, count),
+        threads=cores,
+        port=_free_port,
+        flops=float(flops(model.network, torch.empty(1, *sample.shape))),  # type: ignore[arg-type]
+        turns=turns,
+        steps=steps,
+    )
+    dtypes = [torch.float32]
+    if "16" in trainer.precision:
+        dtypes.append(torch.bfloat16 if "bf16" in trainer.precision else torch.float16)
+
+    def batches() -> Iterator[int]:
+        data.num_workers, before = 0, data.num_workers
+        try:
+            for batch in data.train_dataloader():
+                moved = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+                yield len(data.on_after_batch_transfer(moved, 0)["label"])
+        finally:
+            data.num_workers = before
+
+    log.info("The data alone ...")
+    loaders = loading(made, batches)
+    log.info("The framework alone, on %d processes ...", chosen[-1])
+    alone = framework(made, chosen[-1])
+    rounds = []
+    for count in chosen:
+        log.info("Training on %d process(es): the plain loop and ours, in turns ...", count)
+        rounds.append(training(made, count, dtypes))
+    return results(rounds, alone, loaders, made)
