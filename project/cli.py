@@ -142,6 +142,8 @@ class ProjectCLI(LightningCLI):
             loud(self.folder)
             settings = self.config_init[self.subcommand].trainer
             settings.callbacks = [*(settings.callbacks or []), RankLogs()]
+        if self.subcommand == "bench":  # its programs have as many as it says
+            kwargs.update(devices=1, num_nodes=1)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         trainer.configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}

@@ -10,7 +10,8 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
-from project.bench.bench import Contest, framework, loading, results, training
+from project.bench.bench import PLAIN_LOOP, Contest, framework, loading, results, training
+from project.bench.gate import load
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.watch.throughput import flops
@@ -18,7 +19,7 @@ from project.watch.throughput import flops
 log = logging.getLogger(__name__)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -34,7 +35,9 @@ def contest(
 ) -> dict[str, Any]:
     """Measures, with programs of their own; nothing is trained in this process."""
     if trainer.world_size > 1:
-        raise ValueError("bench starts its processes by itself. HINT: set trainer.devices=1 and no launcher; see --ranks.")
+        raise ValueError("bench starts its processes by itself. HINT: start it with plain Python, and see --ranks.")
+    if not PLAIN_LOOP.is_file():
+        raise ValueError(f"There is no {PLAIN_LOOP}, which bench compares with. HINT: run it in a checkout of the project.")
     if turns < 1 or steps < 1:
         raise ValueError("bench takes at least one turn of one step.")
     folder = Path(trainer.default_root_dir)
@@ -43,6 +46,12 @@ def contest(
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(given, sort_keys=False))
 
+    theirs = sum(parameter.numel() for parameter in load(str(PLAIN_LOOP)).MiniResNet().parameters())
+    if theirs != sum(parameter.numel() for parameter in model.parameters()):
+        raise ValueError(
+            "bench compares with a plain loop that trains MiniResNet on ten classes, and this config has another network. "
+            "HINT: leave model.network as it is in configs/bench.yaml."
+        )
     data.setup("fit")
     images = len(data._dataset("train"))  # type: ignore[arg-type]
     sample = data._dataset("train")[0][0]
@@ -55,7 +64,7 @@ def contest(
         images=images,
         workers=lambda count: _workers(data, count),
         threads=cores,
-        port=_free_port,
+        port=free_port,
         flops=float(flops(model.network, torch.empty(1, *sample.shape))),  # type: ignore[arg-type]
         turns=turns,
         steps=steps,

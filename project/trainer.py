@@ -32,6 +32,7 @@ from rich.console import Console
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from project.cluster import facts
+from project.cluster.compression import CompressGradients, Compression
 from project.cluster.cores import cores
 from project.cluster.doctor import Doctor
 from project.cluster.findings import Finding, show, write
@@ -40,6 +41,7 @@ from project.cluster.launcher import Launch, detect, host
 from project.cluster.meeting import Meeting
 from project.contest import contest
 from project.data import ImageData
+from project.lean import lighten
 from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
 from project.patient import patient
@@ -92,6 +94,7 @@ class Trainer(pl.Trainer):
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
             the CPU has no bf16.
+        gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
     """
 
@@ -101,6 +104,7 @@ class Trainer(pl.Trainer):
         accumulate_grad_batches: int | Literal["auto"] = "auto",
         join_timeout: float = 300,
         precision: str | int | None = None,
+        gradient_compression: Compression = "none",
         nonfinite: Act = "stop",
         accelerator: Any = "auto",
         callbacks: list[Callback] | Callback | None = None,
@@ -137,7 +141,7 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar, nonfinite),
+                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar, nonfinite, gradient_compression),
                 logger=Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -164,9 +168,7 @@ class Trainer(pl.Trainer):
         if isinstance(self.strategy, DDPStrategy):
             # Buffers need no broadcast at every forward pass: batch norm's are kept equal once a step (StepStatistics).
             self.strategy._ddp_kwargs.setdefault("broadcast_buffers", False)
-        # Lightning broadcasts a flag and waits for the device before every micro-batch, to learn of a SIGTERM.
-        # StopTogether does that without either.
-        self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        lighten(self)
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -334,6 +336,7 @@ def _with_ours(
     checkpointing: bool | None,
     progress: bool | None,
     nonfinite: Act,
+    compression: Compression,
 ) -> list[Callback]:
     """The user's callbacks, and ours where the user has none of the kind."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -343,6 +346,8 @@ def _with_ours(
         callbacks.append(Checkpoints())
     if not any(isinstance(one, Throughput) for one in callbacks):
         callbacks.append(Throughput())
+    if compression != "none":
+        callbacks.append(CompressGradients(compression))
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
     before = [*watchdogs, NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch()]

@@ -76,6 +76,8 @@ number NPROC_PER_NODE "$NPROC_PER_NODE"
 
 # Without this a restart hangs or fails: workers would find the last attempt's keys in the agents' store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# The agents end one after the other, and each would tell at length that the store of the first has gone.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 if [ "$most" -gt 1 ]; then
   # torchrun would guess both from the host's name: wrongly where it resolves to 127.0.1.1, or not at all.
@@ -108,7 +110,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
 # torchrun would wait ten minutes for a node that does not come, and not say which.
 if [ "$most" -gt 1 ] && [ -z "$elastic" ]; then
-  TORCH_CPP_LOG_LEVEL=ERROR "$python" -m project.cluster.meeting --node-rank "$NODE_RANK" --nodes "$NNODES" \
+  "$python" -m project.cluster.meeting --node-rank "$NODE_RANK" --nodes "$NNODES" \
     --address "$MASTER_ADDR" --port "$MASTER_PORT" --processes "$NPROC_PER_NODE" --seconds "$JOIN_TIMEOUT"
 fi
 

@@ -12,10 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 # What a launcher may have left in the environment of the tests must not reach what they start.

@@ -15,6 +15,7 @@ CONFIGS = {
     "debug": (),
     "profile": (),
     "imagefolder": (*SHORT, "--data.source.root=images", "--data.batch_size=2", "--data.global_batch_size=4"),
+    "bench": SHORT,
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }
 

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
-ROOMS = {"model", "data", "cluster", "survive", "watch"}
+ROOMS = {"model", "data", "cluster", "survive", "watch", "bench"}
 MAY_ALSO = {"watch": {"cluster"}, "survive": {"cluster"}}  # the two doors: the topology and the network model
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone
 

@@ -19,7 +19,7 @@ from project.bench.gate import load
 from project.bench.turns import Measured, Program, in_turns
 
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
-_SCRIPT = Path(__file__).parents[2] / "scripts" / "plain_ddp.py"
+PLAIN_LOOP = Path(__file__).parents[2] / "scripts" / "plain_ddp.py"
 _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
 
 
@@ -43,7 +43,7 @@ class Contest:
             sys.executable,
             "-m",
             "project.bench.gate",
-            str(_SCRIPT),
+            str(PLAIN_LOOP),
             "--epochs=1000000",
             f"--size={self.images}",
             *words,
@@ -109,7 +109,7 @@ def framework(contest: Contest, ranks: int) -> Round:
 
 def loading(contest: Contest, ours: Callable[[], Iterator[int]]) -> dict[str, list[float]]:
     """Samples a second of one core, from the loader to the batch that is ready on the device; no network."""
-    plain = load(str(_SCRIPT))
+    plain = load(str(PLAIN_LOOP))
     args = plain.arguments().parse_args([f"--size={contest.images}", f"--batch-size={contest.batch_size}"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -20,7 +20,8 @@ Key = tuple[int, int, int]
 """What names a micro-batch: (epoch, step within the epoch, number within the step)."""
 
 _ROUNDS = 6
-_BLOCK = 8192  # positions permuted at a time: numpy's cost per call disappears, and 64 KiB is kept
+_WORD = (1 << 64) - 1
+_BLOCK = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -32,10 +33,13 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def chance(seed: int, key: Key) -> int:
     """The seed of all that is drawn at random for a micro-batch."""
-    word = np.zeros(1, dtype=np.uint64)
-    for number in (seed, *key):
-        word = mix((word ^ np.uint64(number)) + np.uint64(0x9E3779B97F4A7C15))
-    return int(word[0] >> np.uint64(1))
+    word = 0
+    for number in (seed, *key):  # as `mix`, in whole numbers: once a micro-batch, an array costs more than it saves
+        word = ((word ^ number) + 0x9E3779B97F4A7C15) & _WORD
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+        word ^= word >> 31
+    return word >> 1
 
 
 def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
@@ -66,9 +70,9 @@ def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
 
 
 @lru_cache(maxsize=2)  # a loader reads onwards: the block it is in, and the one a micro-batch may reach into
-def _block(number: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    start = number * _BLOCK
-    return permute(np.arange(start, min(start + _BLOCK, size)), size, seed, epoch)
+def _block(number: int, block: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    start = number * block
+    return permute(np.arange(start, min(start + block, size)), size, seed, epoch)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Order:
         seed: the key of the permutation; None leaves the samples in their own order.
         tail: 'keep' or 'drop'.
         limit: steps of an epoch that are taken, if fewer than there are.
+        share: neighbouring micro-batches of a step that one rank reads; by default all.
     """
 
     size: int
@@ -94,6 +99,7 @@ class Order:
     seed: int | None = None
     tail: Literal["keep", "drop"] = "keep"
     limit: int | None = None
+    share: int | None = None
 
     @property
     def global_batch(self) -> int:
@@ -138,10 +144,13 @@ class Order:
         low, high = self.micro_span(step, number)
         if self.seed is None:
             return np.arange(low, high)
+        # What the other ranks read is not worth computing, unless it is all between here and what comes next.
+        alone = self.share is not None and self.share < self.micro_batches
+        block = min(_BLOCK, self.micro_batch * (self.share or 1)) if alone else _BLOCK
         parts = []
-        for block in range(low // _BLOCK, (max(low, high - 1)) // _BLOCK + 1):
-            start = block * _BLOCK
-            samples = _block(block, self.size, self.seed, epoch)
+        for number in range(low // block, (max(low, high - 1)) // block + 1):
+            start = number * block
+            samples = _block(number, block, self.size, self.seed, epoch)
             parts.append(samples[max(low - start, 0) : high - start])
         return np.concatenate(parts)
 

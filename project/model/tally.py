@@ -4,6 +4,9 @@ One state of four sums instead of a metric each: a batch costs a few small kerne
 joined by one reduction, and every sample weighs the same, whatever batch it came in.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -40,7 +43,10 @@ class Tally(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """`loss`, `acc`, and `acc5` where there are more than five classes."""
-        loss, top1, top5, count = self.sums
+        return self.means(self.sums.unbind())
+
+    def means(self, sums: Sequence[Any]) -> dict[str, Any]:
+        loss, top1, top5, count = sums
         values = {"loss": loss / count, "acc": top1 / count}
         if self.num_classes > 5:
             values["acc5"] = top5 / count

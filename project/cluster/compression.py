@@ -1,0 +1,27 @@
+"""Gradients travel in 16 bits: half the bytes, where the network is what a step waits for."""
+
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+Compression = Literal["none", "fp16", "bf16"]
+_HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+class CompressGradients(Callback):
+    """Registers one of PyTorch's communication hooks. (Lightning's own setting does so under CUDA only.)
+
+    The sum over the ranks is rounded to 16 bits, so that with another number of ranks a run agrees to that rounding and no
+    better. PowerSGD is not offered: what it carries over from step to step belongs to a rank, and a run would depend on its
+    ranks and on its restarts.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        wrapped = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel) and trainer.world_size > 1:
+            wrapped.register_comm_hook(None, _HOOKS[self.compression])

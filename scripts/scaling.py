@@ -1,0 +1,91 @@
+#!/usr/bin/env python
+"""How our training scales, in turns: one process, two, two hosts; and what a slow network takes, and what wins it back.
+
+    .venv/bin/python scripts/scaling.py            as root, on Linux with iproute2: the hosts are network namespaces
+
+Every process has one thread. Prints samples/s (median of five turns, and its spread), how often that is the first line's, and
+the share of a step that the ranks wait for each other's gradients.
+"""
+
+import shutil
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from project.bench.bench import Contest
+from project.bench.turns import Program, in_turns
+from project.contest import free_port
+from tests.cluster.hosts import Hosts
+
+TURNS, STEPS, SLOW = 5, 2, "100mbit"
+
+
+def on_hosts(program: Program, hosts: Hosts) -> Program:
+    """The same program, a rank on each host."""
+    port = free_port()
+    commands = []
+    for number, host in enumerate(hosts):
+        become = f'hostname {host.name}; mount --bind {host.hosts_file} /etc/hosts; exec "$@"'
+        enter = ("nsenter", f"--net=/run/netns/{host.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh")
+        place = ("LOCAL_RANK=0", f"NODE_RANK={number}", f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={port}")
+        nodes = ("--trainer.devices=1", f"--trainer.num_nodes={len(hosts)}")
+        commands.append((*enter, "env", "--unset=RANK", "--unset=WORLD_SIZE", *place, *program.commands[0], *nodes))
+    return replace(program, commands=tuple(commands))
+
+
+def show(title: str, programs: list[Program], samples: list[int], folder: Path) -> None:
+    folder.mkdir()
+    measured = in_turns(programs, folder, TURNS, STEPS)
+    table = Table(title=title, title_justify="left")
+    for column in ("", "samples/s", "times the first", "gradient sync"):
+        table.add_column(column, justify="right" if column else "left")
+    first = measured[programs[0].name]
+    for program, count in zip(programs, samples, strict=True):
+        one = measured[program.name]
+        speeds = [count / seconds for seconds in one.seconds]
+        ratio = statistics.median(one.against(first)) * count / samples[0]
+        spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        share = one.phases["sync"] / sum(one.phases.values())
+        table.add_row(program.name, spread, f"{ratio:.2f}", f"{share:.0%}")
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    if not shutil.which("ip"):
+        sys.exit("There is no program ip. HINT: apt-get install iproute2")
+    with TemporaryDirectory() as place, Hosts(2, Path(place)) as hosts:
+        config = Path(__file__).parents[1] / "configs" / "bench.yaml"
+        contest = Contest(
+            config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, free_port, 0.0, turns=TURNS, steps=STEPS
+        )
+        half, four = "--data.batch_size=32", "--trainer.accumulate_grad_batches=4"
+        bf16 = "--trainer.gradient_compression=bf16"
+
+        programs = [
+            contest.ours("one process", 1),
+            contest.ours("two processes", 2),
+            on_hosts(contest.ours("two hosts", 2), hosts),
+            contest.ours("two processes of half the batch", 2, half),
+            on_hosts(contest.ours("two hosts of half the batch", 2, half), hosts),
+        ]
+        show("Weak and strong scaling", programs, [64, 128, 128, 64, 64], Path(place) / "scaling")
+
+        for host in hosts:
+            host.slow(SLOW)
+        programs = [
+            on_hosts(contest.ours("gradients in fp32", 2), hosts),
+            on_hosts(contest.ours("gradients in bf16", 2, bf16), hosts),
+            on_hosts(contest.ours("accumulation 4", 2, four), hosts),
+            on_hosts(contest.ours("both", 2, bf16, four), hosts),
+        ]
+        show(f"Two hosts, and a link of {SLOW}/s between them", programs, [128, 128, 512, 512], Path(place) / "slow")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Programs take turns: each is measured alone, all its ranks together, and a program that ends is reported."""
+
+import sys
+
+import pytest
+
+from project.bench.turns import Program, in_turns
+from tests.conftest import ROOT
+
+RANK = """
+import os, time
+from project.bench.gate import Gate
+
+gate = Gate()
+for step in range(100_000):
+    with open("order.txt", "a") as file:
+        file.write(os.environ["NAME"] + os.environ.get("RANK", "0") + " ")
+    time.sleep({pause})
+    gate.after_step()
+"""
+
+
+def program(name: str, pause: float, ranks: int = 1, text: str = RANK) -> Program:
+    command = (sys.executable, "-c", text.format(pause=pause))
+    return Program(name, ranks, (command,) * ranks, {"NAME": name, "PYTHONPATH": str(ROOT)})
+
+
+def test_one_after_the_other_in_each_round(tmp_path):
+    measured = in_turns([program("a", 0.0), program("b", 0.02, ranks=2)], tmp_path, turns=2, steps=3)
+    order = (tmp_path / "order.txt").read_text().split()
+    assert order[:1] == ["a0"]
+    assert set(order[1:3]) == {"b0", "b1"}  # one program starts after the other
+    rounds = order[3:]
+    for _ in range(4):  # the warm-up and two turns; then the phases of each
+        assert rounds[:3] == ["a0"] * 3
+        assert sorted(rounds[3:9]) == ["b0"] * 3 + ["b1"] * 3
+        rounds = rounds[9:]
+    assert not rounds
+    assert measured["b"].step > measured["a"].step
+    assert all(ratio > 1 for ratio in measured["a"].against(measured["b"]))
+    assert measured["a"].memory > 2**20
+
+
+def test_a_program_that_ends_is_shown(tmp_path):
+    with pytest.raises(ValueError, match=r"'broken' has ended:\n(.|\n)*ZeroDivisionError(.|\n)*broken.log"):
+        in_turns([program("broken", 0, text="1/0")], tmp_path, turns=1, steps=1)
