@@ -26,6 +26,7 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
     output = slurm.run(*command, sys.executable, "-m", "project", *FIT, cwd=tmp_path, env=settings(), check=False)
     assert output.count("Slurm gave this job 2 GPU(s) on each node, and srun started 1 task(s)") == 1, output
+    assert "Exited with exit code 1" in output
     assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
     assert "Traceback" not in output
 
