@@ -19,6 +19,7 @@ import pytest
 from project.survive import warden
 from project.survive.hang import EXIT_CODE
 from project.survive.warden import started
+from tests.cluster.machine import descendants, wait_until
 from tests.conftest import environment, since_struck, took
 from tests.survive.test_failure import BROKEN
 from tests.survive.test_resume import FIT
@@ -88,9 +89,14 @@ def stuck(**how: Any) -> tuple[str, ...]:
     return (*FIT, f"--watchdog.at_least={DEADLINE}", "--trainer.callbacks=" + json.dumps(callbacks))
 
 
+def wardens(pid: int) -> list[int]:
+    return [one for one in descendants(pid) if warden.__file__ in Path(f"/proc/{one}/cmdline").read_text()]
+
+
 def pause_rank_1(process: "subprocess.Popen[bytes]") -> None:
-    """Stops it for half the deadline, in the middle of the training."""
+    """Stops it for half the deadline, in the middle of the training; nobody has anything to say, though all are watched."""
     child, *_ = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    wait_until(lambda: len(wardens(process.pid)) == 2, 10, "a warden beside each rank")
     os.kill(int(child), signal.SIGSTOP)
     time.sleep(DEADLINE / 2)  # this is what is tested
     os.kill(int(child), signal.SIGCONT)
