@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,16 @@ TINY = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="all faults, not just a few of each kind (a quarter of an hour)")
+
+
+def took(what: str, seconds: float) -> None:
+    """For the table in docs/faults.md: pytest -s shows it."""
+    print(f"\n{what}: {seconds:.1f} s")
+
+
+def since_struck(folder: Path) -> float:
+    """Seconds since a fault of tests.probes or tests.survive.poison struck a run in this folder."""
+    return time.time() - (folder / "struck").stat().st_mtime
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -75,11 +75,11 @@ class Faulty(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
         if self.on in (rank, 99) and index >= self.at:
+            Path("struck").touch()
             if self.how == "kill":
                 os.kill(os.getpid(), 9)
             if self.how == "wait":
                 time.sleep(1e6)
-            Path("raised").touch()
             raise KeyError("this dataset is broken")
         return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10
 
@@ -209,10 +209,10 @@ class Stuck(Callback):
             self.sit_and_wait()
 
     def sit_and_wait(self) -> None:
+        Path("struck").touch()
         if self.where == "collective":
             torch.distributed.barrier()
         elif self.signal:
-            Path("stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), self.signal)
         else:
             time.sleep(1e6)

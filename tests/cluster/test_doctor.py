@@ -1,4 +1,4 @@
-"""The doctor on one host; tests/cluster/test_faults.py has it on several that are ill."""
+"""The doctor on one host; tests/cluster/test_unfit.py has it on several that are ill."""
 
 import json
 import re

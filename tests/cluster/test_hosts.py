@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, took
 
 
 def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str) -> subprocess.Popen[bytes]:
@@ -59,12 +60,16 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     are(3)
     wait_until(lambda: step(tmp_path) >= 15, 120, lambda: printed(tmp_path))
     hosts[2].kill()
+    struck = time.monotonic()
     are(2)
+    took("a host of three is lost: two train again after", time.monotonic() - struck)
     assert "Goes on from" in speaker.read_text()
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, 120, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience)
+    back = time.monotonic()
     are(3, times=2)
+    took("it is started again: three train after", time.monotonic() - back)
     assert [one.wait(180) for one in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
 
@@ -77,8 +82,11 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_pa
     (agent,) = (pid for pid in descendants(running[victim].pid) if "torch.distributed.run" in words_of(pid))
     assert descendants(agent)
     os.kill(agent, signal.SIGKILL)
+    struck = time.monotonic()
     wait_until(lambda: not hosts[victim].pids(), 10, lambda: f"{hosts[victim].pids()} are left\n{printed(tmp_path)}")
+    took("a torchrun agent is killed: its worker has ended after", time.monotonic() - struck)
     wait_until(lambda: not hosts[1 - victim].pids(), 30, lambda: f"{hosts[1 - victim].pids()} are left\n{printed(tmp_path)}")
+    took("and the other host's torchrun, too, after", time.monotonic() - struck)
     assert all(one.wait() not in (0, None) for one in running)
 
 

@@ -1,10 +1,11 @@
 """A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
 
 import sys
+import time
 
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, took
 
 
 def settings() -> dict[str, str]:
@@ -25,6 +26,7 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
     output = slurm.run(*command, sys.executable, "-m", "project", *FIT, cwd=tmp_path, env=settings(), check=False)
     assert output.count("Slurm gave this job 2 GPU(s) on each node, and srun started 1 task(s)") == 1, output
+    assert "Exited with exit code 1" in output
     assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
     assert "Traceback" not in output
 
@@ -42,21 +44,24 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     def why() -> str:
         return f"{state()} at step {step(tmp_path)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
 
-    def trains(restarts: int, nodes: str = "n[1-2]") -> None:
+    def trains(restarts: int, nodes: str = "n[1-2]", after: str = "") -> None:
         """After so many restarts it runs, and comes two steps further."""
+        began = time.monotonic()
         wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), 120, why)
         reached = step(tmp_path)
         wait_until(lambda: step(tmp_path) >= reached + 2, 120, why)
         assert state() == ("RUNNING", str(restarts), nodes), why()
+        if after:
+            took(f"{after}: the job trains again after", time.monotonic() - began)
 
     trains(0)
     slurm.run("scancel", "--signal=USR1", job)  # what slurmctld does when the limit is near
-    trains(1)
+    trains(1, after="a signal before the time limit")
     slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
-    trains(2)
+    trains(2, after="preemption")
     assert log.read_text().count("Stopped by SIGUSR1 after step") == 2
     slurm.lose_node(1)
-    trains(3, "n[1,3]")
+    trains(3, "n[1,3]", after="a lost node")
     assert log.read_text().count("Goes on from") == 3
     (tmp_path / "hurry").touch()
     wait_until(lambda: state()[0] != "RUNNING", 120, why)

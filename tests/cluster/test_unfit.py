@@ -36,6 +36,14 @@ def results(running, folder, seconds=60):
     return codes, {one["check"]: one for one in found}
 
 
+def another_torch(folder: Path) -> str:
+    """A PYTHONPATH on which torch says that it is 2.0.9."""
+    shim = folder / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.0.9'")
+    return os.pathsep.join([str(shim), environment()["PYTHONPATH"]])
+
+
 def said(folder: Path, host: str) -> str:
     return (folder / f"{host}.txt").read_text()
 
@@ -49,9 +57,6 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
                 folder.mkdir(parents=True)
                 for number in range(count):
                     Image.new("RGB", (8, 8), (number, label, 0)).save(folder / f"{number}.png")
-    shim = tmp_path / "shim"
-    shim.mkdir()
-    (shim / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.0.9'")
     images = tmp_path / "images"
     images.mkdir()
     words = (
@@ -59,7 +64,7 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
         *("--data.source.init_args.image_size=8", "--model.network=project.model.MiniResNet", "--data.batch_size=2"),
         *("--data.global_batch_size=12", "--trainer.precision=32-true"),
     )
-    path = os.pathsep.join([str(shim), environment()["PYTHONPATH"]])
+    path = another_torch(tmp_path)
     running = [
         start(hosts[0].seeing(tmp_path / "here", images), tmp_path, *words, nodes=3),
         start(hosts[1].seeing(tmp_path / "here", images), tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
@@ -73,6 +78,23 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     assert found["data"]["text"].startswith("rank 2 on h3: data 18 train")
     assert found["data"]["where"] == [{"rank": 2, "host": "h3"}]
     assert "│ versions" in said(tmp_path, "h1")
+    assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
+
+
+def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
+    """h2 has another configuration, h3 another torch."""
+    words = ("fit", *DOCTOR[1:])
+    running = [
+        start(hosts[0], tmp_path, *words, nodes=3),
+        start(hosts[1], tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
+        start(hosts[2], tmp_path, *words, nodes=3, PYTHONPATH=another_torch(tmp_path)),
+    ]
+    codes, _ = results(running, tmp_path)
+    assert codes == [1, 1, 1], said(tmp_path, "h1")
+    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in said(tmp_path, "h1")
+    assert "rank 2 on h3: torch 2.0.9, elsewhere" in said(tmp_path, "h1")
+    assert "HINT" in said(tmp_path, "h1")
+    assert "global batch" not in said(tmp_path, "h1")
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
 
 

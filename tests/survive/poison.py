@@ -22,6 +22,8 @@ class Poisoned(Dataset[Any]):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.at:
+            Path("struck").touch()
         image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(index))
         return image * torch.nan if index == self.at else image, index % 10
 
@@ -38,7 +40,10 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         _Backward.calls += 1
-        return gradients[0] * (torch.inf if _Backward.calls == 10 else 1)
+        if _Backward.calls == 10:
+            Path("struck").touch()
+            return gradients[0] * torch.inf
+        return gradients[0]
 
 
 class BadBackward(Dropped):

@@ -1,9 +1,10 @@
 """One rank fails: all end, and what is printed last is that rank's error, once."""
 
 import socket
-import time
 
 import pytest
+
+from tests.conftest import since_struck, took
 
 HOST = socket.gethostname()
 
@@ -36,7 +37,9 @@ def test_the_error_is_printed_once_and_last(cli, on):
 
 def assert_ended_soon(run):
     """Within ten seconds of the exception, all of it."""
-    assert time.time() - (run.folder / "raised").stat().st_mtime < 10
+    seconds = since_struck(run.folder)
+    took("an error on one rank: all have ended after", seconds)
+    assert seconds < 10
 
 
 def test_torchrun_prints_the_error_of_the_rank_that_failed(cli):
@@ -63,6 +66,9 @@ def test_an_error_in_a_loader_process_is_its_ranks(cli):
 def test_a_rank_that_is_killed_ends_the_others(cli):
     words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=2")
     run = cli(*BROKEN, *words, timeout=60)
+    seconds = since_struck(run.folder)
+    took("SIGKILL of rank 1 of 2: all have ended after", seconds)
+    assert seconds < 10
     assert run.code != 0
     assert "[rank 0, " in run.output
     assert "lost another rank" in run.output

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from project.survive.nonfinite import NonFinite
-from tests.conftest import Cli, environment
+from tests.conftest import Cli, environment, since_struck, took
 from tests.survive.test_resume import curves, same
 
 STEP, SAMPLE = 3, 77  # where the order of this run takes this sample first
@@ -61,6 +61,7 @@ def fit(folder: Path, *more: str) -> tuple[int, str]:
 
 def test_two_ranks_stop_together_and_then_go_past_it(tmp_path):
     code, output = fit(tmp_path)
+    took("a sample is NaN: all have ended after", since_struck(tmp_path))
     assert code == 1, output
     assert output.count("HINT") == output.count("is not finite") == 1, output
     assert "Traceback" not in output
@@ -126,6 +127,7 @@ def test_as_on_a_gpu_no_checkpoint_is_made_of_it(quick: Cli, tmp_path, clean):
 
 def test_a_gradient_alone_is_named_by_its_parameters(quick: Cli, tmp_path):
     run = quick(*words(at=-1, network="tests.survive.poison.BadBackward"))
+    took("a gradient is infinite: ended after", since_struck(tmp_path))
     assert run.code == 1, run.output
     assert "is not finite, though all losses are: that of network.layers.1.bias, network.layers.1.weight, " in run.output
     assert run.output.count("HINT") == 1

@@ -85,6 +85,9 @@ def test_verdicts(caplog):
     assert len(windows(200, fine, fine, starved, fine)) == 2  # once in a while
     assert windows(5, fine, fine, fine, fine) == ["Rank 2, c, keeps pace again."]
     assert len(windows(5, fine, slow, fine, starved)) == 2  # half of them
+    stragglers = Stragglers(["a", "b"], 1)
+    assert windows(4, fine, slow) == []  # not yet a second
+    assert len(windows(1, fine, slow)) == 1
     assert excess([fine, slow], "compute") == pytest.approx([1.0, 1.99], abs=0.01)
     assert excess([fine, slow], "data") == [1.0, 1.0]
 
