@@ -8,6 +8,8 @@ from tests.conftest import since_struck, took
 
 HOST = socket.gethostname()
 
+pytestmark = pytest.mark.timed  # ten seconds are the promise, on a machine that has the cores for it
+
 BROKEN = (
     "fit",
     "--config=configs/ddp.yaml",
