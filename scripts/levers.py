@@ -30,10 +30,10 @@ LEVERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "fused_sgd": (1, ("--model.optimizer.init_args.fused=true",), ("--model.optimizer.init_args.fused=false",)),
     "loader_process": (1, ("--data.num_workers=1",), ("--data.num_workers=0",)),
     "compile": (1, ("--model.compile=default",), ()),
-    "gradient_as_bucket_view": (2, (DDP, f"{SETTING}.gradient_as_bucket_view=true"), (DDP,)),
-    "static_graph": (2, (DDP, f"{SETTING}.static_graph=true"), (DDP,)),
-    "bucket_of_5_MB": (2, (DDP, f"{SETTING}.bucket_cap_mb=5"), (DDP,)),
-    "no_broadcast_of_buffers": (2, (DDP,), (DDP, f"{SETTING}.broadcast_buffers=true")),
+    "gradient_as_bucket_view": (2, (DDP, f"{SETTING}.gradient_as_bucket_view=true"), ()),
+    "static_graph": (2, (DDP, f"{SETTING}.static_graph=true"), ()),
+    "bucket_of_5_MB": (2, (DDP, f"{SETTING}.bucket_cap_mb=5"), ()),
+    "no_broadcast_of_buffers": (2, (), (DDP, f"{SETTING}.broadcast_buffers=true")),
     "gradients_in_bf16": (2, ("--trainer.gradient_compression=bf16",), ()),
 }
 TURNS, STEPS = 5, 3
