@@ -1,5 +1,6 @@
 """A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
 
+import json
 import sys
 import time
 
@@ -19,6 +20,17 @@ def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
     # The nodes' names resolve nowhere.
     assert output.count("MASTER_ADDR=10.77.0.1: the name n1 does not resolve") == 1
     assert_same_curve(tmp_path, alone)
+
+
+def test_the_doctor_asks_the_nodes_of_a_job(slurm, tmp_path):
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", "doctor", *FIT[1:]]
+    output = slurm.run(*command, "--fast=true", "--run=it", cwd=tmp_path, env=settings())
+    assert output.count("what was found") == 1, output
+    found = json.loads((tmp_path / "lightning_logs/it/doctor.json").read_text())
+    assert found["verdict"] != "bad", found
+    (network,) = [one for one in found["findings"] if one["check"] == "network"]
+    assert "every host reaches every other" in network["text"]
+    assert "h1 by eth0 (10.77.0.1)" in network["text"]
 
 
 def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_path):
