@@ -1,5 +1,6 @@
 """ImageClassifier: the gradient of a step is the mean over its samples, and every part can be replaced."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.model import ImageClassifier, MiniResNet
 from project.model.classifier import lr_factor
+from tests.conftest import TINY, forked
 
 
 class Linear(nn.Sequential):
@@ -62,3 +64,18 @@ def test_the_learning_rate_follows_the_global_batch():
     assert lr_factor("linear", 512, 64) == 8
     assert lr_factor("sqrt", 256, 64) == 2
     assert lr_factor("none", 512, 64) == 1
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_network_makes_nearly_the_same_run(tmp_path):
+    curves = []
+    for mode in ("none", "default"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        words = ("--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--run=it", f"--model.compile={mode}")
+        tiny = [word for word in TINY if "network" not in word]
+        network = "--model.network=project.bench.gate.Trivial"  # the compiler takes its time with every convolution
+        run = forked(folder, "fit", "--config=configs/ddp.yaml", *tiny, network, *words)
+        assert run.code == 0, run.output
+        curves.append(run.curve("train/loss"))
+    assert curves[1] == pytest.approx(curves[0], abs=1e-3)
