@@ -72,7 +72,7 @@ def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None) ->
         began = time.monotonic()
         if watch:
             watch(process)
-        code = process.wait(60)
+        code = process.wait(180)
         seconds = since_struck(folder) if (folder / "struck").exists() else time.monotonic() - began
         end = time.monotonic() + 6  # what a rank has started may notice a moment later that it is gone
         while (left := members(folder)) and time.monotonic() < end:
