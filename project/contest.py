@@ -1,7 +1,6 @@
 """A run as the benchmark sees it: the config that its programs get, and the data that its loaders are measured with."""
 
 import logging
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from project.data import ImageData
 from project.watch.throughput import flops
 
 log = logging.getLogger(__name__)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _workers(data: ImageData, ranks: int) -> int:
@@ -53,7 +46,6 @@ def contest(
             "HINT: leave model.network as it is in configs/bench.yaml."
         )
     data.setup("fit")
-    images = len(data._dataset("train"))  # type: ignore[arg-type]
     sample = data._dataset("train")[0][0]
     devices = torch.cuda.device_count() or cores()
     chosen = ranks or [count for count in (1, 2) if count <= devices]
@@ -61,10 +53,9 @@ def contest(
         config=config,
         folder=folder,
         batch_size=data.batch_size,
-        images=images,
+        images=data.train_order().size,
         workers=lambda count: _workers(data, count),
         threads=cores,
-        port=free_port,
         flops=float(flops(model.network, torch.empty(1, *sample.shape))),  # type: ignore[arg-type]
         turns=turns,
         steps=steps,

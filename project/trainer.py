@@ -272,9 +272,7 @@ class Trainer(pl.Trainer):
             steps: optimiser steps in a turn.
         """
         assert isinstance(datamodule, ImageData)
-        self.state.fn, self.training = TrainerFn.FITTING, True
-        self._data_connector.attach_data(model, datamodule=datamodule)
-        self._settle_data()
+        self._as_for_a_fit(model, datamodule)
         return contest(self, model, datamodule, ranks, turns, steps)
 
     def _examine(self, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float) -> list[Finding]:
@@ -297,14 +295,18 @@ class Trainer(pl.Trainer):
         self, model: LightningModule, data: LightningDataModule, fast: bool, meeting: Meeting | None, route: Route | None
     ) -> Doctor:
         folder = self.strategy.broadcast(str(self.default_root_dir)) if meeting else self.default_root_dir
-        self.state.fn, self.training = TrainerFn.FITTING, True
-        self._data_connector.attach_data(model, datamodule=data)
-        self._settle_data()
+        self._as_for_a_fit(model, data)
         on_this_host = meeting.hosts.count(meeting.hosts[self.global_rank]) if meeting else 1
         doctor = Doctor(patient(self, model, data, Path(folder), on_this_host), meeting, route, fast)
         doctor.examine()
         self.training = False
         return doctor
+
+    def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule) -> None:
+        """Puts them together as far as the data's loaders need it."""
+        self.state.fn, self.training = TrainerFn.FITTING, True
+        self._data_connector.attach_data(model, datamodule=data)
+        self._settle_data()
 
     def _settle_data(self) -> None:
         """What the launcher and the number of ranks say, in the terms of the data and of Lightning's loops."""

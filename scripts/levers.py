@@ -7,7 +7,6 @@
 Prints samples/s with and without, and the ratio: the median of five turns, and its spread.
 """
 
-import statistics
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from project.bench.bench import Contest
+from project.bench.report import spread
 from project.bench.turns import in_turns
 from project.cluster.cores import cores
-from project.contest import free_port
 
 DDP = "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"
 SETTING = "--trainer.strategy.dict_kwargs"
@@ -52,7 +51,6 @@ def main() -> None:
             images=50_000,
             workers=lambda ranks: 0,
             threads=cores,
-            port=free_port,
             flops=0.0,
             turns=TURNS,
             steps=STEPS,
@@ -65,9 +63,8 @@ def main() -> None:
             measured = in_turns(programs, folder, TURNS, STEPS)
             ratio = measured["with"].against(measured["without"])
             speeds = [f"{64 * ranks / measured[one].step:,.0f}" for one in ("with", "without")]
-            spread = f"{statistics.median(ratio):.3f} ({min(ratio):.3f} to {max(ratio):.3f})"
-            table.add_row(name.replace("_", " "), str(ranks), *speeds, spread)
-            print(name, *speeds, spread, file=sys.stderr)
+            table.add_row(name.replace("_", " "), str(ranks), *speeds, spread(ratio, ".3f"))
+            print(name, *speeds, spread(ratio, ".3f"), file=sys.stderr)
     Console(width=100).print(table)
 
 

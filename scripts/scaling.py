@@ -8,19 +8,19 @@ the share of a step that the ranks wait for each other's gradients.
 """
 
 import shutil
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from project.bench.bench import Contest
+from project.bench.bench import Contest, free_port
+from project.bench.report import spread
 from project.bench.turns import Program, in_turns
-from project.contest import free_port
 from tests.cluster.hosts import Hosts
 
 TURNS, STEPS, SLOW = 5, 2, "100mbit"
@@ -31,11 +31,9 @@ def on_hosts(program: Program, hosts: Hosts) -> Program:
     port = free_port()
     commands = []
     for number, host in enumerate(hosts):
-        become = f'hostname {host.name}; mount --bind {host.hosts_file} /etc/hosts; exec "$@"'
-        enter = ("nsenter", f"--net=/run/netns/{host.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh")
         place = ("LOCAL_RANK=0", f"NODE_RANK={number}", f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={port}")
         nodes = ("--trainer.devices=1", f"--trainer.num_nodes={len(hosts)}")
-        commands.append((*enter, "env", "--unset=RANK", "--unset=WORLD_SIZE", *place, *program.commands[0], *nodes))
+        commands.append((*host.enter(), "env", "--unset=RANK", "--unset=WORLD_SIZE", *place, *program.commands[0], *nodes))
     return replace(program, commands=tuple(commands))
 
 
@@ -49,10 +47,9 @@ def show(title: str, programs: list[Program], samples: list[int], folder: Path) 
     for program, count in zip(programs, samples, strict=True):
         one = measured[program.name]
         speeds = [count / seconds for seconds in one.seconds]
-        ratio = statistics.median(one.against(first)) * count / samples[0]
-        spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        ratio = median(one.against(first)) * count / samples[0]
         share = one.phases["sync"] / sum(one.phases.values())
-        table.add_row(program.name, spread, f"{ratio:.2f}", f"{share:.0%}")
+        table.add_row(program.name, spread(speeds, ",.0f"), f"{ratio:.2f}", f"{share:.0%}")
     Console(width=110).print(table)
 
 
@@ -61,9 +58,7 @@ def main() -> None:
         sys.exit("There is no program ip. HINT: apt-get install iproute2")
     with TemporaryDirectory() as place, Hosts(2, Path(place)) as hosts:
         config = Path(__file__).parents[1] / "configs" / "bench.yaml"
-        contest = Contest(
-            config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, free_port, 0.0, turns=TURNS, steps=STEPS
-        )
+        contest = Contest(config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, 0.0, turns=TURNS, steps=STEPS)
         half, four = "--data.batch_size=32", "--trainer.accumulate_grad_batches=4"
         bf16 = "--trainer.gradient_compression=bf16"
 

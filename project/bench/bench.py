@@ -5,12 +5,13 @@ as the config has it. Two more show what the framework alone costs, and two load
 """
 
 import os
-import statistics
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ PLAIN_LOOP = Path(__file__).parents[2] / "scripts" / "plain_ddp.py"
 _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass(frozen=True)
 class Contest:
     """What is compared, and how long."""
@@ -33,7 +40,6 @@ class Contest:
     images: int
     workers: Callable[[int], int]  # loader processes of each of so many ranks
     threads: Callable[[int], int]
-    port: Callable[[], int]
     flops: float  # of a sample, forwards and backwards
     turns: int
     steps: int
@@ -48,7 +54,7 @@ class Contest:
             f"--size={self.images}",
             *words,
         )
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port())} if ranks > 1 else {}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks > 1 else {}
         return Program(PLAIN, ranks, (command,) * ranks, {**self._environment(ranks), **meeting})
 
     def ours(self, name: str, ranks: int, *words: str) -> Program:
@@ -158,10 +164,6 @@ def peak(dtype: torch.dtype, repeats: int = 3) -> float:
         if number:
             best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float]], contest: Contest) -> dict[str, Any]:

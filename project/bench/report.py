@@ -11,7 +11,8 @@ from rich.table import Table
 _COLOURS = {"plain": "#9aa0a6", "ours in fp32": "#7aa6da", "ours": "#1a5fb4"}
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, the smallest and the largest."""
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
@@ -24,8 +25,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         for name in programs:
             table.add_column(name, justify="right")
         rows: dict[str, list[str]] = {
-            "samples/s": [_spread(each["samples_per_s"], ",.0f") for each in programs.values()],
-            "times the plain loop": [_spread(each["ratio"], ".2f") for each in programs.values()],
+            "samples/s": [spread(each["samples_per_s"], ",.0f") for each in programs.values()],
+            "times the plain loop": [spread(each["ratio"], ".2f") for each in programs.values()],
             "CPU seconds per 1,000 samples": [f"{each['cpu_s_per_1000']:.2f}" for each in programs.values()],
             "peak memory": [f"{each['peak_memory'] / 2**30:.2f} GiB" for each in programs.values()],
             "TFLOP/s": [f"{each['flops'] / 1e12:.3f}" for each in programs.values()],
@@ -44,12 +45,12 @@ def show(results: dict[str, Any], console: Console) -> None:
     table.add_row(
         "data, samples/s and core",
         *(f"{median(values):,.0f}" for values in loaders["samples_per_s"].values()),
-        f"{_spread(loaders['ratio'], '.1f')} times",
+        f"{spread(loaders['ratio'], '.1f')} times",
     )
     table.add_row(
         f"framework, us a step on {alone['ranks']} ranks",
         *(f"{value:,.0f}" for value in alone["us_a_step"].values()),
-        f"{_spread(alone['us_more'], '+.0f')} us",
+        f"{spread(alone['us_more'], '+.0f')} us",
     )
     for phase in alone["phases_us"]["plain"]:
         table.add_row(f"  {phase}", *(f"{each[phase]:,.0f}" for each in alone["phases_us"].values()), "")

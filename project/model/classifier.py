@@ -83,7 +83,7 @@ class ImageClassifier(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The means of an epoch cover all of it, also where the run was resumed within."""
-        checkpoint["epoch_sums"] = self.trainer.strategy.reduce(self.epoch_tally.sums.clone(), reduce_op="sum")
+        checkpoint["epoch_sums"] = self._over_ranks(self.epoch_tally)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
@@ -190,11 +190,13 @@ class ImageClassifier(LightningModule):
     def _report(self, tag: str, tally: Tally, more: dict[str, float] | None = None) -> dict[str, float]:
         """Joins the ranks' sums and logs the means at the step reached, each under its tag."""
         # The host waits for the device here, and nowhere else: at log points and at the end of an epoch.
-        sums = self.trainer.strategy.reduce(tally.sums.clone(), reduce_op="sum")
-        values = {tag.format(name): value for name, value in tally.means(sums.tolist()).items()}
+        values = {tag.format(name): value for name, value in tally.means(self._over_ranks(tally).tolist()).items()}
         for logger in self.loggers:
             logger.log_metrics({**values, **(more or {})}, step=self.trainer.global_step)
         return values
+
+    def _over_ranks(self, tally: Tally) -> Tensor:
+        return self.trainer.strategy.reduce(tally.sums.clone(), reduce_op="sum")
 
     def _check_classes(self, logits: Tensor) -> None:
         wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)

@@ -40,14 +40,17 @@ class Host:
         file.write_text(self.hosts_file.read_text().replace(f"{self.address} {self.name}\n", f"127.0.1.1 {self.name}\n"))
         return replace(self, hosts_file=file)
 
-    def start(self, words: Sequence[str], output: Any, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Starts a program on this host; its id is that of the process itself."""
+    def enter(self) -> list[str]:
+        """What stands before a command that is to run on this host."""
         # nsenter and not `ip netns exec`, which hides /sys/fs/cgroup.
         bound = [(self.hosts_file, Path("/etc/hosts")), *self.mounts]
         mounts = "; ".join(f"mount --bind {thing} {place}" for thing, place in bound)
         become = f'hostname {self.name}; {mounts}; exec "$@"'
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
-        return subprocess.Popen([*enter, *words], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT)
+        return ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts", "sh", "-c", become, "sh"]
+
+    def start(self, words: Sequence[str], output: Any, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Starts a program on this host; its id is that of the process itself."""
+        return subprocess.Popen([*self.enter(), *words], cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT)
 
     def pids(self) -> list[int]:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
