@@ -65,13 +65,10 @@ def contest(
         dtypes.append(torch.bfloat16 if "bf16" in trainer.precision else torch.float16)
 
     def batches() -> Iterator[int]:
-        data.num_workers, before = 0, data.num_workers
-        try:
-            for batch in data.train_dataloader():
-                moved = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
-                yield len(data.on_after_batch_transfer(moved, 0)["label"])
-        finally:
-            data.num_workers = before
+        data.spare_cores = 0  # on one core
+        for batch in data.train_dataloader():
+            moved = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+            yield len(data.on_after_batch_transfer(moved, 0)["label"])
 
     log.info("The data alone ...")
     loaders = loading(made, batches)

@@ -26,7 +26,8 @@ _IDENTITY = ("seed_everything", "data.source", "data.batch_size", "data.global_b
 # These say where and how it runs, not what comes out.
 _CIRCUMSTANCE = (
     "watchdog",
-    *("base", "config", "run", "resume", "debug", "ckpt_path", "checkpoints", "data.num_workers", "data.seed", "weights_only"),
+    *("base", "config", "run", "resume", "debug", "ckpt_path", "checkpoints", "weights_only"),
+    *("data.num_workers", "data.resident", "data.seed"),
     *(f"trainer.{name}" for name in ("devices", "num_nodes", "accelerator", "logger", "callbacks", "profiler", "plugins")),
     *(
         "watchdog",

@@ -39,6 +39,7 @@ from project.cluster.findings import Finding, show, write
 from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect, host
 from project.cluster.meeting import Meeting
+from project.cluster.memory import keep_freed_memory
 from project.contest import contest
 from project.data import ImageData
 from project.lean import lighten
@@ -130,6 +131,8 @@ class Trainer(pl.Trainer):
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
         for line in lines:
             log.info(line)
+        if _on_cpu(accelerator):
+            keep_freed_memory()
 
         if kwargs.get("overfit_batches"):
             raise ValueError(

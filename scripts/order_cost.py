@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DistributedSampler
 
-from project.data.order import MicroBatchSampler, Order, _block
+from project.data.order import MicroBatchSampler, Order, _window
 
 BATCH, BATCHES = 64, 200
 
@@ -47,7 +47,7 @@ def measure(epoch: Callable[[int], Iterator[Any]]) -> tuple[float, float, float]
     """Milliseconds to the first batch, microseconds for each of the next, MiB at the peak."""
     starts, batches = [], []
     for number in range(3):
-        _block.cache_clear()
+        _window.cache_clear()
         start = time.perf_counter()
         rows = epoch(number)
         next(rows)
@@ -55,7 +55,7 @@ def measure(epoch: Callable[[int], Iterator[Any]]) -> tuple[float, float, float]
         count = sum(1 for _ in zip(range(BATCHES - 1), rows, strict=False))
         starts.append(first - start)
         batches.append((time.perf_counter() - first) / max(1, count))
-    _block.cache_clear()
+    _window.cache_clear()
     tracemalloc.start()
     rows = epoch(7)
     for _ in zip(range(10), rows, strict=False):

@@ -52,12 +52,12 @@ class Heard(Callback):
         self.heard.append("before")
 
 
-def fit(folder: Any, *callbacks: Callback, **settings: Any) -> None:
+def fit(folder: Any, *callbacks: Callback, num_workers: Any = 0, **settings: Any) -> None:
     trainer = Trainer(
         max_steps=LAST + 10, log_every_n_steps=1000, callbacks=list(callbacks), limit_val_batches=0, devices=1,
         default_root_dir=folder, num_sanity_val_steps=0, enable_progress_bar=False, **{"accelerator": "cpu", **settings},
     )  # fmt: skip
-    data = ImageData(Synthetic(train_size=1000, val_size=64, image_size=8), batch_size=2, num_workers=0)
+    data = ImageData(Synthetic(train_size=1000, val_size=64, image_size=8), batch_size=2, num_workers=num_workers)
     trainer.fit(ImageClassifier(Trivial()), datamodule=data)
 
 
@@ -77,9 +77,11 @@ def test_a_step_waits_for_the_device_once_at_most(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_the_host_never_waits_for_a_gpu_between_log_points(tmp_path, precision):
+@pytest.mark.parametrize("num_workers", [0, "auto"])
+def test_the_host_never_waits_for_a_gpu_between_log_points(tmp_path, precision, num_workers):
     mode = torch.cuda.set_sync_debug_mode  # 'error' makes whatever waits for the device raise
-    fit(tmp_path, Between(lambda: mode("error"), lambda: mode("default")), accelerator="gpu", precision=precision)
+    looks_on = Between(lambda: mode("error"), lambda: mode("default"))
+    fit(tmp_path, looks_on, accelerator="gpu", precision=precision, num_workers=num_workers)
 
 
 def test_a_batch_of_any_size_takes_as_many_operators():

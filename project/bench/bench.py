@@ -104,7 +104,7 @@ def training(contest: Contest, ranks: int, dtypes: Sequence[torch.dtype]) -> Rou
 
 def framework(contest: Contest, ranks: int) -> Round:
     """A network that is nothing, on images that are nothing: what is left of a step."""
-    small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.num_workers=0", "--data.crop_padding=0")
+    small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.crop_padding=0")
     programs = [
         contest.plain(ranks, "--trivial", "--batch-size=2"),
         contest.ours(OURS, ranks, "--model.network=project.bench.gate.Trivial", "--trainer.precision=32-true", *small),

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from project.data.synthetic import scatter
 
+Channels = float | tuple[float, ...]
+
 
 def crop_and_flip(images: Tensor, samples: Tensor, epoch: int, seed: int, padding: int, flip: bool) -> Tensor:
     """Moves each image by up to `padding` pixels each way (zeros come in); `flip` mirrors half of them.
@@ -30,8 +32,25 @@ def crop_and_flip(images: Tensor, samples: Tensor, epoch: int, seed: int, paddin
     return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 images to floats; images that are floats already are taken to be in 0 .. 1."""
-    scale = 255.0 if images.dtype == torch.uint8 else 1.0
-    floats = images.float() if images.dtype != torch.float32 else images.clone()
-    return floats.sub_(mean * scale).mul_(1 / (std * scale))  # in place: passes over new memory are what takes the time
+class Normalise:
+    """uint8 images to floats of zero mean and unit variance; images that are floats already are taken to be in 0 .. 1.
+
+    Args:
+        mean: of images in 0 .. 1, one for all channels or one for each.
+        std: their standard deviation, likewise.
+    """
+
+    def __init__(self, mean: Channels, std: Channels, device: torch.device) -> None:
+        means, stds = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+        self._one = means.numel() == stds.numel() == 1
+        self._scales = {top: (1 / (stds * top)).float().to(device) for top in (1.0, 255.0)}
+        self._numbers = {top: scale.mean().item() for top, scale in self._scales.items()}
+        self._shift = (-means / stds).float().to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        top = 255.0 if images.dtype == torch.uint8 else 1.0
+        floats = images.float() if images.dtype != torch.float32 else images.clone()
+        # In place, and in one pass if that will do: passes over memory are what takes the time.
+        if self._one:
+            return torch.add(self._shift.view(()), floats, alpha=self._numbers[top], out=floats)
+        return floats.mul_(self._scales[top]).add_(self._shift)

@@ -2,16 +2,14 @@
 
 import hashlib
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from project.data.augment import crop_and_flip, normalise
-from project.data.batches import Batch, MicroBatches
+from project.data.augment import Normalise, crop_and_flip
+from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
 from project.data.order import MicroBatchSampler, Order
 from project.data.sources import Source, Split, Synthetic
 
@@ -41,6 +39,9 @@ class ImageData(LightningDataModule):
         tail: what the last step of an epoch does with fewer samples than a global batch: 'keep' trains on them, each
             with its true weight; 'drop' leaves them out of this epoch.
         num_workers: loader processes for each rank; 'auto' takes what cores the process has to spare, at most 8.
+        resident: 'auto' keeps images on the device, as bytes, where a built-in source has few enough of them: at most 256 MiB
+            on a CPU, 5 % of a GPU's memory. No loader processes are needed then. 'never' loads them batch by batch, and so
+            does a num_workers that is a number.
         seed: decides the order of the samples and their augmentation.
     """
 
@@ -53,6 +54,7 @@ class ImageData(LightningDataModule):
         flip: bool = False,
         tail: Literal["keep", "drop"] = "keep",
         num_workers: int | Literal["auto"] = "auto",
+        resident: Literal["auto", "never"] = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -63,12 +65,13 @@ class ImageData(LightningDataModule):
         self.source = source or Synthetic()
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
-        self.num_workers, self.seed = num_workers, seed
+        self.num_workers, self.resident, self.seed = num_workers, resident, seed
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
         self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
         self._start = (0, 0)
         self._dataset = cache(self.source.dataset)  # each split is read once
-        self._moments = cache(self._make_moments)
+        self._whole = cache(self._read_whole)
+        self._normalise = cache(partial(Normalise, self.source.mean, self.source.std))  # one for each device
 
     @property
     def num_classes(self) -> int:
@@ -111,8 +114,8 @@ class ImageData(LightningDataModule):
             if not len(dataset):  # type: ignore[arg-type]
                 raise ValueError(f"The {split} set is empty.")
 
-    def train_dataloader(self) -> DataLoader[Batch]:
-        loader = self._loader(self._dataset("train"), self.train_order())
+    def train_dataloader(self) -> MicroBatchLoader:
+        loader = self._loader("train", self.train_order())
         assert isinstance(loader.sampler, MicroBatchSampler)
         loader.sampler.start_at(*self._start)
         self._start = (0, 0)
@@ -135,41 +138,50 @@ class ImageData(LightningDataModule):
         """Training goes on from here, with the next loader that is made."""
         self._start = epoch, step
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> MicroBatchLoader:
         return self._eval_loader("val")
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> MicroBatchLoader:
         return self._eval_loader("test")
 
-    def predict_dataloader(self) -> DataLoader[Batch]:
+    def predict_dataloader(self) -> MicroBatchLoader:
         return self._eval_loader("test")
 
-    def _eval_loader(self, split: Split) -> DataLoader[Batch]:
+    def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
-        dataset = self._dataset(split)
-        size: int = len(dataset)  # type: ignore[arg-type]
+        size: int = len(self._dataset(split))  # type: ignore[arg-type]
         batches = _limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
-        return self._loader(dataset, order)
+        return self._loader(split, order)
 
     @property
     def workers(self) -> int:
-        """Loader processes of each rank."""
+        """Loader processes of each rank, where the images are not on the device already."""
         return min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
 
-    def _loader(self, dataset: Dataset[Any], order: Order) -> DataLoader[Batch]:
+    def _read_whole(self, split: Split) -> InMemory | None:
+        if self.resident == "never" or self.num_workers != "auto":
+            return None
         assert self.trainer is not None
-        workers = self.workers
+        device = self.trainer.strategy.root_device
+        cuda = device.type == "cuda"
+        at_most = torch.cuda.get_device_properties(device).total_memory // 20 if cuda else 256 << 20
+        return whole(self._dataset(split), device, at_most)
+
+    def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
+        assert self.trainer is not None
+        held = self._whole(split)
         order = replace(order, share=order.micro_batches // self.trainer.world_size)
-        return DataLoader(
-            MicroBatches(dataset, order),
+        workers = 0 if held else self.workers
+        return MicroBatchLoader(
+            MicroBatches(held or self._dataset(split), order),
             sampler=MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size),
             batch_size=None,  # an item is a micro-batch already, of tensors
             collate_fn=_as_it_is,
             num_workers=workers,
             persistent_workers=workers > 0,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",
         )
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
@@ -196,11 +208,6 @@ class ImageData(LightningDataModule):
         assert self.trainer is not None
         if self.trainer.training and (self.crop_padding or self.flip):
             images = crop_and_flip(images, batch["sample"], batch["key"][0], self.seed, self.crop_padding, self.flip)
-        mean, std = self._moments(images.device)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
-        return {**batch, "image": normalise(images, mean, std).to(dtype)}
-
-    def _make_moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.source.mean, self.source.std))
-        return mean.to(device), std.to(device)
+        return {**batch, "image": self._normalise(images.device)(images).to(dtype)}

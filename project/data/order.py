@@ -8,7 +8,7 @@ once: nothing is stored, nothing is shuffled.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Literal
 
@@ -21,7 +21,7 @@ Key = tuple[int, int, int]
 
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
-_BLOCK = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
+_WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -69,10 +69,11 @@ def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
     return x.astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # a loader reads onwards: the block it is in, and the one a micro-batch may reach into
-def _block(number: int, block: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    start = number * block
-    return permute(np.arange(start, min(start + block, size)), size, seed, epoch)
+@lru_cache(maxsize=2)
+def _window(start: int, stride: int, length: int, rows: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples at `rows` runs of neighbouring positions, `stride` apart; what lies behind the last one is not used."""
+    positions = start + np.arange(rows)[:, None] * stride + np.arange(length)
+    return permute(np.minimum(positions, size - 1).ravel(), size, seed, epoch).reshape(rows, length)
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,16 @@ class Order:
     limit: int | None = None
     share: int | None = None
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         return self.micro_batch * self.micro_batches
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimiser steps in an epoch."""
         return self._steps if self.limit is None else min(self._steps, self.limit)
 
-    @property
+    @cached_property
     def _steps(self) -> int:
         full, left = divmod(self.size, self.global_batch)
         alone = self.tail == "keep" and left >= 2 * self.micro_batches
@@ -144,15 +145,27 @@ class Order:
         low, high = self.micro_span(step, number)
         if self.seed is None:
             return np.arange(low, high)
-        # What the other ranks read is not worth computing, unless it is all between here and what comes next.
-        alone = self.share is not None and self.share < self.micro_batches
-        block = min(_BLOCK, self.micro_batch * (self.share or 1)) if alone else _BLOCK
-        parts = []
-        for number in range(low // block, (max(low, high - 1)) // block + 1):
-            start = number * block
-            samples = _block(number, block, self.size, self.seed, epoch)
-            parts.append(samples[max(low - start, 0) : high - start])
-        return np.concatenate(parts)
+        start, stop = self.span(step)
+        if stop - start != self.global_batch:  # the last step
+            return permute(np.arange(low, high), self.size, self.seed, epoch)
+        # Of this step and of those that follow, and only what is read here: other ranks have other micro-batches.
+        run = min(self._share, max(1, _WINDOW // self.micro_batch))
+        first, place = number - number % run, number % run * self.micro_batch
+        rows = max(1, _WINDOW // (run * self.micro_batch))
+        window = _window(
+            (step - step % rows) * self.global_batch + first * self.micro_batch,
+            *(self.global_batch, run * self.micro_batch, rows, self.size, self.seed, epoch),
+        )
+        return window[step % rows, place : place + self.micro_batch]
+
+    def after(self, key: Key) -> Key:
+        """The micro-batch that the same rank takes next, in this epoch or behind its end."""
+        epoch, step, number = key
+        return (epoch, step, number + 1) if (number + 1) % self._share else (epoch, step + 1, number + 1 - self._share)
+
+    @cached_property
+    def _share(self) -> int:
+        return self.share or self.micro_batches
 
 
 class MicroBatchSampler(DistributedSampler[Key]):

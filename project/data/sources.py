@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from project.data.augment import Channels
 from project.data.batches import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
 
 Split = Literal["train", "val", "test"]
-Channels = float | tuple[float, ...]
 
 
 class Source(ABC):

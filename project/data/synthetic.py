@@ -49,6 +49,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         seed: another seed, another world: other patterns, other images.
     """
 
+    in_bulk = True
+
     def __init__(
         self,
         size: int,

@@ -1,10 +1,11 @@
 """Augmentation: a function of (seed, epoch, sample), not of the batch it came in."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from project.data.augment import crop_and_flip, normalise
+from project.data.augment import Normalise, crop_and_flip
 
 IMAGES = torch.randint(1, 256, (32, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 SAMPLES = torch.arange(1000, 1032)
@@ -44,8 +45,12 @@ def test_without_padding_and_flip_nothing_moves():
     assert torch.equal(crop_and_flip(IMAGES, SAMPLES, 0, 1, 0, False), IMAGES)
 
 
-def test_normalise_bytes_and_floats_alike():
-    mean, std = torch.tensor(0.5).view(-1, 1, 1), torch.tensor(0.25).view(-1, 1, 1)
-    from_bytes = normalise(IMAGES, mean, std)
-    torch.testing.assert_close(from_bytes, (IMAGES.float() / 255 - 0.5) / 0.25)
-    torch.testing.assert_close(normalise(IMAGES.float() / 255, mean, std), from_bytes)
+@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)), (0.5, (0.2, 0.3, 0.25))])
+def test_normalise_bytes_and_floats_alike(mean, std):
+    normalise = Normalise(mean, std, torch.device("cpu"))
+    means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    floats, before = IMAGES.float() / 255, IMAGES.clone()
+    torch.testing.assert_close(normalise(IMAGES), (floats - means) / stds)
+    torch.testing.assert_close(normalise(floats), (floats - means) / stds)
+    assert torch.equal(IMAGES, before)
+    assert torch.equal(floats, before.float() / 255)

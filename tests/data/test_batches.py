@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from project.data.batches import InMemory, MicroBatches
-from project.data.order import Order
+from project.data.batches import InMemory, MicroBatches, whole
+from project.data.order import MicroBatchSampler, Order
 from project.data.synthetic import SyntheticImages
 
 
@@ -37,17 +39,18 @@ def test_images_of_any_kind_become_uint8_chw(kind):
     assert batch["sample"].tolist() == [4, 5, 6, 7]
 
 
+class Counting(SyntheticImages):
+    calls = 0
+
+    def __getitems__(self, indices):
+        self.calls += 1
+        return super().__getitems__(indices)
+
+    def __getitem__(self, index):
+        raise AssertionError("image by image")
+
+
 def test_a_dataset_that_makes_batches_is_asked_once():
-    class Counting(SyntheticImages):
-        calls = 0
-
-        def __getitems__(self, indices):
-            self.calls += 1
-            return super().__getitems__(indices)
-
-        def __getitem__(self, index):
-            raise AssertionError("image by image")
-
     data = Counting(100)
     MicroBatches(data, Order(100, 32, 1, seed=0))[0, 0, 0]
     assert data.calls == 1
@@ -67,3 +70,43 @@ def test_a_rank_without_samples_gets_an_empty_batch():
     batches = [MicroBatches(data, Order(3, 8, 4))[0, 0, number] for number in range(4)]
     assert [len(batch["label"]) for batch in batches] == [0, 1, 1, 1]
     assert batches[0]["image"].shape == (0, 1, 2, 2)
+
+
+@given(
+    st.integers(2, 300),
+    st.integers(1, 20),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["keep", "drop"]),
+)
+def test_micro_batches_made_together_are_those_made_alone(size, micro_batch, share, world_size, tail):
+    order = Order(size, micro_batch, share * world_size, seed=3, tail=tail, share=share)
+    data = InMemory(torch.arange(size, dtype=torch.uint8).repeat(3, 1).T.reshape(size, 3, 1, 1), torch.arange(size))
+    for rank in range(world_size):
+        together = MicroBatches(data, order)
+        keys = list(MicroBatchSampler(order, rank, world_size))
+        for key in [*keys, *keys[len(keys) // 2 :]]:  # and again, from the middle of the epoch
+            batch, alone = together[key], MicroBatches(data, order)[key]
+            assert batch.keys() == alone.keys()
+            assert batch["sample"].tolist() == alone["sample"].tolist() == batch["label"].tolist()
+            assert torch.equal(batch["image"], alone["image"])
+            assert [batch[name] for name in ("key", "chance", "weight")] == [
+                alone[name] for name in ("key", "chance", "weight")
+            ]
+
+
+def test_small_images_are_made_for_many_micro_batches_at_once():
+    data = Counting(4000, image_size=8)
+    batches = MicroBatches(data, Order(4000, 16, 1, seed=0))
+    for step in range(65):
+        batches[0, step, 0]
+    assert data.calls == 3  # a first one, to see how large they are, and two of 32
+
+
+def test_a_set_that_is_small_is_read_whole():
+    data = SyntheticImages(700, image_size=8)
+    held = whole(data, torch.device("cpu"), at_most=700 * 3 * 8 * 8)
+    assert torch.equal(held.images, data.__getitems__(range(700))[0])
+    assert torch.equal(held.labels, data.__getitems__(range(700))[1])
+    assert whole(data, torch.device("cpu"), at_most=700 * 3 * 8 * 8 - 1) is None
+    assert whole(OneByOne("tensor"), torch.device("cpu"), at_most=1 << 30) is None

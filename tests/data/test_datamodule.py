@@ -1,10 +1,15 @@
 """How a global batch is made up of micro-batches, ranks and accumulation."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 
-from project.data import ImageData
+from project.bench.gate import Trivial
+from project.data import ImageData, Synthetic
+from project.model import ImageClassifier
+from project.trainer import Trainer
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
@@ -30,3 +35,35 @@ def test_a_world_size_that_does_not_fit_is_told_which_do():
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ImageData(**wrong)
+
+
+class Seen(Callback):
+    """Keeps what is trained and validated on."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append((batch["image"], batch["label"], batch["sample"]))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.batches.append((batch["image"], batch["label"], batch["sample"]))
+
+
+def seen(folder, **settings):
+    """The batches of two epochs, and the splits that lay on the device."""
+    callback = Seen()
+    data = ImageData(Synthetic(train_size=70, val_size=20, image_size=8), batch_size=8, crop_padding=1, **settings)
+    trainer = Trainer(max_epochs=2, default_root_dir=folder, callbacks=[callback], logger=False, accelerator="cpu")
+    trainer.fit(ImageClassifier(Trivial()), datamodule=data)
+    return callback.batches, [split for split in ("train", "val") if data._whole(split)]
+
+
+def test_images_on_the_device_are_those_that_are_loaded(tmp_path):
+    batches, held = seen(tmp_path / "held")
+    loaded, none = seen(tmp_path / "loaded", resident="never")
+    assert (held, none) == (["train", "val"], [])
+    assert seen(tmp_path / "asked", num_workers=0)[1] == []
+    assert len(batches) == len(loaded) > 20
+    for one, other in zip(batches, loaded, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
