@@ -1,71 +1,174 @@
-"""Lightning's training loop without the work that nobody asked for: two thirds of what it costs in a steady step.
+"""Lightning's loop over the micro-batches, with all that happens to one in one place, and nothing that nobody asked for.
 
-For each hook of each callback Lightning opens a profiler's context, also where there is no profiler and the callback has no
-such hook; for each batch it looks up the signature of training_step and tells all ranks whether a SIGTERM has come.
+Lightning passes a micro-batch through forty layers of hooks, profiler contexts, closures and results, which takes longer than
+a small step itself; and before each it tells all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
+What is done here, and in which order, is what Lightning does. Where something is asked for that is not (see `_is_usual`),
+Lightning's own loop does it.
 """
 
-from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.trainer import call
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import LBFGS
 
-_NOTHING = nullcontext()
-_all_hooks = call._call_callback_hooks
-
-
-class NoProfiler(PassThroughProfiler):
-    """Lightning asks it a hundred times in a step; a generator's context each time would be a third of a millisecond."""
-
-    def profile(self, action_name: str) -> Any:
-        return _NOTHING
+# Hooks of the model that take over a part of the step.
+_TAKES_OVER = (
+    *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
+    "lr_scheduler_step",
+)
 
 
-@cache
-def _has(kind: Any, hook_name: str) -> bool:
-    """Whether a class of callbacks does something in a hook."""
-    return getattr(kind, hook_name, None) is not getattr(Callback, hook_name, None)
+def lighten(trainer: Trainer) -> None:
+    """Has this trainer loop so."""
+    loop = trainer.fit_loop.epoch_loop
+    trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
 
 
-def _hooks(trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any) -> None:
-    """Lightning's `_call_callback_hooks`, for trainers without a profiler; for others it is Lightning's own."""
-    if type(trainer.profiler) is not NoProfiler:
-        _all_hooks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-        return
-    module: LightningModule | None = trainer.lightning_module
-    before = None
-    if module:
-        before, module._current_fx_name = module._current_fx_name, hook_name
-    for callback in trainer.callbacks:
-        if monitoring_callbacks is not None and isinstance(callback, (EarlyStopping, Checkpoint)) != monitoring_callbacks:
-            continue
-        if _has(type(callback), hook_name) or hook_name in callback.__dict__:  # type: ignore[arg-type]
-            getattr(callback, hook_name)(trainer, module, *args, **kwargs)
-    if module:
-        module._current_fx_name = before
+class Steps(_TrainingEpochLoop):
+    """The steps of an epoch."""
 
+    _results: Any
 
-@cache
-def _takes_index(kind: Any) -> bool:
-    return bool(is_param_in_hook_signature(kind.training_step, "batch_idx", min_args=2))
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        super().on_run_start(data_fetcher)
+        self._usual = self._is_usual(data_fetcher)
+        if not self._usual:
+            return
+        self._told: dict[str, list[Callable[..., Any]]] = {}
+        self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
+        self._module, self._optimizer = self.trainer.lightning_module, self.trainer.optimizers[0]
+        self._scaler = getattr(self._precision, "scaler", None)
+        self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
+        hooks = self.trainer._data_connector._datahook_selector
+        assert hooks is not None
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        self._before, self._transfer, self._after = (getattr(hooks.get_instance(name), name) for name in names)
 
+    def _is_usual(self, data_fetcher: _DataFetcher) -> bool:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        return (
+            module.automatic_optimization
+            and not any(is_overridden(name, module, LightningModule) for name in _TAKES_OVER)
+            and type(trainer.profiler) is PassThroughProfiler
+            and type(strategy) in (DDPStrategy, SingleDeviceStrategy)
+            and getattr(strategy, "_model_averager", None) is None
+            and type(precision) in (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
+            and len(trainer.optimizers) == 1
+            and not isinstance(trainer.optimizers[0], LBFGS)  # which evaluates the loss again and again
+            and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        )
 
-def lighten(trainer: Any) -> None:
-    """Has this trainer's loop do what was asked for, and no more."""
-    if type(trainer.profiler) is PassThroughProfiler:
-        trainer.profiler = NoProfiler()
-        call._call_callback_hooks = _hooks
-    loop: Any = trainer.fit_loop.epoch_loop
+    def _broadcast_sigterm_tensor(self) -> None:
+        pass
 
-    def arguments(_: Any, batch: Any, batch_idx: int) -> Any:
-        index = {"batch_idx": batch_idx} if _takes_index(type(trainer.lightning_module)) else {}  # type: ignore[arg-type]
-        return OrderedDict(batch=batch, **index)
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """A micro-batch, from the loader to the metrics."""
+        if self.restarting or not self._usual:
+            super().advance(data_fetcher)
+            return
+        trainer, progress, logged = self.trainer, self.batch_progress, self._results
+        batch, _, _ = next(data_fetcher)
+        number = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = self._before(self._precision.convert_input(batch), 0)
+        batch = self._after(self._transfer(batch, self._strategy.root_device, 0), 0)
+        progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        self._tell("on_train_batch_start", batch, number)
+        progress.increment_started()
 
-    loop._build_kwargs = arguments
-    # A broadcast, and a wait for the device, before every micro-batch. StopTogether does without either.
-    loop._broadcast_sigterm_tensor = lambda: None
+        if self._should_accumulate():
+            with getattr(self._strategy, "block_backward_sync", nullcontext)():
+                outputs = self._gradient(batch, number)
+        else:
+            outputs = self._gradient(batch, number)
+            self._step()
+        progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+        self._tell("on_train_batch_end", outputs, batch, number)
+        if logged:  # by self.log, in whatever was called here
+            trainer._logger_connector.on_batch_end()
+        else:
+            logged.batch = None
+        progress.increment_completed()
+        if logged:
+            trainer._logger_connector.update_train_step_metrics()
+
+    def _gradient(self, batch: Any, number: int) -> dict[str, Any]:
+        """Forwards and backwards."""
+        micro_batches = self.trainer.accumulate_grad_batches
+        self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
+        output = self._strategy.training_step(batch, number) if self._index else self._strategy.training_step(batch)
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        if not isinstance(outputs.get("loss"), Tensor):
+            raise ValueError("training_step must return a loss, or a dict with a loss in it, for every micro-batch.")
+        if number % micro_batches == 0:
+            count = self.automatic_optimization.optim_progress.optimizer.zero_grad
+            count.increment_ready()
+            self._tell("on_before_zero_grad", self._optimizer)
+            count.increment_started()
+            self._optimizer.zero_grad()
+            count.increment_completed()
+        loss = outputs["loss"] if micro_batches == 1 else outputs["loss"] / micro_batches
+        outputs["loss"] = loss.detach()
+        self._strategy.pre_backward(loss)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._tell("on_before_backward", loss)
+        loss.backward()
+        self._tell("on_after_backward")
+        self._strategy.post_backward(loss)
+        return outputs
+
+    def _step(self) -> None:
+        count = self.automatic_optimization.optim_progress.optimizer.step
+        count.increment_ready()
+        if self._scaler is not None and not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            self._scaler.unscale_(self._optimizer)
+        self._tell("on_before_optimizer_step", self._optimizer)
+        if self.trainer.gradient_clip_val:
+            how = self.trainer.gradient_clip_algorithm
+            self._module.configure_gradient_clipping(self._optimizer, self.trainer.gradient_clip_val, how)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        count.increment_completed()
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        """Calls a hook of all that have it: the callbacks, then the model."""
+        told = self._told.get(hook)
+        if told is None:
+            told = self._told[hook] = self._who_has(hook)
+        if told:
+            self._module.__dict__["_current_fx_name"] = hook
+            for one in told:
+                one(*args)
+
+    def _who_has(self, hook: str) -> list[Callable[..., Any]]:
+        trainer, module = self.trainer, self._module
+        told: list[Callable[..., Any]] = []
+        for callback in trainer.callbacks:
+            method = getattr(callback, hook)
+            if getattr(method, "__func__", method) is not getattr(Callback, hook):
+                told.append(partial(method, trainer, module))
+        if is_overridden(hook, module, LightningModule):
+            told.append(getattr(module, hook))
+        return told

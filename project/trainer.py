@@ -171,6 +171,8 @@ class Trainer(pl.Trainer):
         if isinstance(self.strategy, DDPStrategy):
             # Buffers need no broadcast at every forward pass: batch norm's are kept equal once a step (StepStatistics).
             self.strategy._ddp_kwargs.setdefault("broadcast_buffers", False)
+            if self.world_size == 1:  # there is nobody to share gradients with: no need to copy them into buckets
+                self.strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
         lighten(self)
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
@@ -44,8 +45,8 @@ class Phases:
         self._now = now
 
     def _watch(self) -> None:
-        base = dataloader._BaseDataLoaderIter
-        self._around(base, "__next__", "logging", "data")
+        for loader in (dataloader._BaseDataLoaderIter, _DataFetcher):  # of the plain loop, and of Lightning's
+            self._around(loader, "__next__", "logging", "data")
         self._around(torch.Tensor, "backward", "forward", "sync")
         networks = nn.modules.module
         self._undo += [

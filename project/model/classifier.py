@@ -10,8 +10,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from project.model.later import Later
 from project.model.schedule import WarmupCosine
-from project.model.tally import Tally
+from project.model.tally import Note, Tally, add_up, means, note
 
 Scaling = Literal["linear", "sqrt", "none"]
 
@@ -61,29 +62,26 @@ class ImageClassifier(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.lr_reference_batch, self.lr_scaling, self.lr_interval = lr_reference_batch, lr_scaling, lr_interval
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
-        self.step_tally, self.epoch_tally, self.eval_tally = Tally(), Tally(), Tally()
-        self._tallied_step, self._compile = 0, compile
+        self.epoch_tally, self.eval_tally = Tally(), Tally()
+        self._step_notes: list[Note] = []
+        self._sent: tuple[int, float, int, Later] | None = None
+        self._noted_step, self._compile = 0, compile
 
     def on_fit_start(self) -> None:
         if self._compile != "none":
             self.network.compile(mode=self._compile)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes the name of each hook here, sixty times a step; a Module's own way to take a value is a slow one.
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
     def on_train_start(self) -> None:
-        self._tallied_step = self.trainer.global_step
+        self._noted_step = self.trainer.global_step
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)  # type: ignore[no-any-return]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The means of an epoch cover all of it, also where the run was resumed within."""
-        checkpoint["epoch_sums"] = self._over_ranks(self.epoch_tally)
+        self._log_sent()
+        sums = Later(self.epoch_tally.total(), self.trainer.world_size).read()
+        checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
@@ -105,37 +103,50 @@ class ImageClassifier(LightningModule):
         if batch_idx == 0:
             self._check_classes(logits)
         loss = self.loss(logits, batch["label"])
-        self.step_tally.update(logits.detach(), batch["label"], loss)
+        self._step_notes.append(note(logits, batch["label"], loss))
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         return loss if batch["weight"] == 1.0 else loss * batch["weight"]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = self.trainer.global_step
-        if step == self._tallied_step:
+        trainer = self.trainer
+        step = trainer.global_step
+        if step == self._noted_step:
             return  # in the middle of a step
-        self._tallied_step = step
+        self._noted_step = step
+        notes, self._step_notes = self._step_notes, []
         # Set by who looks for losses that are not finite; on a GPU only the device knows.
-        skipped: bool | Tensor = getattr(self.trainer, "skipped", False)
+        skipped: bool | Tensor = getattr(trainer, "skipped", False)
         if skipped is True:
-            self.step_tally.reset()
             return
-        sums = self.step_tally.sums
-        self.epoch_tally.sums += sums if skipped is False else sums.where(~skipped, 0)
-        self.epoch_tally._update_count += 1  # it was updated by hand
-        if step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-            values = self._report("train/{}", self.step_tally, {"train/lr": lr})
-            # What log_dict(prog_bar=True) comes to in the end, without the half millisecond for each name on the way.
-            self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-            self.trainer.progress_bar_metrics.update(values)
-        self.step_tally.reset()
+        if skipped is False:
+            self.epoch_tally.add(notes)
+        else:
+            self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
+        self._log_sent()
+        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            lr = trainer.optimizers[0].param_groups[0]["lr"]
+            self._sent = step, lr, notes[0][1].shape[1], Later(add_up(notes), trainer.world_size)
+
+    def _log_sent(self) -> None:
+        """Logs what was sent at the last log point; until then it is on its way."""
+        if self._sent is None:
+            return
+        (step, lr, guesses, sums), self._sent = self._sent, None
+        values = self._log("train/{}", means(sums.read(), guesses), step, {"train/lr": lr})
+        # What log_dict(prog_bar=True) comes to in the end, without the half millisecond for each name on the way.
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        self.trainer.progress_bar_metrics.update(values)
+
+    def on_validation_start(self) -> None:
+        self._log_sent()
+
+    def on_train_end(self) -> None:
+        self._log_sent()
 
     def on_train_epoch_end(self) -> None:
         if not self.trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             return  # max_steps ended the run inside an epoch; a longer one goes on with it
-        self.epoch_tally.num_classes = self.step_tally.num_classes
-        self._report("train/{}_epoch", self.epoch_tally)
-        self.epoch_tally.reset()
+        self._log_tally("train/{}_epoch", self.epoch_tally)
 
     # Validation, test, prediction -----------------------------------------------------------------------------------
 
@@ -159,10 +170,9 @@ class ImageClassifier(LightningModule):
         if self.trainer.sanity_checking:
             self.eval_tally.reset()
             return
-        values = self._report(stage + "/{}", self.eval_tally)
+        values = self._log_tally(stage + "/{}", self.eval_tally)
         # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
-        self.eval_tally.reset()
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         probabilities = self(batch["image"]).float().softmax(dim=1)
@@ -187,16 +197,17 @@ class ImageClassifier(LightningModule):
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _report(self, tag: str, tally: Tally, more: dict[str, float] | None = None) -> dict[str, float]:
-        """Joins the ranks' sums and logs the means at the step reached, each under its tag."""
-        # The host waits for the device here, and nowhere else: at log points and at the end of an epoch.
-        values = {tag.format(name): value for name, value in tally.means(self._over_ranks(tally).tolist()).items()}
-        for logger in self.loggers:
-            logger.log_metrics({**values, **(more or {})}, step=self.trainer.global_step)
-        return values
+    def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
+        """Logs the means over all ranks, and begins anew. The host waits for the device here, once an epoch."""
+        sums = Later(tally.total(), self.trainer.world_size).read()
+        tally.reset()
+        return self._log(tag, means(sums, tally.guesses), self.trainer.global_step)
 
-    def _over_ranks(self, tally: Tally) -> Tensor:
-        return self.trainer.strategy.reduce(tally.sums.clone(), reduce_op="sum")
+    def _log(self, tag: str, values: dict[str, float], step: int, more: dict[str, float] | None = None) -> dict[str, float]:
+        named = {tag.format(name): value for name, value in values.items()}
+        for logger in self.loggers:
+            logger.log_metrics({**named, **(more or {})}, step=step)
+        return named
 
     def _check_classes(self, logits: Tensor) -> None:
         wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)

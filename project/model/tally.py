@@ -1,7 +1,7 @@
 """Tally: loss, top-1 and top-5 accuracy of everything seen, as one torchmetrics metric.
 
-One state of four sums instead of a metric each: a batch costs a few small kernels and no wait for the device, the ranks are
-joined by one reduction, and every sample weighs the same, whatever batch it came in.
+What a micro-batch adds is noted in three small kernels and summed up for many at once, without a wait for the device; the
+ranks are joined by one reduction of four sums, and every sample weighs the same, whatever batch it came in.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,32 @@ from torchmetrics import Metric
 
 # Sums of millions of losses need the digits; Apple's GPUs don't have them.
 _SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64
+_AT_ONCE = 64  # micro-batches summed up together
+
+Note = tuple[Tensor, Tensor]
+"""The mean loss of a micro-batch, and for each sample which of its best guesses is right: five, or one of few classes."""
+
+
+def note(logits: Tensor, labels: Tensor, mean_loss: Tensor) -> Note:
+    guesses = 5 if logits.shape[1] > 5 else 1
+    return mean_loss.detach(), logits.detach().topk(guesses, dim=1).indices == labels[:, None]
+
+
+def add_up(notes: Sequence[Note]) -> Tensor:
+    """Sums over all samples: of their loss, right first guesses, right guesses, and their number."""
+    hits = torch.cat([hits for _, hits in notes])
+    loss = torch.zeros((), dtype=_SUMS, device=hits.device)
+    for size in {len(hits) for _, hits in notes} - {0}:  # an evaluation may have fewer samples than ranks
+        loss = loss + torch.stack([mean for mean, hits in notes if len(hits) == size]).to(_SUMS).sum() * size
+    right = hits.sum(0, dtype=_SUMS)
+    return torch.stack([loss, right[0], right.sum(), torch.full_like(loss, len(hits))])
+
+
+def means(sums: Sequence[Any], guesses: int) -> dict[str, Any]:
+    """`loss`, `acc`, and `acc5` where there are more than five classes."""
+    loss, top1, top5, count = sums
+    values = {"loss": loss / count, "acc": top1 / count}
+    return {**values, "acc5": top5 / count} if guesses == 5 else values
 
 
 class Tally(Metric):
@@ -23,31 +49,29 @@ class Tally(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_classes = 0
+        self.guesses = 1
+        self._notes: list[Note] = []  # what is not in the sums yet
         self.add_state("sums", torch.zeros(4, dtype=_SUMS), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        self.num_classes = logits.shape[1]
-        if not len(labels):  # an evaluation may have fewer samples than ranks
-            return
-        hits = logits.topk(min(5, self.num_classes), dim=1).indices == labels[:, None]
-        count = len(labels)
-        self.sums += torch.stack(
-            [
-                mean_loss.detach().to(_SUMS) * count,
-                hits[:, 0].sum().to(_SUMS),
-                hits.sum().to(_SUMS),
-                torch.full((), count, dtype=_SUMS, device=labels.device),
-            ]
-        )
+        self.add([note(logits, labels, mean_loss)])
+
+    def add(self, notes: Sequence[Note]) -> None:
+        self._notes += notes
+        if len(self._notes) >= _AT_ONCE:
+            self.total()
+
+    def total(self) -> Tensor:
+        """The sums, of this rank."""
+        if self._notes:
+            self.sums = self.sums + add_up(self._notes)
+            self.guesses = self._notes[-1][1].shape[1]
+            self._notes.clear()
+        return self.sums
+
+    def reset(self) -> None:
+        super().reset()
+        self._notes.clear()
 
     def compute(self) -> dict[str, Tensor]:
-        """`loss`, `acc`, and `acc5` where there are more than five classes."""
-        return self.means(self.sums.unbind())
-
-    def means(self, sums: Sequence[Any]) -> dict[str, Any]:
-        loss, top1, top5, count = sums
-        values = {"loss": loss / count, "acc": top1 / count}
-        if self.num_classes > 5:
-            values["acc5"] = top5 / count
-        return values
+        return means(self.total().unbind(), self.guesses)

@@ -1,8 +1,8 @@
 """Signals set a flag; all ranks stop at the same step, with a checkpoint.
 
 Lightning's own handlers talk to the other ranks from inside the handler, and hang when the ranks are not in step. Here a
-handler only notes the signal; at every step the ranks compare notes on the CPU, asynchronously: what one step starts, the
-next reads, so nobody waits. A second signal stops at once.
+handler only notes the signal; at every step, or every twentieth of a second if steps are shorter, the ranks compare notes on
+the CPU, asynchronously: what one step starts, the next reads, so nobody waits. A second signal stops at once.
 
 Exit codes: 130 after Ctrl-C (SIGINT), 143 after SIGTERM, 138 after SIGUSR1, which is what a shell expects of a program that
 these end. Under Slurm, SIGUSR1 is the warning before the time limit (--signal=USR1@60): the job goes back into the queue.
@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from project.survive.signals import EXIT_CODES, Signals
 
 log = logging.getLogger(__name__)
 
+_INTERVAL, _MOST = 0.05, 20  # seconds and steps from one comparison to the next
+
 
 class StopTogether(Callback):
     """Stops all ranks at the same step when any of them was asked to, and saves when the time for it has come."""
@@ -30,8 +33,11 @@ class StopTogether(Callback):
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
         self._group: Any = None
-        self._notes = torch.zeros(2, dtype=torch.int32)
+        self._notes = torch.zeros(3, dtype=torch.int32)
         self._answer: Any = None
+        self._pause = 0  # steps until the ranks compare notes again; all count alike
+        self._stale = True  # how long a step takes is not known, or of another phase
+        self._last, self._since = time.monotonic(), 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and self._group is None:
@@ -44,15 +50,34 @@ class StopTogether(Callback):
         if self._group is None:
             return mine
         last = (0, False)
+        self._since += 1
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
-            number, overdue = self._notes.tolist()
+            number, overdue, steps = self._notes.tolist()
             last = (number, bool(overdue))
-        if not last[0]:
-            self._notes[0], self._notes[1] = mine
+            self._pause = 0 if self._stale else -steps - 1
+        if self._pause:
+            self._pause -= 1
+        elif not last[0]:
+            self._stale = False
+            # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
+            self._notes[0], self._notes[1], self._notes[2] = *mine, -self._steps()
             self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return last
+
+    def _steps(self) -> int:
+        """How many of this rank's steps make an interval, going by the last ones."""
+        now = time.monotonic()
+        each = (now - self._last) / self._since
+        self._last, self._since = now, 0
+        return max(1, min(_MOST, int(_INTERVAL / max(each, 1e-6))))
+
+    def _at_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What follows may take another time."""
+        self._pause, self._stale = 0, True
+
+    on_train_epoch_start = on_validation_start = on_test_start = on_predict_start = _at_once
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
