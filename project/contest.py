@@ -46,7 +46,6 @@ def contest(
             "HINT: leave model.network as it is in configs/bench.yaml."
         )
     data.setup("fit")
-    sample = data._dataset("train")[0][0]
     devices = torch.cuda.device_count() or cores()
     chosen = ranks or [count for count in (1, 2) if count <= devices]
     made = Contest(
@@ -56,7 +55,7 @@ def contest(
         images=data.train_order().size,
         workers=lambda count: _workers(data, count),
         threads=cores,
-        flops=float(flops(model.network, torch.empty(1, *sample.shape))),  # type: ignore[arg-type]
+        flops=float(flops(model.network, torch.empty(1, *data.shape))),  # type: ignore[arg-type]
         turns=turns,
         steps=steps,
     )

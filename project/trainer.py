@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype, get_available_flops
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
@@ -29,6 +30,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
+from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from project.cluster import facts
@@ -54,7 +56,7 @@ from project.survive.watchdog import Watchdog
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
-from project.watch.throughput import Throughput
+from project.watch.throughput import Throughput, flops
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +195,17 @@ class Trainer(pl.Trainer):
         if not isinstance(data, ImageData):
             return None
         return data.batch_size * self.world_size * self.accumulate_grad_batches
+
+    @property
+    def least_seconds(self) -> float:
+        """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
+        module, data = self.lightning_module, getattr(self, "datamodule", None)
+        network = getattr(module, "network", None)
+        peak = get_available_flops(self.strategy.root_device, _plugin_to_compute_dtype(self.precision_plugin))
+        if not peak or not isinstance(data, ImageData) or not isinstance(network, nn.Module):
+            return 0.0
+        samples = self.estimated_stepping_batches * (self.global_batch or 0)
+        return flops(network, torch.empty(1, *data.shape)) * samples / (peak * self.world_size)
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

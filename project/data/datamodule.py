@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from project.data.augment import Normalise, crop_and_flip
-from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
+from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, as_tensor, whole
 from project.data.order import MicroBatchSampler, Order
 from project.data.sources import Source, Split, Synthetic
 
@@ -76,6 +76,11 @@ class ImageData(LightningDataModule):
     @property
     def num_classes(self) -> int:
         return self.source.num_classes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of a training image."""
+        return tuple(as_tensor(self._dataset("train")[0][0]).shape)
 
     # How a global batch is made up -----------------------------------------------------------------------------------
 

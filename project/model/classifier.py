@@ -14,6 +14,8 @@ from project.model.later import Later
 from project.model.schedule import WarmupCosine
 from project.model.tally import Note, Tally, add_up, means, note
 
+_WORTH_COMPILING = 900  # seconds
+
 Scaling = Literal["linear", "sqrt", "none"]
 
 
@@ -38,7 +40,8 @@ class ImageClassifier(LightningModule):
         label_smoothing: share of the target that is spread over all classes.
         channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores.
         compile: 'default', 'reduce-overhead' or 'max-autotune' has torch.compile translate the network at the first step of a
-            fit, which takes half a minute or more; 'none' leaves it as it is.
+            fit, which takes half a minute or more; 'auto' is 'default' on a GPU, for runs of a quarter of an hour or longer,
+            counted by their operations at the GPU's peak; 'none' leaves it as it is.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ImageClassifier(LightningModule):
         lr_interval: Literal["step", "epoch"] = "step",
         label_smoothing: float = 0.0,
         channels_last: bool = True,
-        compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none",
+        compile: Literal["none", "auto", "default", "reduce-overhead", "max-autotune"] = "none",
     ) -> None:
         super().__init__()
         if lr_reference_batch < 1:
@@ -68,8 +71,11 @@ class ImageClassifier(LightningModule):
         self._noted_step, self._compile = 0, compile
 
     def on_fit_start(self) -> None:
-        if self._compile != "none":
-            self.network.compile(mode=self._compile)
+        mode = self._compile
+        if mode == "auto":  # a function of the config and of the kind of the GPU, not of how fast the first steps went
+            mode = "default" if getattr(self.trainer, "least_seconds", 0) > _WORTH_COMPILING else "none"
+        if mode != "none":
+            self.network.compile(mode=mode)
 
     def on_train_start(self) -> None:
         self._noted_step = self.trainer.global_step

@@ -5,14 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from project.bench.gate import Trivial
+from project.data import ImageData, Synthetic
 from project.data.batches import MicroBatches
 from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.model import ImageClassifier, MiniResNet
 from project.model.classifier import lr_factor
+from project.trainer import Trainer
 from tests.conftest import TINY, forked
 
 
@@ -64,6 +68,53 @@ def test_the_learning_rate_follows_the_global_batch():
     assert lr_factor("linear", 512, 64) == 8
     assert lr_factor("sqrt", 256, 64) == 2
     assert lr_factor("none", 512, 64) == 1
+
+
+class Last(Callback):
+    """What was logged of the last step, when a validation is over."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.loss = outputs["loss"].item()
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.pairs.append((self.loss, trainer.callback_metrics["train/loss"].item()))
+
+
+def test_a_validation_finds_what_was_logged_before_it(tmp_path):
+    last = Last()
+    trainer = Trainer(
+        max_epochs=1, val_check_interval=3, log_every_n_steps=1, callbacks=[last], default_root_dir=tmp_path, accelerator="cpu"
+    )
+    data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=8)
+    trainer.fit(ImageClassifier(Trivial()), datamodule=data)
+    assert len(last.pairs) == 4
+    for loss, logged in last.pairs:
+        assert logged == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("mode", "seconds", "compiled"), [("auto", 800, []), ("auto", 1000, ["default"]), ("none", 1000, [])])
+def test_only_a_run_that_is_long_is_compiled(tmp_path, monkeypatch, mode, seconds, compiled):
+    found = []
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode: found.append(mode))
+    if seconds > 900:
+        monkeypatch.setattr(Trainer, "least_seconds", seconds)
+    trainer = Trainer(max_steps=1, limit_val_batches=0, logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    trainer.fit(ImageClassifier(Trivial(), compile=mode), datamodule=ImageData(Synthetic(train_size=96, image_size=8)))
+    assert found == compiled
+
+
+def test_a_run_takes_its_operations_at_the_peak_of_the_device(tmp_path, monkeypatch):
+    trainer = Trainer(max_epochs=3, limit_val_batches=0, logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=32)
+    trainer.fit(ImageClassifier(Trivial()), datamodule=data)
+    assert trainer.least_seconds == 0  # nobody knows the peak of a CPU
+    monkeypatch.setattr("project.trainer.get_available_flops", lambda device, dtype: 1000)
+    # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
+    assert trainer.least_seconds == pytest.approx(3 * 96 * 192 * 10 * 2 * 2 / 1000)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")

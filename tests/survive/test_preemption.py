@@ -1,5 +1,6 @@
 """Ctrl-C: all ranks stop at the same step, with a checkpoint, and the shell sees 130."""
 
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,27 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     newest = max((tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt"))
     checkpoint = torch.load(newest, weights_only=True)
     assert checkpoint["global_step"] == step
+
+
+def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
+    """They don't compare notes at every step."""
+    fault = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 300, "number": int(signal.SIGTERM)}}
+    run = quick(
+        *(
+            "fit",
+            "--config=configs/ddp.yaml",
+            *TINY,
+            "--data.source.init_args.train_size=100000",
+            "--trainer.limit_val_batches=0",
+        ),
+        *("--model.network=project.bench.gate.Trivial", f"--trainer.callbacks={json.dumps([fault])}", "--run=short"),
+        *("--trainer.log_every_n_steps=100", "--data.batch_size=16", "--data.global_batch_size=32"),
+        ranks=2,
+    )
+    assert run.code == 128 + signal.SIGTERM, run.output
+    assert run.output.count("Stopped by SIGTERM after step") == 1
+    step = int(run.output.partition("after step ")[2].partition(".")[0])
+    assert 300 <= step <= 342  # twice twenty steps, and two to send and to read
 
 
 @pytest.mark.parametrize("loading", ["torch._C", "lightning.pytorch.trainer", "project.cli"])
