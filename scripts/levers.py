@@ -8,26 +8,36 @@ Prints samples/s with and without, and the ratio: the median of five turns, and 
 """
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch.fx.experimental.optimization import fuse
 
 from project.bench.bench import Contest
 from project.bench.report import spread
-from project.bench.turns import in_turns
+from project.bench.turns import Program, in_turns
 from project.cluster.cores import cores
+from project.cluster.memory import keep_freed_memory
+from project.model import MiniResNet
 
 DDP = "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"
 SETTING = "--trainer.strategy.dict_kwargs"
+GIVES_BACK = "import project.cluster.memory as memory; memory.keep_freed_memory = lambda: None"
 # lever: (processes, what switches it on, what switches it off)
 LEVERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "bf16": (1, ("--trainer.precision=bf16-mixed",), ("--trainer.precision=32-true",)),
     "channels_last": (1, (), ("--model.channels_last=false",)),
     "channels_last_fp32": (1, ("--trainer.precision=32-true",), ("--trainer.precision=32-true", "--model.channels_last=false")),
     "fused_sgd": (1, ("--model.optimizer.init_args.fused=true",), ("--model.optimizer.init_args.fused=false",)),
+    "images_on_the_device": (1, (), ("--data.resident=never", "--data.num_workers=0")),
     "loader_process": (1, ("--data.num_workers=1",), ("--data.num_workers=0",)),
+    "freed_memory_kept": (1, (), (GIVES_BACK,)),
     "compile": (1, ("--model.compile=default",), ()),
     "gradient_as_bucket_view": (2, (DDP, f"{SETTING}.gradient_as_bucket_view=true"), ()),
     "static_graph": (2, (DDP, f"{SETTING}.static_graph=true"), ()),
@@ -35,11 +45,38 @@ LEVERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "no_broadcast_of_buffers": (2, (), (DDP, f"{SETTING}.broadcast_buffers=true")),
     "gradients_in_bf16": (2, ("--trainer.gradient_compression=bf16",), ()),
 }
+FOLDING = "folded_batch_norm"
 TURNS, STEPS = 5, 3
 
 
+def without(contest: Contest, ranks: int, *words: str) -> Program:
+    program = contest.ours("without", ranks, *(word for word in words if word != GIVES_BACK))
+    if GIVES_BACK not in words:
+        return program
+    code = f"{GIVES_BACK}; from project.cli import main; main()"
+    return replace(program, commands=((sys.executable, "-c", code, *program.commands[0][3:]),))
+
+
+def folding() -> tuple[str, str, str]:
+    """Batch norm folded into the convolutions, which only an evaluation can have."""
+    keep_freed_memory()
+    network = MiniResNet().to(memory_format=torch.channels_last).eval()
+    folded, images = fuse(network), torch.randn(64, 3, 32, 32).to(memory_format=torch.channels_last)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for turn in range(TURNS + 1):
+            for name, one in (("with", folded), ("without", network)):
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    one(images)
+                if turn:
+                    seconds[name].append((time.perf_counter() - start) / STEPS)
+    ratio = [off / on for on, off in zip(*seconds.values(), strict=True)]
+    return f"{64 / median(seconds['with']):,.0f}", f"{64 / median(seconds['without']):,.0f}", spread(ratio, ".3f")
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or list(LEVERS)
+    chosen = sys.argv[1:] or [*LEVERS, FOLDING]
     table = Table(title="Samples/s in micro-batches of 64, bf16, channels_last", title_justify="left")
     for column in ("lever", "processes", "with", "without", "ratio"):
         table.add_column(column, justify="left" if column == "lever" else "right")
@@ -56,8 +93,11 @@ def main() -> None:
             steps=STEPS,
         )
         for name in chosen:
+            if name == FOLDING:
+                table.add_row("folded batch norm, in evaluation", "1", *folding())
+                continue
             ranks, on, off = LEVERS[name]
-            programs = [contest.ours("with", ranks, *on), contest.ours("without", ranks, *off)]
+            programs = [contest.ours("with", ranks, *on), without(contest, ranks, *off)]
             folder = Path(place) / name
             folder.mkdir()
             measured = in_turns(programs, folder, TURNS, STEPS)
