@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -67,7 +67,7 @@ class Steps(_TrainingEpochLoop):
             and getattr(strategy, "_model_averager", None) is None
             and type(precision) in (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
             and len(trainer.optimizers) == 1
-            and not isinstance(trainer.optimizers[0], LBFGS)  # which evaluates the loss again and again
+            and _steps_once(trainer.optimizers[0])
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         )
 
@@ -172,3 +172,8 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
+
+
+def _steps_once(optimizer: Optimizer) -> bool:
+    """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)

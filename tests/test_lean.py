@@ -182,6 +182,22 @@ def test_a_callback_that_is_put_on_is_heard(tmp_path):
     assert heard.heard == ["before", "after"] * (LAST + 10)
 
 
+class Own(torch.optim.SGD):
+    """Takes a step of the size that the loss has."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.LBFGS])
+def test_an_optimiser_that_asks_for_the_loss_gets_it(tmp_path, kind):
+    def module(network: Any) -> ImageClassifier:
+        return ImageClassifier(network, optimizer=lambda parameters: kind(parameters, lr=0.01))
+
+    fit(tmp_path, module=module)
+
+
 def test_a_step_without_a_loss_is_refused(tmp_path):
     class Lossless(ImageClassifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

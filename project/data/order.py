@@ -151,7 +151,7 @@ class Order:
         # Of this step and of those that follow, and only what is read here: other ranks have other micro-batches.
         run = min(self._share, max(1, _WINDOW // self.micro_batch))
         first, place = number - number % run, number % run * self.micro_batch
-        rows = max(1, _WINDOW // (run * self.micro_batch))
+        rows = max(1, min(self.steps, _WINDOW // (run * self.micro_batch)))
         window = _window(
             (step - step % rows) * self.global_batch + first * self.micro_batch,
             *(self.global_batch, run * self.micro_batch, rows, self.size, self.seed, epoch),

@@ -262,7 +262,8 @@ class Datasets(Source):
     """Your own datasets: anything with `__len__` and `__getitem__(index) -> (image, label)`.
 
     An image is a uint8 tensor (C, H, W), a float tensor in 0 .. 1, an array or a PIL image. A dataset may also have
-    `__getitems__(indices) -> (images, labels)`, which makes a whole batch and is faster.
+    `__getitems__(indices) -> (images, labels)`, which makes a whole batch and is faster; and `in_bulk = True`, if that takes a
+    tensor of any number of indices, and gives the same images each time: then a small set lies on the device (`data.resident`).
 
     Args:
         train: the training set, by class_path.

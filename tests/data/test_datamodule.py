@@ -1,5 +1,7 @@
 """How a global batch is made up of micro-batches, ranks and accumulation."""
 
+import resource
+
 import pytest
 import torch
 from hypothesis import given
@@ -57,6 +59,22 @@ def seen(folder, **settings):
     trainer = Trainer(max_epochs=2, default_root_dir=folder, callbacks=[callback], logger=False, accelerator="cpu")
     trainer.fit(ImageClassifier(Trivial()), datamodule=data)
     return callback.batches, [split for split in ("train", "val") if data._whole(split)]
+
+
+@pytest.mark.parametrize("resident", ["auto", "never"])
+def test_a_batch_takes_no_new_memory(tmp_path, resident):
+    data = ImageData(Synthetic(train_size=20_000), batch_size=64, resident=resident)
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu", devices=1)
+    module = ImageClassifier(Trivial())
+    trainer._as_for_a_fit(module, data)
+    trainer.strategy._lightning_module = module
+    data.spare_cores = 0
+    pages = []
+    for batch in data.train_dataloader():
+        data.on_after_batch_transfer(batch, 0)
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    assert len(pages) == 313
+    assert pages[-1] - pages[100] < 212  # one a batch; a batch of floats is 192 of them
 
 
 def test_images_on_the_device_are_those_that_are_loaded(tmp_path):
