@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from project.bench.gate import Trivial
@@ -174,6 +175,18 @@ def test_it_is_lightnings_loop(tmp_path, module, settings):
     if module is not ImageClassifier:
         assert ours[4].cleared == theirs[4].cleared > 10
         assert ours[4].trainer.callback_metrics["mine"] == theirs[4].trainer.callback_metrics["mine"]
+
+
+def test_one_process_has_nobody_to_share_gradients_with(tmp_path):
+    """No copies into DDP's buckets."""
+    models = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            models.append(trainer.strategy.model)
+
+    fit(tmp_path, Look(), strategy="ddp")
+    assert not isinstance(models[0], DistributedDataParallel)
 
 
 def test_a_callback_that_is_put_on_is_heard(tmp_path):
