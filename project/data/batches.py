@@ -64,7 +64,9 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
 
 
 def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory | None:
-    """All of a dataset, on the device, if it is made in bulk and takes so many bytes at most."""
+    """All of a dataset, on the device, if it lies there already, or is made in bulk and takes so many bytes at most."""
+    if isinstance(dataset, InMemory) and dataset.images.device == device:
+        return dataset
     size: int = len(dataset)  # type: ignore[arg-type]
     if not in_bulk(dataset) or size * dataset[0][0].nbytes > at_most:
         return None

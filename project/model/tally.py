@@ -57,7 +57,7 @@ class Tally(Metric):
         self.add([note(logits, labels, mean_loss)])
 
     def add(self, notes: Sequence[Note]) -> None:
-        self._notes += notes
+        self._notes.extend(notes)
         if len(self._notes) >= _AT_ONCE:
             self.total()
 

@@ -135,3 +135,4 @@ def test_a_set_that_is_small_is_read_whole():
     assert torch.equal(held.labels, data.__getitems__(range(700))[1])
     assert whole(data, torch.device("cpu"), at_most=700 * 3 * 8 * 8 - 1) is None
     assert whole(OneByOne("tensor"), torch.device("cpu"), at_most=1 << 30) is None
+    assert whole(held, torch.device("cpu"), at_most=0) is held  # it is there already
