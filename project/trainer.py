@@ -205,7 +205,12 @@ class Trainer(pl.Trainer):
         if not peak or not isinstance(data, ImageData) or not isinstance(network, nn.Module):
             return 0.0
         samples = self.estimated_stepping_batches * (self.global_batch or 0)
-        return flops(network, torch.empty(1, *data.shape)) * samples / (peak * self.world_size)
+        try:
+            each = flops(network, torch.empty(2, *data.shape)) / 2
+        except Exception as error:  # a network may do what can't be done without values
+            log.debug("How long this run takes at least can't be told: %s", error)
+            return 0.0
+        return each * samples / (peak * self.world_size)
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

@@ -68,7 +68,7 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
     if isinstance(dataset, InMemory) and dataset.images.device == device:
         return dataset
     size: int = len(dataset)  # type: ignore[arg-type]
-    if not in_bulk(dataset) or size * dataset[0][0].nbytes > at_most:
+    if not in_bulk(dataset) or size * as_tensor(dataset[0][0]).nbytes > at_most:
         return None
     numbers = torch.arange(size).split(_AHEAD_SAMPLES)  # type: ignore[no-untyped-call]
     images, labels = zip(*(dataset.__getitems__(some) for some in numbers), strict=True)  # type: ignore[attr-defined]

@@ -79,6 +79,7 @@ class ImageClassifier(LightningModule):
 
     def on_train_start(self) -> None:
         self._noted_step = self.trainer.global_step
+        self._step_notes, self._sent = [], None  # another fit may have ended within a step
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)  # type: ignore[no-any-return]
@@ -87,11 +88,13 @@ class ImageClassifier(LightningModule):
         """The means of an epoch cover all of it, also where the run was resumed within."""
         self._log_sent()
         sums = Later(self.epoch_tally.total(), self.trainer.world_size).read()
+        checkpoint["epoch_guesses"] = self.epoch_tally.guesses
         checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
             self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
+        self.epoch_tally.guesses = checkpoint.get("epoch_guesses", self.epoch_tally.guesses)
         ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
         theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
         differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -110,6 +113,7 @@ class ImageClassifier(LightningModule):
             self._check_classes(logits)
         loss = self.loss(logits, batch["label"])
         self._step_notes.append(note(logits, batch["label"], loss))
+        self._log_sent()  # while the device has this to compute
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         return loss if batch["weight"] == 1.0 else loss * batch["weight"]
 
@@ -128,13 +132,14 @@ class ImageClassifier(LightningModule):
             self.epoch_tally.add(notes)
         else:
             self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
-        self._log_sent()
         if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             self._sent = step, lr, notes[0][1].shape[1], Later(add_up(notes), trainer.world_size)
+            if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
+                self._log_sent()  # for a schedule that is about to look at it
 
     def _log_sent(self) -> None:
-        """Logs what was sent at the last log point; until then it is on its way."""
+        """Logs what was sent at the last log point; meanwhile it was on its way."""
         if self._sent is None:
             return
         (step, lr, guesses, sums), self._sent = self._sent, None
@@ -150,6 +155,7 @@ class ImageClassifier(LightningModule):
         self._log_sent()
 
     def on_train_epoch_end(self) -> None:
+        self._log_sent()
         if not self.trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             return  # max_steps ended the run inside an epoch; a longer one goes on with it
         self._log_tally("train/{}_epoch", self.epoch_tally)

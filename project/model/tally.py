@@ -37,6 +37,8 @@ def add_up(notes: Sequence[Note]) -> Tensor:
 def means(sums: Sequence[Any], guesses: int) -> dict[str, Any]:
     """`loss`, `acc`, and `acc5` where there are more than five classes."""
     loss, top1, top5, count = sums
+    if not count:  # every step of an epoch was left out
+        return {}
     values = {"loss": loss / count, "acc": top1 / count}
     return {**values, "acc5": top5 / count} if guesses == 5 else values
 

@@ -24,7 +24,7 @@ from project.survive.signals import EXIT_CODES, Signals
 
 log = logging.getLogger(__name__)
 
-_INTERVAL, _MOST = 0.05, 20  # seconds and steps from one comparison to the next
+_INTERVAL, _MOST = 0.05, 8  # seconds and steps from one comparison to the next
 
 
 class StopTogether(Callback):
@@ -37,7 +37,7 @@ class StopTogether(Callback):
         self._answer: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
-        self._last, self._since = time.monotonic(), 1
+        self._last, self._since = time.monotonic(), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and self._group is None:
@@ -68,6 +68,8 @@ class StopTogether(Callback):
 
     def _steps(self) -> int:
         """How many of this rank's steps make an interval, going by the last ones."""
+        if self._since < 3:  # of this phase
+            return 1
         now = time.monotonic()
         each = (now - self._last) / self._since
         self._last, self._since = now, 0
@@ -76,8 +78,9 @@ class StopTogether(Callback):
     def _at_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What follows may take another time."""
         self._pause, self._stale = 0, True
+        self._last, self._since = time.monotonic(), 0
 
-    on_train_epoch_start = on_validation_start = on_test_start = on_predict_start = _at_once
+    on_train_epoch_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _at_once
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:

@@ -43,8 +43,11 @@ class Events(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         def write() -> None:
             # One event with all values: an event each takes the writer's thread as many turns.
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+            single = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
             self.experiment._get_file_writer().add_summary(summary, step)
+            for name in metrics.keys() - single.keys():
+                self.experiment.add_scalars(name, metrics[name], step)
 
         self._try(write)
 

@@ -128,6 +128,14 @@ def test_loader_processes_make_one_micro_batch_at_a_time():
     assert most[0] > most[1] == 10
 
 
+def test_images_of_any_kind_can_be_made_in_bulk():
+    class Pictures(AtOnce):
+        def __getitem__(self, index):
+            return Image.new("RGB", (1, 1)), 0
+
+    assert whole(Pictures(), torch.device("cpu"), at_most=1 << 20) is not None
+
+
 def test_a_set_that_is_small_is_read_whole():
     data = SyntheticImages(700, image_size=8)
     held = whole(data, torch.device("cpu"), at_most=700 * 3 * 8 * 8)

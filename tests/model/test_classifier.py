@@ -1,11 +1,14 @@
 """ImageClassifier: the gradient of a step is the mean over its samples, and every part can be replaced."""
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -96,6 +99,32 @@ def test_a_validation_finds_what_was_logged_before_it(tmp_path):
         assert logged == pytest.approx(loss)
 
 
+@pytest.mark.parametrize("who", ["early stopping", "step", "epoch"])
+def test_who_looks_at_the_training_loss_finds_it(tmp_path, who):
+    """Also where the only log point of an epoch is its last step, and for a schedule that looks at every step."""
+    plateau = partial(ReduceLROnPlateau, monitor="train/loss")
+    scheduler = {} if who == "early stopping" else {"lr_scheduler": plateau, "lr_interval": who}
+    trainer = Trainer(
+        max_epochs=2, log_every_n_steps=1 if who == "step" else 4, limit_val_batches=0, default_root_dir=tmp_path,
+        callbacks=[EarlyStopping("train/loss")] if not scheduler else None, accelerator="cpu", logger=False,
+    )  # fmt: skip
+    data = ImageData(Synthetic(train_size=64, val_size=8, image_size=8), batch_size=16)
+    trainer.fit(ImageClassifier(Trivial(), **scheduler), datamodule=data)
+    assert trainer.global_step == 8
+
+
+def test_an_epoch_of_which_nothing_is_left_has_no_means(tmp_path):
+    class Broken(Trivial):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) * float("nan")
+
+    trainer = Trainer(
+        max_epochs=3, limit_train_batches=1, limit_val_batches=0, nonfinite="skip", default_root_dir=tmp_path, accelerator="cpu"
+    )
+    trainer.fit(ImageClassifier(Broken()), datamodule=ImageData(Synthetic(train_size=64, image_size=8), batch_size=16))
+    assert trainer.global_step == 3
+
+
 @pytest.mark.parametrize(("mode", "seconds", "compiled"), [("auto", 800, []), ("auto", 1000, ["default"]), ("none", 1000, [])])
 def test_only_a_run_that_is_long_is_compiled(tmp_path, monkeypatch, mode, seconds, compiled):
     found = []
@@ -115,6 +144,18 @@ def test_a_run_takes_its_operations_at_the_peak_of_the_device(tmp_path, monkeypa
     monkeypatch.setattr("project.trainer.get_available_flops", lambda device, dtype: 1000)
     # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
     assert trainer.least_seconds == pytest.approx(3 * 96 * 192 * 10 * 2 * 2 / 1000)
+
+
+def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, monkeypatch):
+    class Branches(Trivial):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) if images.sum().item() else images.flatten(1)[:, :10]
+
+    monkeypatch.setattr("project.trainer.get_available_flops", lambda device, dtype: 1)
+    trainer = Trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path, logger=False, accelerator="cpu")
+    data = ImageData(Synthetic(train_size=64, image_size=8), batch_size=16)
+    trainer.fit(ImageClassifier(Branches(), compile="auto"), datamodule=data)
+    assert trainer.least_seconds == 0
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")

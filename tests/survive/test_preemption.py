@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.conftest import TINY, environment
 
@@ -62,7 +65,35 @@ def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
     assert run.code == 128 + signal.SIGTERM, run.output
     assert run.output.count("Stopped by SIGTERM after step") == 1
     step = int(run.output.partition("after step ")[2].partition(".")[0])
-    assert 300 <= step <= 342  # twice twenty steps, and two to send and to read
+    assert 300 <= step <= 318  # twice eight steps, and two to send and to read
+
+
+def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
+    """A validation of quick batches, and slow training after it: a signal must not wait for many steps."""
+    clock, started = [0.0], []
+
+    class Answer:
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: started.append(clock[0]) or Answer())
+    stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1)
+    stop._group = "a group"
+
+    def steps(seconds, count):
+        before = len(started)
+        for _ in range(count):
+            clock[0] += seconds
+            stop._compare(trainer)
+        return len(started) - before
+
+    stop.on_train_epoch_start(trainer, None)
+    assert steps(5.0, 20) == 20
+    stop.on_validation_start(trainer, None)
+    assert steps(0.001, 80) < 20
+    stop.on_validation_end(trainer, None)
+    assert steps(5.0, 20) == 20
 
 
 @pytest.mark.parametrize("loading", ["torch._C", "lightning.pytorch.trainer", "project.cli"])
