@@ -64,8 +64,11 @@ def contest(
         dtypes.append(torch.bfloat16 if "bf16" in trainer.precision else torch.float16)
 
     def batches() -> Iterator[int]:
-        data.spare_cores = 0  # on one core
-        for batch in data.train_dataloader():
+        data.spare_cores = 0  # on one core, also where the config asks for processes
+        workers, data.num_workers = data.num_workers, "auto" if data.num_workers == "auto" else 0
+        loader = data.train_dataloader()
+        data.num_workers = workers
+        for batch in loader:
             moved = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
             yield len(data.on_after_batch_transfer(moved, 0)["label"])
 

@@ -25,7 +25,6 @@ RUNS = "lightning_logs"
 _IDENTITY = ("seed_everything", "data.source", "data.batch_size", "data.global_batch_size", "data.tail", "model.network")
 # These say where and how it runs, not what comes out.
 _CIRCUMSTANCE = (
-    "watchdog",
     *("base", "config", "run", "resume", "debug", "ckpt_path", "checkpoints", "weights_only"),
     *("data.num_workers", "data.resident", "data.seed"),
     *(f"trainer.{name}" for name in ("devices", "num_nodes", "accelerator", "logger", "callbacks", "profiler", "plugins")),

@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from project.bench.bench import Contest, free_port
+from project.bench.bench import Contest
 from project.bench.report import spread
 from project.bench.turns import Program, in_turns
 from tests.cluster.hosts import Hosts
@@ -28,7 +29,7 @@ TURNS, STEPS, SLOW = 5, 2, "100mbit"
 
 def on_hosts(program: Program, hosts: Hosts) -> Program:
     """The same program, a rank on each host."""
-    port = free_port()
+    port = find_free_network_port()
     commands = []
     for number, host in enumerate(hosts):
         place = ("LOCAL_RANK=0", f"NODE_RANK={number}", f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={port}")

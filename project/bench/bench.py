@@ -5,7 +5,6 @@ as the config has it. Two more show what the framework alone costs, and two load
 """
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from project.bench.gate import load
 from project.bench.turns import Measured, Program, in_turns
@@ -22,12 +22,6 @@ from project.bench.turns import Measured, Program, in_turns
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
 PLAIN_LOOP = Path(__file__).parents[2] / "scripts" / "plain_ddp.py"
 _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Contest:
             f"--size={self.images}",
             *words,
         )
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if ranks > 1 else {}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())} if ranks > 1 else {}
         return Program(PLAIN, ranks, (command,) * ranks, {**self._environment(ranks), **meeting})
 
     def ours(self, name: str, ranks: int, *words: str) -> Program:
