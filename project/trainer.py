@@ -49,6 +49,7 @@ from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
+from project.survive.failure import hang_up
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
@@ -176,6 +177,7 @@ class Trainer(pl.Trainer):
             if self.world_size == 1:  # there is nobody to share gradients with: no need to copy them into buckets
                 self.strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
         lighten(self)
+        atexit.register(hang_up)  # torch leaves this to its users
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -248,8 +250,6 @@ class Trainer(pl.Trainer):
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
             device_id=None if device.type == "cpu" else device,
         )
-        if backend == "nccl":  # as Lightning does where it connects the ranks itself
-            atexit.register(dist.destroy_process_group)
         return meeting, route
 
     def _meet_as_equals(self) -> None:

@@ -1,5 +1,6 @@
 """Callbacks and datasets that tests plug in by class_path, to look inside a run that goes on in other processes."""
 
+import atexit
 import json
 import os
 import shutil
@@ -61,6 +62,17 @@ class Record(Callback):
             "reductions": self.reductions,
         }
         Path(f"record-{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+class Threads(Callback):
+    """Writes the names of the threads that are there when Python ends to threads-PID.txt in the working directory."""
+
+    def __init__(self) -> None:
+        atexit.register(self._write)  # before the trainer registers anything, and so called after it
+
+    def _write(self) -> None:
+        names = [(one / "comm").read_text() for one in Path("/proc/self/task").iterdir()]
+        Path(f"threads-{os.getpid()}.txt").write_text("".join(names))
 
 
 class Faulty(Dataset[Any]):

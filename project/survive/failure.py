@@ -72,7 +72,7 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
         _wait(children, _LINGER)
         return
     if not alone:
-        _hang_up()
+        hang_up(_FIRST)
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error)
@@ -89,11 +89,17 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
         child.send_signal(signal.SIGTERM)
 
 
-def _hang_up() -> None:
-    """Closes the connections, so that the other ranks notice now."""
+def hang_up(seconds: float = 10) -> None:
+    """Closes the connections: the other ranks notice, and Gloo's threads end while there is a Python.
+
+    They hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python has gone
+    aborts the process. One that waits for a dead rank is not waited for longer than so many seconds.
+    """
+    if not dist.is_initialized():
+        return
     thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()
-    thread.join(_FIRST)
+    thread.join(seconds)
 
 
 def _wait(children: Sequence[Popen[Any]], seconds: float) -> None:

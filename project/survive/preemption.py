@@ -13,6 +13,8 @@ import os
 import signal
 import subprocess
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ class StopTogether(Callback):
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
-        self._group: Any = None
+        self._group: Callable[[], Any] = lambda: None  # torch's own: it ends with the connections
         self._notes = torch.zeros(3, dtype=torch.int32)
         self._answer: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
@@ -40,14 +42,14 @@ class StopTogether(Callback):
         self._last, self._since = time.monotonic(), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.world_size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        if trainer.world_size > 1 and self._group() is None:
+            self._group = weakref.ref(dist.new_group(backend="gloo"))
 
     def _compare(self, trainer: Trainer) -> tuple[int, bool]:
         """The signal that any rank had noted at the last step, or 0, and whether any rank's clock says to save."""
         checkpoints = _checkpoints(trainer)
         mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue)
-        if self._group is None:
+        if (group := self._group()) is None:
             return mine
         last = (0, False)
         self._since += 1
@@ -63,7 +65,7 @@ class StopTogether(Callback):
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
             self._notes[0], self._notes[1], self._notes[2] = *mine, -self._steps()
-            self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 
     def _steps(self) -> int:
@@ -109,8 +111,8 @@ class StopTogether(Callback):
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
             requeue()
-        if self._group is not None:
-            dist.barrier(group=self._group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
+        if (group := self._group()) is not None:
+            dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 

@@ -8,6 +8,7 @@ long passed. TensorBoard gets them under speed/; `Stragglers` compares them.
 import copy
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -54,7 +55,7 @@ class Throughput(Callback):
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self._steps = 0
-        self._group: Any = None
+        self._group: Callable[[], Any] = lambda: None  # torch's own: it ends with the connections
         self._stragglers: Stragglers | None = None
         self._hooks: list[Any] = []
         self._last_gradient: Tensor | None = None
@@ -81,10 +82,10 @@ class Throughput(Callback):
         self._steps = self.every_n_steps or max(10, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._on_gpu = pl_module.device.type == "cuda"
         if trainer.world_size > 1:
-            if dist.get_backend() != "gloo" and self._group is None:
-                self._group = dist.new_group(backend="gloo")  # on the host, beside what the GPUs send each other
+            if dist.get_backend() != "gloo" and self._group() is None:
+                self._group = weakref.ref(dist.new_group(backend="gloo"))  # on the host, beside what the GPUs send each other
             hosts: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(hosts, host(), group=self._group)
+            dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
@@ -181,7 +182,7 @@ class Throughput(Callback):
         row = self._sum_up(self._closed[1])
         self._rows = [torch.empty_like(row) for _ in range(trainer.world_size)]
         if trainer.world_size > 1:
-            self._arriving = dist.all_gather(self._rows, row, group=self._group, async_op=True)
+            self._arriving = dist.all_gather(self._rows, row, group=self._group(), async_op=True)
         else:
             self._rows = [row]
 

@@ -36,7 +36,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
-    words = (*FIT, RECORD, "--data.source.init_args.train_size=250")
+    words = (*FIT, RECORD, "--trainer.callbacks+=tests.probes.Threads", "--data.source.init_args.train_size=250")
     run = cli(*words, "--trainer.devices=2") if launcher == "python" else cli(*words, torchrun=2)
     assert run.code == 0, run.output
     assert "1 host x 2 processes x micro-batch 8 x accumulation 2 = global batch 32" in run.output
@@ -55,6 +55,11 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     # Gradients travel once a step: not in the micro-batches that only accumulate.
     for record in both:
         assert [count > 0 for count in record["reductions"]] == [False, True] * 16
+
+    # Gloo's have ended before Python does: one that outlives it may abort the process (pytorch#190489).
+    threads = [file.read_text() for file in run.folder.glob("threads-*.txt")]
+    assert len(threads) == 2
+    assert not any("gloo" in names for names in threads)
 
     losses, same = alone.curve("train/loss"), run.curve("train/loss")
     assert same.keys() == losses.keys() == set(range(1, 17))
