@@ -79,7 +79,7 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: started.append(clock[0]) or Answer())
     stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1)
-    stop._group = "a group"
+    stop._group = lambda: "a group"
 
     def steps(seconds, count):
         before = len(started)
