@@ -51,6 +51,8 @@ class Steps(_TrainingEpochLoop):
         self._module, self._optimizer = self.trainer.lightning_module, self.trainer.optimizers[0]
         self._scaler = getattr(self._precision, "scaler", None)
         self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
+        configs = self.trainer.lr_scheduler_configs
+        self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
         hooks = self.trainer._data_connector._datahook_selector
         assert hooks is not None
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -90,14 +92,15 @@ class Steps(_TrainingEpochLoop):
         self._tell("on_train_batch_start", batch, number)
         progress.increment_started()
 
-        if self._should_accumulate():
+        if accumulates := self._should_accumulate():
             with getattr(self._strategy, "block_backward_sync", nullcontext)():
                 outputs = self._gradient(batch, number)
         else:
             outputs = self._gradient(batch, number)
             self._step()
         progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if not accumulates:
+            self._move_schedules(number + 1)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
@@ -151,6 +154,13 @@ class Steps(_TrainingEpochLoop):
             self._scaler.step(self._optimizer)
             self._scaler.update()
         count.increment_completed()
+
+    def _move_schedules(self, number: int) -> None:
+        for config in self._schedules:
+            if number % config.frequency == 0:
+                self.scheduler_progress.increment_ready()
+                config.scheduler.step()
+                self.scheduler_progress.increment_completed()
 
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""

@@ -113,9 +113,11 @@ class ImageClassifier(LightningModule):
             self._check_classes(logits)
         loss = self.loss(logits, batch["label"])
         self._step_notes.append(note(logits, batch["label"], loss))
-        self._log_sent()  # while the device has this to compute
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         return loss if batch["weight"] == 1.0 else loss * batch["weight"]
+
+    def on_after_backward(self) -> None:
+        self._log_sent()  # the ranks have met since
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer

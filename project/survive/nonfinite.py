@@ -56,7 +56,7 @@ class Step:
     epoch: int
     batches: list[tuple[int, Tensor]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    flag: Tensor = field(default_factory=lambda: torch.zeros(()))
+    flag: Any = None
     ready: Any = None
 
 

@@ -19,6 +19,7 @@ from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.model import ImageClassifier, MiniResNet
 from project.model.classifier import lr_factor
+from project.model.later import Later
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
 
@@ -97,6 +98,26 @@ def test_a_validation_finds_what_was_logged_before_it(tmp_path):
     assert len(last.pairs) == 4
     for loss, logged in last.pairs:
         assert logged == pytest.approx(loss)
+
+
+def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(tmp_path, monkeypatch):
+    """Before, all would wait for them at every log point."""
+    moments, read = [], Later.read
+
+    class Moments(Callback):
+        def on_train_batch_start(self, *_):
+            moments.append("start")
+
+        def on_after_backward(self, *_):
+            moments.append("met")
+
+    monkeypatch.setattr(Later, "read", lambda later: moments.append("read") or read(later))
+    trainer = Trainer(
+        max_steps=4, log_every_n_steps=1, limit_val_batches=0, callbacks=[Moments()], default_root_dir=tmp_path, logger=False,
+        accelerator="cpu", enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(ImageClassifier(Trivial()), datamodule=ImageData(Synthetic(train_size=64, image_size=8), batch_size=8))
+    assert moments[:11] == ["start", "met", *["start", "met", "read"] * 3]
 
 
 @pytest.mark.parametrize("who", ["early stopping", "step", "epoch"])
