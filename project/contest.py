@@ -55,7 +55,7 @@ def contest(
         images=data.train_order().size,
         workers=lambda count: _workers(data, count),
         threads=cores,
-        flops=float(flops(model.network, torch.empty(1, *data.shape))),  # type: ignore[arg-type]
+        flops=flops(model.network, data.shape),
         turns=turns,
         steps=steps,
     )

@@ -30,7 +30,6 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from project.cluster import facts
@@ -201,18 +200,12 @@ class Trainer(pl.Trainer):
     @property
     def least_seconds(self) -> float:
         """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
-        module, data = self.lightning_module, getattr(self, "datamodule", None)
-        network = getattr(module, "network", None)
+        data = getattr(self, "datamodule", None)
         peak = get_available_flops(self.strategy.root_device, _plugin_to_compute_dtype(self.precision_plugin))
-        if not peak or not isinstance(data, ImageData) or not isinstance(network, nn.Module):
+        if not peak or not isinstance(data, ImageData):
             return 0.0
         samples = self.estimated_stepping_batches * (self.global_batch or 0)
-        try:
-            each = flops(network, torch.empty(2, *data.shape)) / 2
-        except Exception as error:  # a network may do what can't be done without values
-            log.debug("How long this run takes at least can't be told: %s", error)
-            return 0.0
-        return each * samples / (peak * self.world_size)
+        return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (peak * self.world_size)
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
@@ -124,17 +124,12 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
     main()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = 300) -> Run:
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
     output = folder / "output.txt"
     output.write_text("")
-    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    port = str(find_free_network_port())
+    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")

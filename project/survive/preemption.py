@@ -64,7 +64,8 @@ class StopTogether(Callback):
         elif not last[0]:
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
-            self._notes[0], self._notes[1], self._notes[2] = *mine, -self._steps()
+            # Where all are about to save, the clocks have had their say.
+            self._notes[0], self._notes[1], self._notes[2] = mine[0], mine[1] and not last[1], -self._steps()
             self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 

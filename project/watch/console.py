@@ -83,7 +83,6 @@ def hush(rank: int) -> None:
         "srun. command is available",
         "Unable to serialize instance",
         "Couldn't infer the batch indices",
-        "compute. method of metric Tally was called before",
         "isinstance.treespec, LeafSpec",
         "lr_scheduler.step.. before .optimizer.step",
         "OMP_NUM_THREADS",

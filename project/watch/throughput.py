@@ -9,7 +9,7 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -251,25 +251,28 @@ class Throughput(Callback):
             self.shares["gradient sync"] = self._spent[1] / self._seconds
 
     def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        self._flops = 0.0
-        network = getattr(module, "network", None)
-        if not isinstance(network, nn.Module):
-            return
-        try:
-            self._flops = flops(network, batch["image"]) / len(batch["image"])
-            if self._on_gpu:
-                self._peak = get_available_flops(module.device, _plugin_to_compute_dtype(trainer.precision_plugin))
-        except Exception as error:  # a network may do what can't be done without values; a GPU may be unknown
-            log.debug("How much of the device is used can't be told: %s", error)
+        self._flops = flops(getattr(module, "network", None), batch["image"].shape[1:])
+        if self._on_gpu:
+            self._peak = get_available_flops(module.device, _plugin_to_compute_dtype(trainer.precision_plugin))
 
 
-def flops(network: nn.Module, images: Tensor) -> int:
-    """Floating-point operations of a forward and a backward pass, counted on a twin that has shapes and no values."""
+def flops(network: Any, shape: Sequence[int]) -> float:
+    """Floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
+
+    Counted on a twin that has shapes and no values.
+    """
+    if not isinstance(network, nn.Module):
+        return 0.0
     shapes: dict[int, Any] = {}
     for tensor in chain(network.parameters(), network.buffers()):
-        shape = torch.empty_like(tensor, device="meta")
-        shapes[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
-    twin = copy.deepcopy(network, shapes)
-    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-        twin(torch.empty_like(images, device="meta", dtype=next(network.parameters()).dtype)).sum().backward()
-    return int(counter.get_total_flops())
+        like = torch.empty_like(tensor, device="meta")
+        shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    try:
+        images = torch.empty(2, *shape, device="meta", dtype=next(network.parameters()).dtype)
+        twin = copy.deepcopy(network, shapes)
+        with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+            twin(images).sum().backward()
+    except Exception as error:  # a network may do what can't be done without values
+        log.debug("The operations of this network can't be counted: %s", error)
+        return 0.0
+    return float(counter.get_total_flops() / len(images))

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.conftest import ROOT, environment, free_port
+from tests.conftest import ROOT, environment
 
 
 def node(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> "subprocess.Popen[str]":
@@ -27,12 +28,12 @@ def ends(*nodes: "subprocess.Popen[str]") -> list[tuple[int, str]]:
 
 
 def test_all_come():
-    port = free_port()
+    port = find_free_network_port()
     assert ends(node(port, 0), node(port, 1)) == [(0, ""), (0, "")]
 
 
 def test_who_is_missing_is_named_once():
-    port = free_port()
+    port = find_free_network_port()
     first, other = ends(node(port, 0, nodes=3), node(port, 1, nodes=3))
     assert first[0] == 1
     assert f"2 of 3 nodes have come to 127.0.0.1:{port}" in first[1]
@@ -49,7 +50,7 @@ def test_who_is_missing_is_named_once():
     ids=["another size", "another number of processes"],
 )
 def test_what_does_not_fit_together_is_said_once(changed, words):
-    port = free_port()
+    port = find_free_network_port()
     found = ends(node(port, 0), node(port, **{"rank": 1, **changed}))
     said = [output for _, output in found if output]
     assert len(said) == 1
@@ -66,7 +67,7 @@ def test_a_port_that_is_taken():
 
 
 def test_a_number_that_comes_twice():
-    port = free_port()
+    port = find_free_network_port()
     found = ends(node(port, 0, nodes=3), node(port, 1, nodes=3), node(port, 1, nodes=3))
     assert [code for code, _ in found] == [1, 1, 1]
     assert "Node 1 has come twice" in found[0][1]
@@ -78,6 +79,6 @@ def test_a_number_that_comes_twice():
     [("127.0.0.1", "that is {host} itself"), ("no-such-host.invalid", "does not know the host no-such-host.invalid")],
 )
 def test_who_finds_nobody_says_why(address, words):
-    ((code, output),) = ends(node(free_port(), 1, address=address))
+    ((code, output),) = ends(node(find_free_network_port(), 1, address=address))
     assert code == 1
     assert words.format(host=socket.gethostname()) in output

@@ -7,8 +7,9 @@ import sys
 from collections import Counter
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.conftest import TINY, environment, forked, free_port
+from tests.conftest import TINY, environment, forked
 
 FIT = (
     "fit",
@@ -68,7 +69,7 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
 
 
 def test_two_nodes_on_loopback(cli, tmp_path):
-    port = str(free_port())
+    port = str(find_free_network_port())
     nodes = [
         subprocess.Popen(
             [

@@ -68,6 +68,17 @@ def test_a_checkpoint_of_another_network_says_what_differs():
         module.on_load_checkpoint({"state_dict": other})
 
 
+def test_the_means_of_an_epoch_go_on_from_a_checkpoint():
+    """All of them, also where nothing comes after it in the epoch."""
+    before, after = (ImageClassifier(Trivial()) for _ in range(2))
+    before._trainer = after._trainer = SimpleNamespace(world_size=1, is_global_zero=True)
+    before.epoch_tally.update(torch.eye(10), torch.arange(10), torch.tensor(0.5))
+    checkpoint = {"state_dict": before.state_dict()}
+    before.on_save_checkpoint(checkpoint)
+    after.on_load_checkpoint(checkpoint)
+    assert after.epoch_tally.compute() == {"loss": 0.5, "acc": 1.0, "acc5": 1.0}
+
+
 def test_the_learning_rate_follows_the_global_batch():
     assert lr_factor("linear", 512, 64) == 8
     assert lr_factor("sqrt", 256, 64) == 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from project.survive.checkpoints import Checkpoints
 from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.conftest import TINY, environment
@@ -68,13 +69,38 @@ def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
     assert 300 <= step <= 318  # twice eight steps, and two to send and to read
 
 
+class Due(Checkpoints):
+    """Says that it is time to save, until it has."""
+
+    saves = 0
+
+    @property
+    def overdue(self):
+        return not self.saves
+
+    def save(self, trainer, finished=False):
+        self.saves += 1
+
+
+class Answer:
+    def wait(self):
+        pass
+
+
+def test_when_the_time_has_come_all_save_once(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: Answer())
+    due, stop = Due(), StopTogether(Signals())
+    stop._group = lambda: "a group"
+    trainer = SimpleNamespace(callbacks=[due], accumulate_grad_batches=1)
+    for _ in range(30):
+        stop.on_train_batch_start(trainer, None, None, 0)
+        stop._at_once(trainer, None)  # so that they compare notes at every step
+    assert due.saves == 1
+
+
 def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
     """A validation of quick batches, and slow training after it: a signal must not wait for many steps."""
     clock, started = [0.0], []
-
-    class Answer:
-        def wait(self):
-            pass
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: started.append(clock[0]) or Answer())
