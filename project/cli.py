@@ -25,6 +25,7 @@ from project.data import ImageData
 from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
+from project.survive.failure import hang_up
 from project.survive.failure import report as report_error
 from project.survive.watchdog import Watchdog
 from project.trainer import Trainer
@@ -169,6 +170,8 @@ class ProjectCLI(LightningCLI):
             launched = getattr(self.trainer.strategy.launcher, "procs", [])
             report_error(error, self.trainer.global_rank, host(), launched)
             raise SystemExit(1) from None
+        finally:
+            hang_up()
 
     def before_fit(self) -> None:
         settings = self.config[self.subcommand]

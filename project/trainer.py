@@ -19,6 +19,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype, get_available_flops
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -48,7 +49,6 @@ from project.model.batchnorm import StepStatistics
 from project.model.chance import ChanceByMicroBatch
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
-from project.survive.failure import hang_up
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
@@ -176,7 +176,6 @@ class Trainer(pl.Trainer):
             if self.world_size == 1:  # there is nobody to share gradients with: no need to copy them into buckets
                 self.strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
         lighten(self)
-        atexit.register(hang_up)  # torch leaves this to its users
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -243,6 +242,8 @@ class Trainer(pl.Trainer):
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
             device_id=None if device.type == "cpu" else device,
         )
+        if backend == "nccl":  # as Lightning does where it connects the ranks itself
+            atexit.register(_destroy_dist_connection)
         return meeting, route
 
     def _meet_as_equals(self) -> None:
