@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype, get_available_flops
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
@@ -56,7 +55,7 @@ from project.survive.watchdog import Watchdog
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
-from project.watch.throughput import Throughput, flops
+from project.watch.throughput import Throughput, flops, peak
 
 log = logging.getLogger(__name__)
 
@@ -200,11 +199,11 @@ class Trainer(pl.Trainer):
     def least_seconds(self) -> float:
         """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
         data = getattr(self, "datamodule", None)
-        peak = get_available_flops(self.strategy.root_device, _plugin_to_compute_dtype(self.precision_plugin))
-        if not peak or not isinstance(data, ImageData):
+        fastest = peak(self)
+        if not fastest or not isinstance(data, ImageData):
             return 0.0
         samples = self.estimated_stepping_batches * (self.global_batch or 0)
-        return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (peak * self.world_size)
+        return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (fastest * self.world_size)
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

@@ -252,8 +252,16 @@ class Throughput(Callback):
 
     def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         self._flops = flops(getattr(module, "network", None), batch["image"].shape[1:])
-        if self._on_gpu:
-            self._peak = get_available_flops(module.device, _plugin_to_compute_dtype(trainer.precision_plugin))
+        self._peak = peak(trainer)
+
+
+def peak(trainer: Trainer) -> int | None:
+    """Floating-point operations a second that a rank's device can do in this precision, where Lightning knows it."""
+    try:
+        return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+    except Exception as error:  # a precision of one's own
+        log.debug("The peak of this device can't be told: %s", error)
+        return None
 
 
 def flops(network: Any, shape: Sequence[int]) -> float:
