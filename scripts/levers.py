@@ -29,7 +29,11 @@ from project.model import MiniResNet
 DDP = "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"
 SETTING = "--trainer.strategy.dict_kwargs"
 GIVES_BACK = "import project.cluster.memory as memory; memory.keep_freed_memory = lambda: None"
-# lever: (processes, what switches it on, what switches it off)
+BY_BLOCK = (
+    "import project.model.minires as minires; block = minires.BasicBlock; make = block.__init__; "
+    "block.__init__ = lambda self, *given, **named: (make(self, *given, **named), self.compile())[0]"
+)
+# lever: (processes, what switches it on, what switches it off); code for what no setting does
 LEVERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "bf16": (1, ("--trainer.precision=bf16-mixed",), ("--trainer.precision=32-true",)),
     "channels_last": (1, (), ("--model.channels_last=false",)),
@@ -39,6 +43,8 @@ LEVERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "loader_process": (1, ("--data.num_workers=1",), ("--data.num_workers=0",)),
     "freed_memory_kept": (1, (), (GIVES_BACK,)),
     "compile": (1, ("--model.compile=default",), ()),
+    "compile_max_autotune": (1, ("--model.compile=max-autotune",), ()),
+    "compile_block_by_block": (1, (BY_BLOCK,), ()),
     "gradient_as_bucket_view": (2, (DDP, f"{SETTING}.gradient_as_bucket_view=true"), ()),
     "static_graph": (2, (DDP, f"{SETTING}.static_graph=true"), ()),
     "bucket_of_5_MB": (2, (DDP, f"{SETTING}.bucket_cap_mb=5"), ()),
@@ -49,12 +55,13 @@ FOLDING = "folded_batch_norm"
 TURNS, STEPS = 5, 3
 
 
-def without(contest: Contest, ranks: int, *words: str) -> Program:
-    program = contest.ours("without", ranks, *(word for word in words if word != GIVES_BACK))
-    if GIVES_BACK not in words:
-        return program
-    code = f"{GIVES_BACK}; from project.cli import main; main()"
-    return replace(program, commands=((sys.executable, "-c", code, *program.commands[0][3:]),))
+def program(contest: Contest, name: str, ranks: int, *words: str) -> Program:
+    code = [word for word in words if word.startswith("import ")]
+    made = contest.ours(name, ranks, *(word for word in words if word not in code))
+    if not code:
+        return made
+    text = "; ".join([*code, "from project.cli import main; main()"])
+    return replace(made, commands=((sys.executable, "-c", text, *made.commands[0][3:]),))
 
 
 def folding() -> tuple[str, str, str]:
@@ -97,7 +104,7 @@ def main() -> None:
                 table.add_row("folded batch norm, in evaluation", "1", *folding())
                 continue
             ranks, on, off = LEVERS[name]
-            programs = [contest.ours("with", ranks, *on), without(contest, ranks, *off)]
+            programs = [program(contest, "with", ranks, *on), program(contest, "without", ranks, *off)]
             folder = Path(place) / name
             folder.mkdir()
             measured = in_turns(programs, folder, TURNS, STEPS)
