@@ -219,7 +219,7 @@ class Throughput(Callback):
         self._hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._rows = []
+        self._rows, self._arriving = [], None  # which holds the connections
 
     # What is said ----------------------------------------------------------------------------------------------------
 
@@ -271,11 +271,11 @@ def flops(network: Any, shape: Sequence[int]) -> float:
     """
     if not isinstance(network, nn.Module):
         return 0.0
-    shapes: dict[int, Any] = {}
-    for tensor in chain(network.parameters(), network.buffers()):
-        like = torch.empty_like(tensor, device="meta")
-        shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
     try:
+        shapes: dict[int, Any] = {}
+        for tensor in chain(network.parameters(), network.buffers()):
+            like = torch.empty_like(tensor, device="meta")
+            shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
         images = torch.empty(2, *shape, device="meta", dtype=next(network.parameters()).dtype)
         twin = copy.deepcopy(network, shapes)
         with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
