@@ -156,6 +156,7 @@ class Steps(_TrainingEpochLoop):
         count.increment_completed()
 
     def _move_schedules(self, number: int) -> None:
+        """Those that move with the steps; Lightning moves those of an epoch or of a metric."""
         for config in self._schedules:
             if number % config.frequency == 0:
                 self.scheduler_progress.increment_ready()

@@ -68,7 +68,7 @@ class Threads(Callback):
     """Writes the names of the threads that are there when Python ends to threads-PID.txt in the working directory."""
 
     def __init__(self) -> None:
-        atexit.register(self._write)  # before the trainer registers anything, and so called after it
+        atexit.register(self._write)
 
     def _write(self) -> None:
         names = [(one / "comm").read_text() for one in Path("/proc/self/task").iterdir()]

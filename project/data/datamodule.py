@@ -204,9 +204,9 @@ class ImageData(LightningDataModule):
     # On the device ---------------------------------------------------------------------------------------------------
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        # Lightning's way looks for tensors at any depth, which takes as long as making the batch.
         if device.type == "cpu":  # where it was made
             return batch
+        # Lightning's way looks for tensors at any depth, which takes as long as making the batch.
         cuda = device.type == "cuda"
         moved = {name: one.to(device, non_blocking=cuda) if isinstance(one, Tensor) else one for name, one in batch.items()}
         return cast(Batch, moved)

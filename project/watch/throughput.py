@@ -219,7 +219,7 @@ class Throughput(Callback):
         self._hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._rows, self._arriving = [], None  # which holds the connections
+        self._rows = []
 
     # What is said ----------------------------------------------------------------------------------------------------
 

@@ -13,3 +13,5 @@ def test_values_come_back_under_their_names_and_steps(tmp_path):
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(one.step, one.value) for one in found.Scalars("train/loss")] == [(3, 1.5), (4, 1.25)]
     assert [(one.step, one.value) for one in found.Scalars("train/acc")] == [(3, 0.25)]
+    several = EventAccumulator(str(tmp_path / "several_one")).Reload()
+    assert [(one.step, one.value) for one in several.Scalars("several")] == [(4, 1.0)]

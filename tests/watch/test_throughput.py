@@ -2,13 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from project.model import MiniResNet
 from project.watch.stragglers import Stragglers, Times, excess
-from project.watch.throughput import flops
+from project.watch.throughput import flops, peak
 from tests.conftest import Cli
 from tests.watch.slow import MICRO_BATCHES
 
@@ -100,3 +101,10 @@ def test_flops_are_counted_without_touching_the_network():
     assert torch.equal(torch.get_rng_state(), chance)
     assert all(parameter.grad is None and not parameter.is_meta for parameter in network.parameters())
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_what_can_not_be_told_is_no_reason_to_end():
+    """The operations of a network without shapes, and the peak in a precision of one's own."""
+    assert flops(torch.nn.LazyLinear(10), (3, 8, 8)) == 0
+    device = SimpleNamespace(root_device=torch.device("cpu"))
+    assert peak(SimpleNamespace(strategy=device, precision_plugin="my own")) is None
