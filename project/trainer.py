@@ -43,15 +43,16 @@ from project.cluster.meeting import Meeting
 from project.cluster.memory import keep_freed_memory
 from project.contest import contest
 from project.data import ImageData
-from project.lean import lighten
-from project.model.batchnorm import StepStatistics
-from project.model.chance import ChanceByMicroBatch
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
 from project.survive.watchdog import Watchdog
+from project.train.batch_norm import StepStatistics
+from project.train.loop import lighten
+from project.train.rng import ChanceByMicroBatch
+from project.train.strategy import share_in_order
 from project.watch.console import Progress, sign
 from project.watch.events import Events
 from project.watch.predictions import PredictionWriter
@@ -170,10 +171,7 @@ class Trainer(pl.Trainer):
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = Resuming(self)
         if isinstance(self.strategy, DDPStrategy):
-            # Buffers need no broadcast at every forward pass: batch norm's are kept equal once a step (StepStatistics).
-            self.strategy._ddp_kwargs.setdefault("broadcast_buffers", False)
-            if self.world_size == 1:  # there is nobody to share gradients with: no need to copy them into buckets
-                self.strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
+            share_in_order(self.strategy)
         lighten(self)
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(

@@ -18,12 +18,12 @@ from lightning.pytorch import Callback
 
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier, MiniResNet
-from project.model.batchnorm import StepStatistics
-from project.model.chance import ChanceByMicroBatch
 from project.survive.checkpoints import Checkpoints
 from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.watchdog import Watchdog
+from project.train.batch_norm import StepStatistics
+from project.train.rng import ChanceByMicroBatch
 from project.trainer import Trainer
 from project.watch.throughput import Throughput
 

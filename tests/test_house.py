@@ -8,8 +8,8 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
-ROOMS = {"model", "data", "cluster", "survive", "watch", "bench"}
-MAY_ALSO = {"watch": {"cluster"}, "survive": {"cluster"}}  # the two doors: the topology and the network model
+ROOMS = {"model", "data", "train", "cluster", "survive", "watch", "bench"}
+MAY_ALSO = {"watch": {"cluster", "train"}, "survive": {"cluster", "train"}}  # the topology, and a step's typed records
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone
 
 

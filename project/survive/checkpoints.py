@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.survive.position import Position, position, put
+from project.train.position import Position, position, put
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ FIT = (
 STEPS = 24  # 8 in each epoch, the last of 26 samples
 
 
-def final(folder: Path) -> dict:
-    return torch.load(folder / f"lightning_logs/it/checkpoints/step-{STEPS:09d}.ckpt", weights_only=True)
+def final(folder: Path, steps: int = STEPS) -> dict:
+    return torch.load(folder / f"lightning_logs/it/checkpoints/step-{steps:09d}.ckpt", weights_only=True)
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

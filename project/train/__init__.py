@@ -1,0 +1,1 @@
+"""HOW a step is taken."""

@@ -1,0 +1,190 @@
+"""Batch norm's running statistics, moved once a step by the mean over all its micro-batches, on whatever ranks they were.
+
+PyTorch moves them at every forward pass, each rank by its own micro-batches, and DDP keeps rank 0's: they would depend on
+the number of ranks and on accumulation. Here each layer is given other buffers for the time of a forward pass in training,
+which gather the mean over this rank's micro-batches; one small all-reduce, which travels during the backward pass, makes it
+the mean over all, and the layer's own momentum is applied to that. Whoever looks at the layer at any other moment (a hook, an
+average of the weights, a checkpoint) sees the running statistics, and nothing else.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """The layers with running statistics, by name."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None:
+            yield name, layer
+
+
+def _compiled(module: nn.Module) -> set[nn.Module]:
+    """The layers that torch.compile has translated."""
+    whole = (one for one in module.modules() if one._compiled_call_impl is not None or "_orig_mod" in one._modules)
+    return {layer for one in whole for layer in one.modules()}
+
+
+class _Layer:
+    """A layer, and the buffers that it has while it computes: the mean over the forward passes of this step, on this rank."""
+
+    def __init__(self, norm: _BatchNorm, compiled: bool, passes: Tensor) -> None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        self.norm, self.compiled, self.passes = norm, compiled, passes
+        self.mean, self.var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        self._other = {
+            "running_mean": self.mean,
+            "running_var": self.var,
+            "num_batches_tracked": None if compiled else passes,
+        }
+        self._own: dict[str, Tensor | None] = {}
+        self._momentum: float | None = None
+
+    def lend(self, number: int) -> None:
+        """Gives it the other buffers. A layer that does not train keeps its own, which it computes with."""
+        norm = self.norm
+        if not norm.training:
+            return
+        self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
+        norm._buffers.update(self._other)
+        # None is PyTorch's word for the mean over all forward passes; it counts them. A translated layer can't.
+        norm.momentum = 1 / (number + 1) if self.compiled else None
+        self.passes += self.compiled
+
+    def take_back(self) -> None:
+        if self._own:
+            self.norm._buffers.update(self._own)
+            self.norm.momentum = self._momentum
+            self._own = {}
+
+    @property
+    def running(self) -> list[Tensor]:
+        """Its own statistics, which may be other tensors than they were a step ago."""
+        assert self.norm.running_mean is not None
+        assert self.norm.running_var is not None
+        return [self.norm.running_mean, self.norm.running_var]
+
+    @property
+    def momentum(self) -> float:
+        """What its own statistics are moved by: with momentum=None they are the mean over all steps."""
+        if self.norm.momentum is not None:
+            return self.norm.momentum
+        tracked = self.norm.num_batches_tracked
+        return 1 / (int(tracked) + 1) if tracked is not None else 0.0
+
+
+class StepStatistics(Callback):
+    """Keeps the running statistics a function of the step's micro-batches. `num_batches_tracked` counts steps."""
+
+    def __init__(self) -> None:
+        self._layers: list[_Layer] = []
+        self._passes = torch.zeros(0, dtype=torch.int64)  # of each layer; on the host: nobody waits for a device to read it
+        self._sizes: list[int] = []
+        self._layer_of = torch.zeros(0, dtype=torch.int64)  # for each statistic
+        self._number = 0  # of the micro-batch within its step
+        self._gathered = 0  # micro-batches that are in the layers' other buffers
+        self._sums: Tensor | None = None
+        self._arriving: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        compiled, norms = _compiled(pl_module), [norm for _, norm in batch_norms(pl_module)]
+        self._passes = torch.zeros(len(norms), dtype=torch.int64)
+        self._layers = [_Layer(norm, norm in compiled, self._passes[at]) for at, norm in enumerate(norms)]
+        self._number = self._gathered = 0
+        self._sums = self._arriving = None
+        if not norms:
+            return
+        self._sizes = [part.numel() for layer in self._layers for part in layer.running]
+        owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
+        self._layer_of = owners.to(self._layers[0].mean.device)
+        # Around the strategy's step, which automatic and manual optimisation both go through.
+        step = trainer.strategy.training_step
+        trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._number = batch_idx % trainer.accumulate_grad_batches
+        if self._number == 0 and self._layers:
+            # A mean that was not finite must leave no trace in the next.
+            torch._foreach_zero_([part for layer in self._layers for part in (layer.mean, layer.var)])
+            self._passes.zero_()
+            self._gathered = 0
+
+    def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a micro-batch."""
+        for layer in self._layers:
+            layer.lend(self._number)
+        try:
+            output = training_step(*args, **kwargs)
+        finally:
+            for layer in self._layers:
+                layer.take_back()
+        self._gathered += 1
+        if self._number + 1 == trainer.accumulate_grad_batches:
+            self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
+        return output
+
+    def _send(self, trainer: Trainer) -> None:
+        """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
+        passes = self._passes.tolist()
+        means = [part for layer in self._layers for part in (layer.mean, layer.var)]
+        sums = torch._foreach_mul(means, [float(number) for number in passes for _ in range(2)])
+        numbers = self._passes.to(means[0].device, means[0].dtype, non_blocking=True)
+        self._sums = torch.cat([*(part.flatten() for part in sums), numbers])
+        if trainer.world_size > 1:
+            self._arriving = dist.all_reduce(self._sums, async_op=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._sums is not None:
+            self._move(getattr(trainer, "skipped", False))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._gathered and self._number + 1 < trainer.accumulate_grad_batches:
+            # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
+            self._send(trainer)
+            self._move(False)
+        self._gathered = 0
+
+    def _move(self, skipped: bool | Tensor) -> None:
+        """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
+
+        A step that was left out leaves no trace; nor does a step in a layer that none of its micro-batches went through.
+        """
+        assert self._sums is not None
+        if self._arriving is not None:
+            self._arriving.wait()
+        sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
+        self._sums = self._arriving = None
+        if skipped is True:
+            return
+        moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
+        running = [part for layer in self._layers for part in layer.running]
+        before = torch.cat([part.flatten() for part in running])
+        means = sums / passes.clamp(min=1).index_select(0, self._layer_of)
+        means = torch.where(moved.index_select(0, self._layer_of), means, before)
+        parts = [part.view_as(own) for part, own in zip(torch.split(means - before, self._sizes), running, strict=True)]
+        torch._foreach_mul_(parts, [layer.momentum for layer in self._layers for _ in range(2)])
+        torch._foreach_add_(running, parts)
+        for layer, counts in zip(self._layers, moved.to(torch.int64).unbind(), strict=True):
+            if layer.norm.num_batches_tracked is not None:
+                layer.norm.num_batches_tracked.add_(counts)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        trainer.strategy.__dict__.pop("training_step", None)
+        self._layers = []

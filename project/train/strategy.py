@@ -1,0 +1,64 @@
+"""How gradients are added up over the ranks: by DistributedDataParallel, always in the same order, also after a restart.
+
+A ring adds up the ranks' values in an order that depends on where in its bucket a gradient lies, and with three ranks and more
+the order shows in the last bit. DistributedDataParallel fills its buckets anew in the second iteration, in the order in which
+gradients came; so the first step after a restart would be added up in another order than the same step of a run that was not
+interrupted. Here the buckets are filled once, before the first step, in the reversed order of the parameters, which is about
+the order in which their gradients come.
+"""
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from project.train.batch_norm import batch_norms
+
+
+class OrderedDDP(DistributedDataParallel):
+    """DistributedDataParallel whose buckets never change."""
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__(module, **settings)
+        # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt anyway, or not until they know their graph.
+        if not self.find_unused_parameters and not self.static_graph:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def share_in_order(strategy: DDPStrategy) -> None:
+    """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
+    strategy._setup_model = partial(_wrap, strategy)  # type: ignore[method-assign]
+    if strategy.world_size == 1:
+        strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
+
+
+def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
+    """Buffers that a network moves by itself are rank 0's, as DistributedDataParallel has it; batch norm's are all ranks'."""
+    kept_equal = [f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)]
+    OrderedDDP._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
+    others = bool({name for name, _ in module.named_buffers()} - set(kept_equal))
+    settings = {"broadcast_buffers": others, **strategy._ddp_kwargs}
+    return OrderedDDP(module, device_ids=strategy.determine_ddp_device_ids(), **settings)
+
+
+def share_anew(strategy: DDPStrategy, module: nn.Module) -> None:
+    """Other parameters learn than before: wraps the module again. DistributedDataParallel knows those that it began with."""
+    before = strategy.model
+    assert isinstance(before, OrderedDDP)
+    hooks = before._comm_hooks
+    strategy.model = None
+    del before  # and with it its hooks on the gradients
+    strategy.model = _wrap(strategy, module)
+    for hook, state in hooks:
+        strategy.model.register_comm_hook(state, hook)
