@@ -151,13 +151,13 @@ class ProjectCLI(LightningCLI):
         if begin is not None:
             self._resume(trainer, *begin)
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
-            trainer.purge_loggers(0)
+            trainer.loggers_go_on(0)
         return trainer
 
     def _resume(self, trainer: Trainer, path: Path, facts: dict[str, Any]) -> None:
         at = facts["position"]
         self.config_init[self.subcommand].ckpt_path = str(path)
-        trainer.purge_loggers(at["global_step"] + 1)
+        trainer.loggers_go_on(at["global_step"], facts.get("logged", ()))
         if facts["finished"]:
             log.info("The run is finished: nothing is left to do, unless it was made longer.")
         else:

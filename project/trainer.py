@@ -27,7 +27,6 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -44,13 +43,14 @@ from project.cluster.memory import keep_freed_memory
 from project.contest import contest
 from project.data import ImageData
 from project.patient import patient
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO
+from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
 from project.survive.watchdog import Watchdog
 from project.train.batch_norm import StepStatistics
-from project.train.loop import lighten
+from project.train.epochs import own_loops
+from project.train.resuming import Resuming
 from project.train.rng import ChanceByMicroBatch
 from project.train.strategy import share_in_order
 from project.watch.console import Progress, sign
@@ -70,16 +70,6 @@ def cpu_precision(precision: str) -> tuple[str, str | None]:
     else:
         taken, reason = "32-true", "there is no GPU, and this CPU has no bf16"
     return taken, None if taken == precision else reason
-
-
-class Resuming(_CheckpointConnector):
-    """Rank 0 chooses the checkpoint to go on from; the others learn of it when all are connected."""
-
-    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
-        # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
-        self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        super()._restore_modules_and_callbacks(path, weights_only)
 
 
 class Trainer(pl.Trainer):
@@ -172,18 +162,18 @@ class Trainer(pl.Trainer):
         self._checkpoint_connector = Resuming(self)
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
-        lighten(self)
+        own_loops(self)
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
 
-    def purge_loggers(self, step: int) -> None:
-        """What TensorBoard has from this step on was logged by a part of the run that is done again."""
+    def loggers_go_on(self, step: int, logged: Sequence[tuple[int, str, float]] = ()) -> None:
+        """What TensorBoard has from this step on was logged by a part of the run that is done again, but for this."""
         for logger in self.loggers:
             if isinstance(logger, Events):
-                logger.purge(step)
+                logger.goes_on(step, logged)
 
     @property
     def global_batch(self) -> int | None:
@@ -366,7 +356,7 @@ def _with_ours(
         callbacks.append(CompressGradients(compression))
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
-    before = [*watchdogs, NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch()]
+    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch()]
     return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]
 
 

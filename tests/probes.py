@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
@@ -237,3 +238,54 @@ class Stuck(Callback):
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:
             self._strike(trainer, "validation")
+
+
+class LearningOnly(torch.optim.SGD):
+    """An optimiser of what learns at the start: what is unfrozen later comes to it as a group of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__([one for one in params if one.requires_grad], lr, momentum=0.9)
+
+
+class Backbone(BackboneFinetuning):
+    """Lightning's BackboneFinetuning, for the first layers of `Dropped`."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, lambda_func=lambda epoch: 1.5)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        object.__setattr__(pl_module, "backbone", pl_module.network.layers[:2])  # known, and not registered a second time
+        super().setup(trainer, pl_module, stage)
+
+
+class Logs(Callback):
+    """Logs by Lightning's way, and one value of the start of each epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("it/epoch", float(trainer.current_epoch))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        pl_module.log("it/loss", outputs["loss"])
+
+
+class Watcher(Callback):
+    """Looks at batch norm's buffers in every hook, after every other callback: are they the running statistics?"""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[list[float]]] = {}
+
+    def _look(self, hook: str, module: LightningModule) -> None:
+        norm = next(one for one in module.modules() if isinstance(one, torch.nn.BatchNorm2d))
+        self.seen.setdefault(hook, []).append(norm.running_var.tolist())
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        Path(f"watcher-{trainer.global_rank}.json").write_text(json.dumps(self.seen))
+
+
+def _watch(hook: str) -> Any:
+    return lambda self, trainer, pl_module, *args: self._look(hook, pl_module)
+
+
+for _hook in ("train_batch_start", "before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
+    setattr(Watcher, f"on_{_hook}", _watch(_hook))
+Watcher.on_train_batch_end = _watch("train_batch_end")  # type: ignore[method-assign]

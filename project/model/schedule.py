@@ -33,3 +33,5 @@ class WarmupCosine(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         factor = self.factor(self.last_epoch)  # torch's word for the number of calls: here, steps
         return [base * factor for base in self.base_lrs]
+
+    _get_closed_form_lr = get_lr  # PyTorch's word for a schedule whose rates follow from the step alone

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.train.position import Position, position, put
+from project.train.position import Position, out_of_time, position, put, within_epoch
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,38 @@ def _cause(error: BaseException | None) -> str:
 # The callback --------------------------------------------------------------------------------------------------------
 
 
+Record = tuple[dict[str, Any], dict[str, Any]]
+"""What is written: a checkpoint and its facts."""
+
+
+class SaveFirst(Callback):
+    """Stands before all other callbacks, and has the run saved before they change what belongs to it."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if checkpoints := checkpoints_of(trainer):
+            checkpoints.validation_begins(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if checkpoints := checkpoints_of(trainer):
+            checkpoints.epoch_ends(trainer)
+
+
+def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
+    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
+
+
+def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether somebody who is not of this project does something at the start of a validation."""
+    hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
+    others: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks]  # type: ignore[attr-defined]
+    others.append((module, LightningModule))
+    return any(
+        is_overridden(hook, one, kind) and not type(one).__module__.startswith("project.")
+        for one, kind in others
+        for hook in hooks
+    )
+
+
 class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
@@ -177,6 +210,8 @@ class Checkpoints(Checkpoint):
         self._saved_time = time.monotonic()
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
+        self._before_validation: Record | None = None
+        self._ended_at: int | None = None
 
     # When ------------------------------------------------------------------------------------------------------------
 
@@ -209,11 +244,26 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.save(trainer, finished=True)
+        if self._ended_at != trainer.global_step or self.failed:
+            self.save(trainer, finished=not out_of_time(trainer))
         self.wait()
         if self.failed:  # the last one matters: once more, in case the disk has room again
-            self.save(trainer, finished=True)
+            self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
+
+    # Before others change what is to be saved ------------------------------------------------------------------------
+
+    def validation_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Some exchange the weights for the time of a validation. Where one is stopped, it is to be done again from here."""
+        self._before_validation = None
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and _exchanges(trainer, pl_module):
+            self._before_validation = self._record(trainer, finished=False)
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """Training was stopped within an epoch, whose end the hooks are now told: a longer run will tell them again."""
+        if within_epoch(trainer):
+            self.save(trainer, finished=not out_of_time(trainer))
+            self._ended_at = trainer.global_step
 
     # What ------------------------------------------------------------------------------------------------------------
 
@@ -226,27 +276,39 @@ class Checkpoints(Checkpoint):
             settle(trainer)
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        remembered, self._before_validation = self._before_validation, None
+        copy, facts = remembered if remembered and at.validation_due else self._record(trainer, finished)
         if not trainer.is_global_zero:
             return
-        for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
-            if flush := getattr(logger, "flush", None):
-                flush()
-        facts = {
-            **self.facts,
-            "position": at.state_dict(),
-            "finished": finished,
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "world_size": trainer.world_size,
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        # The host waits for the device here: the copy must hold this step's values, not a later one's.
-        copy = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
         self.wait()
         # '-' sorts before '.': when the validation is over, the checkpoint without it is no longer the newest.
         due = "-validation" if at.validation_due else ""
         path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
         self._pending = self._writer.submit(self._write, path, copy, facts)
+
+    def _record(self, trainer: Trainer, finished: bool) -> Record:
+        """A copy of the run's state in main memory, and its facts; on other ranks than 0, nothing."""
+        at = position(trainer)
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if not trainer.is_global_zero:
+            return {}, {}
+        logged: list[tuple[int, str, float]] = []
+        for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
+            if flush := getattr(logger, "flush", None):
+                flush()
+            if since := getattr(logger, "since", None):
+                logged += since(at.global_step)
+        facts = {
+            **self.facts,
+            "position": at.state_dict(),
+            "finished": finished,
+            "logged": logged,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "world_size": trainer.world_size,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        # The host waits for the device here: the copy must hold this step's values, not a later one's.
+        return apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)), facts
 
     def wait(self) -> None:
         """Until nothing is being written."""

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
@@ -23,6 +23,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from project.train.position import out_of_time, timers
+
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
     *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
@@ -30,20 +32,65 @@ _TAKES_OVER = (
 )
 
 
-def lighten(trainer: Trainer) -> None:
-    """Has this trainer loop so."""
-    loop = trainer.fit_loop.epoch_loop
-    trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
-
-
 class Steps(_TrainingEpochLoop):
     """The steps of an epoch."""
 
     _results: Any
+    _within = False
+    """The run goes on within the epoch."""
+    _validation_due = False
+    """The run goes on with the validation that follows the last step."""
+    _out_of_time: bool | None = None
+
+    # Where a run goes on ---------------------------------------------------------------------------------------------
+
+    def goes_on(self, within: bool) -> None:
+        self._within = within
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._validation_due = state_dict.get("validation_due", False)
+
+    def reset(self) -> None:
+        if not self._within:
+            super().reset()
+            return
+        self._within = False  # the counters stand where the run was
+        self.scheduler_progress.reset_on_restart()
+        self.automatic_optimization.optim_progress.reset_on_restart()
+
+    @property
+    def _is_validation_done(self) -> bool:
+        return not self._validation_due
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        if self._validation_due:
+            return True
+        if self.trainer.should_stop and self.is_out_of_time():
+            # Lightning would validate before it stops. But where the time is over is chance, and the curve's points are not.
+            self.trainer.should_stop = False
+            due = super()._should_check_val_fx(data_fetcher)
+            self.trainer.should_stop = True
+            return due
+        return super()._should_check_val_fx(data_fetcher)
+
+    def is_out_of_time(self) -> bool:
+        """Asked when training is about to stop, by all ranks; rank 0's clock counts."""
+        if not timers(self.trainer):
+            return False
+        if self._out_of_time is None:
+            self._out_of_time = self.trainer.strategy.broadcast(out_of_time(self.trainer))
+        return self._out_of_time
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        super().on_advance_end(data_fetcher)
+        self._validation_due = False
+
+    # A step ----------------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
-        self._usual = self._is_usual(data_fetcher)
+        self._usual, self._out_of_time = self._is_usual(data_fetcher), None
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
@@ -64,6 +111,7 @@ class Steps(_TrainingEpochLoop):
         return (
             module.automatic_optimization
             and not any(is_overridden(name, module, LightningModule) for name in _TAKES_OVER)
+            and not self.automatic_optimization._skip_backward
             and type(trainer.profiler) is PassThroughProfiler
             and type(strategy) in (DDPStrategy, SingleDeviceStrategy)
             and getattr(strategy, "_model_averager", None) is None
@@ -78,7 +126,9 @@ class Steps(_TrainingEpochLoop):
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """A micro-batch, from the loader to the metrics."""
-        if self.restarting or not self._usual:
+        if self._validation_due:
+            return  # what follows is `on_advance_end`
+        if not self._usual:
             super().advance(data_fetcher)
             return
         trainer, progress, logged = self.trainer, self.batch_progress, self._results

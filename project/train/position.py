@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Position:
     step: int
     global_step: int
     validation_due: bool = False
+    begun: bool = False
+    """The hooks at the start of this epoch have been called."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -36,17 +39,33 @@ def position(trainer: Trainer) -> Position:
     step = batches.started // trainer.accumulate_grad_batches - int(taken.ready > taken.completed)
     epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
-        return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating))
+        begun = epochs.started > epochs.processed
+        return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating), begun)
     if batches.started >= trainer.num_training_batches:  # the epoch is over
         return Position(epochs.processed, 0, trainer.global_step)
     # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
-    return Position(epochs.processed - 1, step, trainer.global_step)
+    return Position(epochs.processed - 1, step, trainer.global_step, begun=True)
+
+
+def within_epoch(trainer: Trainer) -> bool:
+    """Asked at the end of an epoch: whether training was stopped before all its micro-batches had been trained on."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
+
+
+def timers(trainer: Trainer) -> list[Timer]:
+    return [one for one in trainer.callbacks if isinstance(one, Timer)]  # type: ignore[attr-defined]
+
+
+def out_of_time(trainer: Trainer) -> bool:
+    """Whether trainer.max_time is used up, by this process's clock."""
+    return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
 def put(fit_loop: dict[str, Any], at: Position, accumulation: int, steps_per_epoch: int) -> None:
     """Rewrites the saved state of Lightning's fit loop so that it goes on from a position."""
     done, total = at.step * accumulation, (at.epoch * steps_per_epoch + at.step) * accumulation
-    mid_epoch = at.step > 0 or at.validation_due
+    begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]
     for name in ("ready", "started", "processed", "completed"):
         batches["current"][name] = done
@@ -54,13 +73,11 @@ def put(fit_loop: dict[str, Any], at: Position, accumulation: int, steps_per_epo
     batches["is_last_batch"] = at.step == steps_per_epoch
 
     for counters in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
-        counters["ready"] = counters["started"] = at.epoch + int(mid_epoch)
+        counters["ready"] = counters["started"] = at.epoch + int(begun)
         counters["processed"] = counters["completed"] = at.epoch
 
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = at.global_step
-    # Lightning reads 'one started, none processed' as 'stopped in validation', and runs it before it goes on.
-    validation = fit_loop["epoch_loop.val_loop.batch_progress"]
-    due = int(at.validation_due)
-    validation["total"].update(ready=due, started=due, processed=0, completed=0)
-    validation["current"].update(ready=0, started=0, processed=0, completed=0)
+    fit_loop["epoch_loop.state_dict"]["validation_due"] = at.validation_due
+    validation = fit_loop["epoch_loop.val_loop.batch_progress"]  # it begins at its beginning
+    for counters in (validation["total"], validation["current"]):
+        counters.update(ready=0, started=0, processed=0, completed=0)
     validation["is_last_batch"] = False

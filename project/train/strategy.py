@@ -17,23 +17,29 @@ from torch.nn.parallel import DistributedDataParallel
 from project.train.batch_norm import batch_norms
 
 
+def _learning(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets never change."""
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__(module, **settings)
+        self._shared = _learning(module)
         # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt anyway, or not until they know their graph.
         if not self.find_unused_parameters and not self.static_graph:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
+    @property
+    def shared(self) -> set[int]:
+        """The parameters whose gradients it adds up."""
+        return self._shared
+
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], sparse[::-1]
-
-
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def share_in_order(strategy: DDPStrategy) -> None:
@@ -52,13 +58,14 @@ def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
     return OrderedDDP(module, device_ids=strategy.determine_ddp_device_ids(), **settings)
 
 
-def share_anew(strategy: DDPStrategy, module: nn.Module) -> None:
-    """Other parameters learn than before: wraps the module again. DistributedDataParallel knows those that it began with."""
+def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:
+    """Wraps the module again if other parameters learn than before: DistributedDataParallel knows those that it began with,
+    and would leave the gradients of the others to each rank."""
     before = strategy.model
-    assert isinstance(before, OrderedDDP)
+    if not isinstance(before, OrderedDDP) or before.shared == _learning(module):
+        return
     hooks = before._comm_hooks
-    strategy.model = None
-    del before  # and with it its hooks on the gradients
+    before.reducer._remove_autograd_hooks()
     strategy.model = _wrap(strategy, module)
     for hook, state in hooks:
         strategy.model.register_comm_hook(state, hook)

@@ -3,7 +3,8 @@
 import logging
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -29,11 +30,24 @@ class Events(TensorBoardLogger):
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="")
         self._failing = False
+        self._latest: list[tuple[int, str, float]] = []  # what was logged for the latest steps
+        self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
         threading.excepthook = _thread_failed
 
-    def purge(self, step: int) -> None:
-        """What is there from this step on was logged by a part of the run that is done again: it is shown no more."""
+    def since(self, step: int) -> list[tuple[int, str, float]]:
+        """What has been logged for this step and later ones: a checkpoint takes it along."""
+        return [entry for entry in self._latest if entry[0] >= step]
+
+    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]]) -> None:
+        """What is there from this step on is shown no more: the run goes on from a checkpoint that had logged this for it.
+
+        Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
+        the last one; and what its start had logged before it was saved is logged by its start again.
+        """
         self._kwargs["purge_step"] = step
+        for number, tag, value in logged:
+            self.log_metrics({tag: value}, number)
+            self._again[number, tag] += 1
 
     def flush(self) -> None:
         """What was logged is on the disk afterwards."""
@@ -44,12 +58,25 @@ class Events(TensorBoardLogger):
         def write() -> None:
             # One event with all values: an event each takes the writer's thread as many turns.
             single = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
+            single = {name: value for name, value in single.items() if not self._known(step, name)}
+            self._note(step, single)
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
             self.experiment._get_file_writer().add_summary(summary, step)
-            for name in metrics.keys() - single.keys():
+            for name in (name for name, value in metrics.items() if isinstance(value, Mapping)):
                 self.experiment.add_scalars(name, metrics[name], step)
 
         self._try(write)
+
+    def _known(self, step: int | None, tag: str) -> bool:
+        if not self._again or step is None or not self._again[step, tag]:
+            return False
+        self._again[step, tag] -= 1
+        return True
+
+    def _note(self, step: int | None, values: Mapping[str, float]) -> None:
+        if step is not None:
+            kept = [entry for entry in self._latest if entry[0] >= step - 1]
+            self._latest = [*kept, *((step, name, float(value)) for name, value in values.items())]
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, *args: Any, **kwargs: Any) -> None:

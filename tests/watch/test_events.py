@@ -15,3 +15,24 @@ def test_values_come_back_under_their_names_and_steps(tmp_path):
     assert [(one.step, one.value) for one in found.Scalars("train/acc")] == [(3, 0.25)]
     several = EventAccumulator(str(tmp_path / "several_one")).Reload()
     assert [(one.step, one.value) for one in several.Scalars("several")] == [(4, 1.0)]
+
+
+def test_a_run_that_goes_on_has_each_point_once(tmp_path):
+    """Ours log step 3 as 3; Lightning's log it as 2, and some of them at the start of the step, before it is saved."""
+    killed = Events(str(tmp_path))
+    killed.log_metrics({"train/loss": 1.0}, step=3)
+    killed.log_metrics({"lr": 0.1}, step=3)
+    saved = killed.since(3)
+    for tag, step in (("lr", 3), ("it/loss", 3), ("train/loss", 4), ("it/loss", 4)):
+        killed.log_metrics({tag: 7.0}, step=step)
+    killed.flush()
+    goes_on = Events(str(tmp_path))
+    goes_on.goes_on(3, saved)
+    for tag, step in (("lr", 3), ("lr", 3), ("it/loss", 3), ("train/loss", 4)):
+        goes_on.log_metrics({tag: 0.5}, step=step)
+    goes_on.finalize("success")
+    found = EventAccumulator(str(tmp_path)).Reload()
+    shown = {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in ("train/loss", "lr", "it/loss")}
+    assert shown["train/loss"] == [(3, 1.0), (4, 0.5)]
+    assert [(step, round(value, 3)) for step, value in shown["lr"]] == [(3, 0.1), (3, 0.5)]
+    assert shown["it/loss"] == [(3, 0.5)]

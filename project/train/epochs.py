@@ -1,0 +1,131 @@
+"""The epochs of a run, and how it goes on within one, as if it had never stopped.
+
+Lightning marks its loops as restarted, and leaves out in the first epoch after that what it takes to be done: the start of
+the epoch, its schedules at the end, a validation. Here nothing is left out: the counters stand where the run was (`position`),
+and the loops go on from there as they do at any other time.
+
+What the start of an epoch did to weights, optimisers and states of callbacks lies in the checkpoint. What it did besides (it
+unfroze a layer, exchanged a schedule, set an attribute) does not; so it is done again, and all that was saved is put back
+over it.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from project.train.loop import Steps
+from project.train.position import within_epoch
+from project.train.strategy import share_anew_if_needed
+from project.train.structure import Structure, set_up, structure
+
+
+def own_loops(trainer: Trainer) -> None:
+    """Has this trainer loop so."""
+    before = trainer.fit_loop
+    trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
+    steps = before.epoch_loop
+    trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
+
+
+class Epochs(_FitLoop):
+    """All epochs of a fit."""
+
+    epoch_loop: Steps
+    _within = False
+    """The run goes on within an epoch that has begun."""
+    _began_with: Structure | None = None
+    """Which parameters learned before the start of this epoch."""
+
+    @property
+    def restarted_mid_epoch(self) -> bool:
+        return self._within
+
+    def reset(self) -> None:
+        if self.restarting:
+            epoch: Any = self.epoch_progress.current
+            self._within = epoch.started > epoch.processed
+            self.epoch_loop.goes_on(self._within)
+            self.restarting = False
+        super().reset()
+
+    def on_advance_start(self) -> None:
+        if not self._within:
+            self._began_with = structure(self.trainer)
+        super().on_advance_start()
+        if self._within:
+            self._within = False
+            self._begin_again()
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy):
+            share_anew_if_needed(strategy, self.trainer.lightning_module)
+
+    def on_advance_end(self) -> None:
+        if not (within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
+            super().on_advance_end()
+            return
+        loggers, self.trainer.loggers = self.trainer.loggers, []  # the epoch goes on another day: its means are not known yet
+        try:
+            super().on_advance_end()
+        finally:
+            self.trainer.loggers = loggers
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        return {"structure": structure(self.trainer), "began_with": self._began_with}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Called before the optimisers' states are loaded, which must find their groups."""
+        if "structure" in state_dict:
+            set_up(self.trainer, state_dict["structure"])
+            self._began_with = state_dict["began_with"]
+
+    def _begin_again(self) -> None:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        theirs = [one for one in callbacks if _starts_epochs(one)]
+        if not theirs and not is_overridden("on_train_epoch_start", module, LightningModule):
+            return
+        put_back, learning, loggers = _keep(trainer, callbacks), structure(trainer), trainer.loggers
+        set_up(trainer, self._began_with or learning)
+        trainer.loggers = []  # what was said then is said; what was logged for the epoch's end is logged again
+        module.__dict__["_current_fx_name"] = "on_train_epoch_start"
+        try:
+            for callback in theirs:
+                callback.on_train_epoch_start(trainer, module)
+            module.on_train_epoch_start()
+        finally:
+            trainer.loggers = loggers
+            module.__dict__["_current_fx_name"] = None
+        set_up(trainer, learning)
+        put_back()
+
+
+def _starts_epochs(callback: Callback) -> bool:
+    """Whether it does something at the start of an epoch, and is none of this project's, which know where the run is."""
+    return is_overridden("on_train_epoch_start", callback, Callback) and not type(callback).__module__.startswith("project.")
+
+
+def _keep(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
+    """Remembers all states there are; what is returned puts them back."""
+
+    def copied(value: Any) -> Any:
+        return deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
+
+    module = trainer.lightning_module
+    weights = copied(module.state_dict())
+    holders: list[Any] = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs), *callbacks]
+    states = [copied(one.state_dict()) for one in holders]
+
+    def put_back() -> None:
+        module.load_state_dict(weights)
+        for one, state in zip(holders, states, strict=True):
+            if state:
+                one.load_state_dict(state)
+
+    return put_back

@@ -1,0 +1,176 @@
+"""What of a run lies in its checkpoint beside weights and optimiser, and how it is put back.
+
+Rank 0 chooses the checkpoint. Each rank's own states are in it, where they differ from rank 0's. The settings of optimisers
+and schedules are the configuration's: where that has changed since the run began (a longer run, say), the new ones are taken,
+and only what has happened since (how far a schedule is) comes from the checkpoint.
+"""
+
+import hashlib
+import io
+import logging
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+log = logging.getLogger(__name__)
+
+
+class Resuming(_CheckpointConnector):
+    """Saves and restores more than Lightning's."""
+
+    _as_built: dict[str, Any] | None = None
+    """The states of optimisers and schedules as the configuration has them, before any step."""
+
+    # Into a checkpoint -----------------------------------------------------------------------------------------------
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        if self._as_built is not None and not weights_only:
+            checkpoint["as_built"] = self._as_built
+            checkpoint["callback_metrics"] = {
+                name: torch.as_tensor(value).detach().cpu() for name, value in self.trainer.callback_metrics.items()
+            }
+            checkpoint["states_of_ranks"] = _of_ranks(self.trainer, self._own_states(checkpoint))
+        return checkpoint
+
+    def _own_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What may differ between the ranks: the states of callbacks and of the data."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        names = ["callbacks", *([] if data is None else [type(data).__qualname__])]
+        return {name: checkpoint[name] for name in names if checkpoint.get(name)}
+
+    # And back --------------------------------------------------------------------------------------------------------
+
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
+        self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
+        super()._restore_modules_and_callbacks(path, weights_only)
+
+    def resume_start(self, *args: Any, **kwargs: Any) -> None:
+        super().resume_start(*args, **kwargs)
+        states = self._loaded_checkpoint.get("states_of_ranks")
+        if not states:
+            return
+        if len(states) == self.trainer.world_size:
+            self._loaded_checkpoint.update(states[self.trainer.global_rank] or {})
+        else:
+            log.info(
+                "The states of callbacks differ between the %d ranks of the checkpoint: all %d now go on with rank 0's.",
+                *(len(states), self.trainer.world_size),
+            )
+
+    def restore_training_state(self) -> None:
+        """Called in every fit, resumed or not, when optimisers and schedules are there."""
+        trainer = self.trainer
+        self._as_built = {
+            "optimizers": [deepcopy(one.state_dict()["param_groups"]) for one in trainer.optimizers],
+            "schedules": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        }
+        super().restore_training_state()
+        if self._loaded_checkpoint and "callback_metrics" in self._loaded_checkpoint:
+            # What schedules and stopping look at, until the next validation.
+            trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
+
+    def restore_optimizers(self) -> None:
+        then = self._built_then("optimizers", len(self.trainer.optimizers))
+        super().restore_optimizers()
+        if then is None or self._as_built is None:
+            return
+        for optimizer, before, now in zip(self.trainer.optimizers, then, self._as_built["optimizers"], strict=True):
+            for group, old, new in zip(optimizer.param_groups, before, now, strict=False):
+                for name in old.keys() & new.keys() - {"params"}:
+                    if not _same(old[name], new[name]):
+                        moved = name == "lr" and old["lr"]  # a schedule may have moved it since
+                        group[name] = group["lr"] * new["lr"] / old["lr"] if moved else new[name]
+
+    def restore_lr_schedulers(self) -> None:
+        saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]
+        then = self._built_then("schedules", len(self.trainer.lr_scheduler_configs))
+        if then is None or self._as_built is None or len(saved) != len(then):
+            super().restore_lr_schedulers()
+            return
+        changed = []
+        for config, state, before, now in zip(
+            self.trainer.lr_scheduler_configs, saved, then, self._as_built["schedules"], strict=True
+        ):
+            merged = merge(state, before, now)
+            config.scheduler.load_state_dict(merged)
+            if not _same(merged, state):
+                changed.append(config.scheduler)
+                _follow(config.scheduler)
+        self._doubt(changed)
+
+    def _built_then(self, name: str, count: int) -> list[Any] | None:
+        """As the run began, if it was built of as many parts as now."""
+        built: list[Any] | None = self._loaded_checkpoint.get("as_built", {}).get(name)
+        return built if built is not None and len(built) == count else None
+
+    def _doubt(self, changed: list[Any]) -> None:
+        """A schedule that has come to its end leaves nothing for the steps that were added."""
+        trainer = self.trainer
+        lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
+            log.warning(
+                "The learning rate is 0 at step %d, and %s steps are left, which will change nothing as long as it is. "
+                "HINT: give the schedule the length of the whole run.",
+                *(trainer.global_step, left),
+            )
+        elif changed:
+            shown = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(float(lr) for lr in lrs))
+            log.info(
+                "The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown
+            )
+
+
+def merge(saved: Any, then: Any, now: Any) -> Any:
+    """What was saved, but with today's settings where those are others than the run began with."""
+    if isinstance(saved, dict) and isinstance(then, dict) and isinstance(now, dict):
+        return {key: merge(value, then.get(key, value), now.get(key, then.get(key, value))) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
+        if len(saved) == len(then) == len(now):
+            return type(saved)(merge(*three) for three in zip(saved, then, now, strict=True))
+        return now if len(then) != len(now) else saved
+    return saved if _same(then, now) else now
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _follow(schedule: Any) -> None:
+    """The optimiser gets the learning rate that a changed schedule has at this step, where the schedule can tell."""
+    tell = getattr(schedule, "_get_closed_form_lr", None)
+    if tell is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
+        schedule._get_lr_called_within_step = True  # or it warns that somebody else asks
+        tell = schedule.get_lr
+    if tell is not None:
+        for group, lr in zip(schedule.optimizer.param_groups, tell(), strict=True):
+            group["lr"] = lr
+
+
+def _of_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[dict[str, Any] | None] | None:
+    """The states of each rank (None: as rank 0's), or None where all are alike. Called by all ranks."""
+    if trainer.world_size == 1:
+        return None
+    held = io.BytesIO()
+    torch.save(mine, held)
+    digests: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(digests, hashlib.sha256(held.getvalue()).hexdigest())
+    if len(set(digests)) == 1:
+        return None
+    states: list[Any] = [None] * trainer.world_size
+    dist.gather_object(mine if digests[trainer.global_rank] != digests[0] else None, states if trainer.is_global_zero else None)
+    return states

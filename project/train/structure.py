@@ -1,0 +1,48 @@
+"""Which parameters learn, and in which of their optimisers' groups: by name, so that it can be saved and set up again.
+
+Callbacks and modules may freeze, unfreeze and add groups while a run goes on. PyTorch saves none of that: an optimiser's state
+does not fit one with fewer groups, and a parameter that was unfrozen is frozen again in the process that goes on.
+"""
+
+from typing import Any, TypedDict
+
+from lightning.pytorch import Trainer
+
+
+class Structure(TypedDict):
+    """A plain record, as it lies in a checkpoint."""
+
+    trainable: list[str]
+    groups: list[list[list[str]] | None]
+    """For each optimiser, the names in each of its groups; None where it holds parameters that are not the module's."""
+
+
+def structure(trainer: Trainer) -> Structure:
+    named = dict(trainer.lightning_module.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups: list[list[list[str]] | None] = []
+    for optimizer in trainer.optimizers:
+        ids = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        known = all(one in names for group in ids for one in group)
+        groups.append([[names[one] for one in group] for group in ids] if known else None)
+    return {"trainable": [name for name, parameter in named.items() if parameter.requires_grad], "groups": groups}
+
+
+def set_up(trainer: Trainer, wanted: Structure) -> None:
+    """Makes it so. A group that is new has its optimiser's defaults, until its state is loaded."""
+    named = dict(trainer.lightning_module.named_parameters())
+    learning = set(wanted["trainable"])
+    for name, parameter in named.items():
+        if parameter.is_floating_point() and parameter.requires_grad != (name in learning):
+            parameter.requires_grad_(name in learning)
+    if len(wanted["groups"]) != len(trainer.optimizers):
+        return
+    now = structure(trainer)["groups"]
+    for optimizer, groups, ours in zip(trainer.optimizers, wanted["groups"], now, strict=True):
+        if groups is None or ours is None or groups == ours or any(name not in named for group in groups for name in group):
+            continue
+        before: list[dict[str, Any]] = optimizer.param_groups
+        optimizer.param_groups = [
+            {**(before[at] if at < len(before) else optimizer.defaults), "params": [named[name] for name in group]}
+            for at, group in enumerate(groups)
+        ]

@@ -1,0 +1,74 @@
+"""What the start and the end of an epoch do, to weights, groups, schedules and curves, a resumed run does too, and once."""
+
+import json
+import signal
+
+import pytest
+
+from tests.conftest import forked
+from tests.survive.test_resume import FIT, assert_same_run, final, same
+
+PLATEAU = (
+    "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
+    *("--model.lr_scheduler.monitor=train/loss", "--model.lr_scheduler.patience=0", "--model.lr_scheduler.threshold=0.5"),
+)
+
+
+def callbacks(*chosen: dict | str) -> str:
+    """A command-line word that plugs in these, and stops by SIGTERM."""
+    given = [{"class_path": one} if isinstance(one, str) else one for one in chosen]
+    return "--trainer.callbacks=" + json.dumps(given)
+
+
+def stop(*steps: int, where: str = "step") -> list[dict]:
+    made = [{"step": step, "where": where, "number": int(signal.SIGTERM)} for step in steps]
+    return [{"class_path": "tests.probes.Fault", "init_args": one} for one in made]
+
+
+def lightnings(name: str, **settings: object) -> dict:
+    return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": settings}
+
+
+CASES = {
+    "unfrozen": (
+        ["tests.probes.Backbone", lightnings("LearningRateMonitor", logging_interval="epoch")],
+        ["--model.optimizer=tests.probes.LearningOnly", "--model.lr_scheduler=torch.optim.lr_scheduler.ConstantLR"],
+    ),
+    "swa": (
+        [lightnings("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)],
+        ["--model.lr_interval=epoch"],
+    ),
+    "plateau-epoch": (
+        ["tests.probes.Logs", lightnings("LearningRateMonitor", logging_interval="step")],
+        [*PLATEAU, "--model.lr_interval=epoch"],
+    ),
+    "plateau-step": (["tests.probes.Logs"], [*PLATEAU, "--model.lr_interval=step"]),
+    "ema": ([lightnings("EMAWeightAveraging", decay=0.9)], []),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
+    """Within an epoch, at its start, where a validation has just been, and in one."""
+    if ranks == 2 and not request.config.getoption("--faults"):
+        pytest.skip("three ranks show it; with --faults")
+    given, settings = CASES[case]
+    words = [*FIT, *settings, "--data.batch_size=4", "--data.global_batch_size=24", "--data.source.init_args.train_size=194"]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    done = forked(whole, *words, callbacks(*given), ranks=ranks)
+    assert done.code == 0, done.output
+    places = [*stop(6, 8, 10, 19), *stop(13, where="validation"), *stop(21)]
+    if case == "swa":
+        places += stop(24)  # at the start of the epoch that gathers batch norm's statistics
+    for _ in places:
+        stopped = quick(*words, callbacks(*given, *places), ranks=ranks)
+        assert stopped.code == 143, stopped.output
+    resumed = quick(*words, callbacks(*given, *places), ranks=ranks)
+    assert resumed.code == 0, resumed.output
+    assert_same_run(tmp_path, whole)
+    ours, theirs = final(tmp_path)["callbacks"], final(whole)["callbacks"]
+    assert all(same(ours[name], state) for name, state in theirs.items())
+    for word in ("already exist", "Traceback"):
+        assert word not in resumed.output
