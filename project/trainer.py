@@ -50,6 +50,7 @@ from project.survive.signals import SIGNALS
 from project.survive.watchdog import Watchdog
 from project.train.batch_norm import StepStatistics
 from project.train.epochs import own_loops
+from project.train.position import out_of_time
 from project.train.resuming import Resuming
 from project.train.rng import ChanceByMicroBatch
 from project.train.strategy import share_in_order
@@ -203,7 +204,14 @@ class Trainer(pl.Trainer):
         for callback in self.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Watchdog):
                 callback.start(self)
-        return super()._run(model, *args, **kwargs)
+        results = super()._run(model, *args, **kwargs)
+        if self.state.fn == TrainerFn.FITTING and out_of_time(self) and self.global_step < self.estimated_stepping_batches:
+            log.warning(
+                "Stopped by trainer.max_time after step %d of %s, before the end of the run. HINT: more time for all starts "
+                "together, and the same command goes on from the checkpoint.",
+                *(self.global_step, self.estimated_stepping_batches),
+            )
+        return results
 
     # Before the ranks are connected ----------------------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ import shutil
 import time
 from collections import Counter
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
@@ -287,5 +289,78 @@ def _watch(hook: str) -> Any:
 
 
 for _hook in ("train_batch_start", "before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
-    setattr(Watcher, f"on_{_hook}", _watch(_hook))
-Watcher.on_train_batch_end = _watch("train_batch_end")  # type: ignore[method-assign]
+    setattr(Watcher, f"on_{_hook}", _watch(f"on_{_hook}"))
+Watcher.on_train_batch_end = _watch("on_train_batch_end")  # type: ignore[method-assign]
+
+
+class Moody(torch.nn.Module):
+    """A network with state of all kinds: a mean and a dict of its own, a queue that grows, batch norm's cumulative mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8, momentum=None), torch.nn.ReLU(),
+            torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 10),
+        )  # fmt: skip
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("queue", torch.zeros(0))
+        self.forwards = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"forwards": self.forwards}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.forwards = state["forwards"]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+            with torch.no_grad():
+                self.mean.lerp_(images.mean((0, 2, 3)), 0.1)
+                self.queue = torch.cat([self.queue, images.mean().view(1)])
+        return self.layers(images - self.mean[:, None, None])
+
+
+class States(Callback):
+    """Keeps what it has seen: as numpy's values, and another on each rank."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(3)
+        self.rank: int | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen = self.seen * 0.9 + float(outputs["loss"])
+        assert self.rank in (None, trainer.global_rank)
+        self.rank = trainer.global_rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "largest": self.seen.max(), "rank": self.rank}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen, self.rank = state_dict["seen"], state_dict["rank"]
+
+
+class Unreadable(Callback):
+    """Its state can be written, and not be read again: from the first moment on, or after some steps."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.after, self.steps = after, 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"when": datetime.now()} if self.steps >= self.after else {"when": 0}
+
+
+class GrowsLater(torch.nn.Module):
+    """Makes a parameter in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3 * 8 * 8, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = torch.nn.Parameter(torch.ones(()))
+        return self.head(images.flatten(1)) * self.scale

@@ -95,15 +95,6 @@ class ImageClassifier(LightningModule):
         if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
             self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
         self.epoch_tally.guesses = checkpoint.get("epoch_guesses", self.epoch_tally.guesses)
-        ours = {name: tuple(value.shape) for name, value in self.state_dict().items()}
-        theirs = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if differing:
-            examples = ", ".join(f"{n} is {theirs.get(n, 'not')} there and {ours.get(n, 'not')} here" for n in differing[:3])
-            raise ValueError(
-                f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({examples}). "
-                "HINT: use the config.yaml of the run that it comes from."
-            )
 
     # Training: a micro-batch at a time ------------------------------------------------------------------------------
 

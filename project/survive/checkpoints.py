@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.survive.readable import check, plain_values
 from project.train.position import Position, out_of_time, position, put, within_epoch
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self, path: _PATH, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         try:
-            return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+            with plain_values():
+                return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
@@ -212,6 +214,7 @@ class Checkpoints(Checkpoint):
         self._pending: Future[None] | None = None
         self._before_validation: Record | None = None
         self._ended_at: int | None = None
+        self._read_back = False
 
     # When ------------------------------------------------------------------------------------------------------------
 
@@ -225,6 +228,9 @@ class Checkpoints(Checkpoint):
                 self._note(path, facts)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Now, and not when the run has been lost: could it go on from what would be saved?
+        check(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        self._read_back = False
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 
@@ -319,7 +325,11 @@ class Checkpoints(Checkpoint):
     def _write(self, path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            check(checkpoint)
             write(path, checkpoint, facts)
+            if not self._read_back:
+                SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
+                self._read_back = True
             self.failed = None
             self._note(path, facts)
             self._prune()

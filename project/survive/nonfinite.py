@@ -94,7 +94,8 @@ class NonFinite(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._late = pl_module.device.type == "cuda"
         self._one = torch.ones((), device=pl_module.device)
-        if checkpoints := _checkpoints(trainer):
+        self._unread.clear()  # of a fit that failed
+        if (checkpoints := _checkpoints(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
         if self._late and self.act == "skip" and _scaler(trainer) is None and not _skips_by_itself(trainer.optimizers[0]):
             log.info(

@@ -70,11 +70,12 @@ class Epochs(_FitLoop):
         if not (within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
             super().on_advance_end()
             return
-        loggers, self.trainer.loggers = self.trainer.loggers, []  # the epoch goes on another day: its means are not known yet
+        connector = self.trainer._logger_connector
+        connector.update_train_epoch_metrics = lambda: None  # type: ignore[method-assign]  # its means are not known yet
         try:
             super().on_advance_end()
         finally:
-            self.trainer.loggers = loggers
+            del connector.update_train_epoch_metrics
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         return {"structure": structure(self.trainer), "began_with": self._began_with}

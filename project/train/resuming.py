@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
+
 log = logging.getLogger(__name__)
 
 
@@ -26,12 +28,16 @@ class Resuming(_CheckpointConnector):
 
     _as_built: dict[str, Any] | None = None
     """The states of optimisers and schedules as the configuration has them, before any step."""
+    _made_of: Shapes | None = None
+    """The network at the start of the fit."""
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self._as_built is not None and not weights_only:
+            assert self._made_of is not None
+            refuse_made_later(self.trainer.lightning_module, self._made_of)
             checkpoint["as_built"] = self._as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in self.trainer.callback_metrics.items()
@@ -66,14 +72,21 @@ class Resuming(_CheckpointConnector):
                 *(len(states), self.trainer.world_size),
             )
 
+    def restore_model(self) -> None:
+        if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:
+            make_room(self.trainer.lightning_module, self._loaded_checkpoint["state_dict"])
+        super().restore_model()
+
     def restore_training_state(self) -> None:
         """Called in every fit, resumed or not, when optimisers and schedules are there."""
         trainer = self.trainer
+        self._made_of = shapes(trainer.lightning_module)
         self._as_built = {
             "optimizers": [deepcopy(one.state_dict()["param_groups"]) for one in trainer.optimizers],
             "schedules": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         }
         super().restore_training_state()
+        _check_length(trainer)
         if self._loaded_checkpoint and "callback_metrics" in self._loaded_checkpoint:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
@@ -127,6 +140,18 @@ class Resuming(_CheckpointConnector):
             log.info(
                 "The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown
             )
+
+
+def _check_length(trainer: Trainer) -> None:
+    """OneCycleLR ends in an error when it is moved on after its last step."""
+    for config in trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, OneCycleLR):
+            moves = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs or -1
+            if config.scheduler.total_steps < moves // config.frequency:
+                raise ValueError(
+                    f"OneCycleLR has total_steps={config.scheduler.total_steps}, and moves {moves // config.frequency} times "
+                    "in this run. HINT: set its total_steps to the length of the run (of all of it, where one is made longer)."
+                )
 
 
 def merge(saved: Any, then: Any, now: Any) -> Any:

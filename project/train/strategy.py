@@ -7,6 +7,7 @@ interrupted. Here the buckets are filled once, before the first step, in the rev
 the order in which their gradients come.
 """
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from project.train.batch_norm import batch_norms
+
+log = logging.getLogger(__name__)
 
 
 def _learning(module: nn.Module) -> set[int]:
@@ -53,8 +56,11 @@ def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
     """Buffers that a network moves by itself are rank 0's, as DistributedDataParallel has it; batch norm's are all ranks'."""
     kept_equal = [f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)]
     OrderedDDP._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
-    others = bool({name for name, _ in module.named_buffers()} - set(kept_equal))
-    settings = {"broadcast_buffers": others, **strategy._ddp_kwargs}
+    others = [name for name, _ in module.named_buffers() if name not in set(kept_equal)]
+    if others:
+        more = ", ..." if len(others) > 5 else ""
+        log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
+    settings = {"broadcast_buffers": bool(others), **strategy._ddp_kwargs}
     return OrderedDDP(module, device_ids=strategy.determine_ddp_device_ids(), **settings)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from project.survive.readable import plain_values
 from tests.conftest import TINY, environment, forked
 
 FIT = (
@@ -22,7 +23,8 @@ STEPS = 24  # 8 in each epoch, the last of 26 samples
 
 
 def final(folder: Path, steps: int = STEPS) -> dict:
-    return torch.load(folder / f"lightning_logs/it/checkpoints/step-{steps:09d}.ckpt", weights_only=True)
+    with plain_values():
+        return torch.load(folder / f"lightning_logs/it/checkpoints/step-{steps:09d}.ckpt", weights_only=True)
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -1,0 +1,62 @@
+"""Whether a checkpoint can be read again: found out before a run depends on it, with the name of what can't.
+
+Checkpoints are read with PyTorch's `weights_only`, because anything else runs code from the file. That takes tensors, plain
+values, and here numpy's arrays and numbers, too.
+"""
+
+import io
+import pickle
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+_numpy: Any = getattr(np, "_core", None) or np.core  # called so before numpy 2
+_NUMPY = [
+    *(np.ndarray, np.dtype, _numpy.multiarray._reconstruct, _numpy.multiarray.scalar),
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"},
+]
+
+
+def plain_values() -> AbstractContextManager[None]:
+    """Within it, `torch.load(weights_only=True)` reads numpy's values."""
+    context: AbstractContextManager[None] = torch.serialization.safe_globals(_NUMPY)
+    return context
+
+
+def check(checkpoint: dict[str, Any]) -> None:
+    """A ValueError names the part of a checkpoint that could not be read again. Tensors are not looked at: they can."""
+    if _problem(checkpoint) is None:
+        return
+    states = checkpoint.get("callbacks") or {}
+    parts = {
+        **{f"the state of the callback {name.partition('{')[0]}": state for name, state in states.items()},
+        **{f"{key!r} of the checkpoint": part for key, part in checkpoint.items() if key != "callbacks"},
+    }
+    found = {name: problem for name, part in parts.items() if (problem := _problem(part))}
+    name, problem = next(iter(found.items()), ("the checkpoint", _problem(checkpoint) or ""))
+    raise ValueError(
+        f"A run could not go on from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
+        "arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
+    )
+
+
+def _problem(part: Any) -> str | None:
+    """What PyTorch says about reading it."""
+    file = io.BytesIO()
+    try:
+        torch.save(apply_to_collection(part, torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype)), file)
+        file.seek(0)
+        with plain_values():
+            torch.load(file, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        return _brief(str(error))
+    return None
+
+
+def _brief(text: str) -> str:
+    """PyTorch's reason, without its page of advice."""
+    _, found, reason = text.partition("WeightsUnpickler error: ")
+    return (reason if found else text).strip().splitlines()[0].partition(" was not an allowed global")[0]

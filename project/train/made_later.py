@@ -1,0 +1,61 @@
+"""What a network is made of must be there when a run goes on: then it is made anew, and gets what was saved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+Shapes = dict[str, tuple[int, ...] | None]
+"""Of each tensor in a state_dict; None where it is not known, or may change: a buffer's, a lazy parameter's."""
+
+
+def shapes(module: nn.Module) -> Shapes:
+    found: Shapes = {name: None for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in found and not is_lazy(parameter):
+            found[name] = tuple(parameter.shape)
+    return found
+
+
+def refuse_made_later(module: LightningModule, at_start: Shapes) -> None:
+    """A ValueError names a tensor that was made, or a parameter that was given another shape, since the fit began."""
+    for name, shape in shapes(module).items():
+        if name not in at_start:
+            problem = f"{name} was made while the run was going on"
+        elif shape is not None and at_start[name] not in (None, shape):
+            problem = f"{name} has changed its shape while the run was going on, from {at_start[name]} to {shape}"
+        else:
+            continue
+        raise ValueError(
+            f"A run could not go on from this checkpoint: {problem}, and the network that a run goes on with is made anew. "
+            "HINT: make it in __init__, or in the module's configure_model."
+        )
+
+
+def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """A buffer takes the shape that was saved (a queue may have grown). A ValueError says so if it is another network."""
+    buffers = dict(module.named_buffers())
+    differing = []
+    ours = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    theirs = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    for name in {**ours, **theirs}:
+        here, there = ours.get(name), theirs.get(name)
+        if here is not None and (is_lazy(here) or (there is not None and here.shape == there.shape)):
+            continue
+        if name in buffers and there is not None:
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._buffers[leaf] = torch.empty_like(there, device=buffers[name].device)
+        else:
+            differing.append(f"{name} is {_shape(there)} there and {_shape(here)} here")
+    if differing:
+        raise ValueError(
+            f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({', '.join(differing[:3])}). "
+            "HINT: use the config.yaml of the run that it comes from."
+        )
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "not" if tensor is None else str(tuple(tensor.shape))

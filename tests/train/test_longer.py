@@ -1,0 +1,74 @@
+"""A run that is made longer, or that ran out of time, goes on as if it had been so from the beginning, as far as it can."""
+
+import json
+
+import pytest
+
+from tests.conftest import forked
+from tests.survive.test_resume import FIT, assert_same_run, curves, faults
+
+EPOCH = 8  # steps
+
+
+def fit(quick, *words: str):
+    return quick(*FIT, *words, "--trainer.num_sanity_val_steps=0")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("--model.lr_scheduler=project.model.WarmupCosine", "--model.lr_scheduler.warmup_steps=2"),
+        ("--model.lr_scheduler=torch.optim.lr_scheduler.OneCycleLR", "--model.lr_scheduler.max_lr=0.1"),
+    ],
+    ids=["our cosine", "OneCycleLR"],
+)
+def test_the_schedule_of_a_longer_run(quick, tmp_path, schedule):
+    """From where it goes on, the learning rate is that of a run which was so long from the start, and not 0."""
+    once = "OneCycleLR" in schedule[0]
+
+    def words(epochs: int) -> list[str]:
+        total = [f"--model.lr_scheduler.total_steps={epochs * EPOCH}"] * once
+        return [*schedule, *total, f"--trainer.max_epochs={epochs}"]
+
+    assert fit(quick, *words(1)).code == 0
+    longer = fit(quick, *words(2))
+    assert longer.code == 0, longer.output
+    assert "The schedule is another than the run began with" in longer.output
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert forked(whole, *FIT, *words(2), faults()).code == 0
+    ours, theirs = dict(curves(tmp_path)["train/lr"]), dict(curves(whole)["train/lr"])
+    assert ours.keys() == theirs.keys()
+    added = range(EPOCH + 1, 2 * EPOCH)  # a step is logged with the rate of the next
+    assert [ours[step] for step in added] == pytest.approx([theirs[step] for step in added], rel=1e-6)
+    assert all(ours[step] > 0 for step in added)
+
+
+def test_a_schedule_that_is_too_short_is_refused(quick):
+    short = ("--model.lr_scheduler=torch.optim.lr_scheduler.OneCycleLR", "--model.lr_scheduler.max_lr=0.1")
+    refused = fit(quick, *short, "--model.lr_scheduler.total_steps=8", "--trainer.max_epochs=2")
+    assert refused.code == 1
+    assert "OneCycleLR has total_steps=8, and moves 16 times in this run" in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_out_of_time(quick, tmp_path):
+    """It says so, saves, and goes on with more of it: the curve is that of a run which had all the time there is."""
+    slow = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.1}}])
+    words = ("--trainer.max_time=00:00:00:02", slow)
+    stopped = fit(quick, *words)
+    assert stopped.code == 0, stopped.output
+    assert "trainer.max_time" in stopped.output
+    newest = max(tmp_path.glob("lightning_logs/it/checkpoints/*.json"))
+    assert json.loads(newest.read_text())["finished"] is False
+    again = fit(quick, *words)
+    assert again.code == 0, again.output
+    assert "trainer.max_time" in again.output, "the time is that of all starts together"
+    assert "finished" not in again.output
+    (tmp_path / "hurry").touch()
+    resumed = fit(quick, slow, "--trainer.max_time=01:00:00:00")
+    assert resumed.code == 0, resumed.output
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert forked(whole, *FIT, faults()).code == 0
+    assert_same_run(tmp_path, whole)
