@@ -70,6 +70,7 @@ def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule,
         processes=processes,
         device=bed.device,
         folder=folder,
+        shared=trainer.shared_folder,  # type: ignore[attr-defined]
         facts=of_this_rank(bed.device, configuration),
         configuration=configuration,
         micro_batch=getattr(data, "batch_size", 1),

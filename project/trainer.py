@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from project.cluster import facts
+from project.cluster import facts, shared
 from project.cluster.compression import CompressGradients, Compression
 from project.cluster.cores import cores
 from project.cluster.doctor import Doctor
@@ -73,6 +73,27 @@ def cpu_precision(precision: str) -> tuple[str, str | None]:
     return taken, None if taken == precision else reason
 
 
+class ResumingOnHosts(Resuming):
+    """Reads a checkpoint on all hosts, or, where only rank 0's has it, there."""
+
+    def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+        trainer: Trainer = self.trainer  # type: ignore[assignment]
+        if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
+            super().read(checkpoint_path, weights_only)
+        elif trainer.shared_folder:
+            if problem := shared.file_problem(Path(checkpoint_path), trainer.host_names, _gather):
+                raise ValueError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
+            super().read(checkpoint_path, weights_only)
+        else:  # through the hosts' memory: the device may have no room for it
+            group: Any = dist.new_group(backend="gloo")
+            if trainer.is_global_zero:
+                super().read(checkpoint_path, weights_only)
+            sent = [self._loaded_checkpoint]
+            dist.broadcast_object_list(sent, 0, group=group)
+            self._ckpt_path, self._loaded_checkpoint = checkpoint_path, sent[0]
+            dist.destroy_process_group(group)
+
+
 class Trainer(pl.Trainer):
     """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
     of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
@@ -86,6 +107,8 @@ class Trainer(pl.Trainer):
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             data.global_batch_size and the number of ranks.
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
+        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
+            checkpoint to go on from is sent to the others.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
             the CPU has no bf16.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
@@ -97,6 +120,7 @@ class Trainer(pl.Trainer):
         *,
         accumulate_grad_batches: int | Literal["auto"] = "auto",
         join_timeout: float = 300,
+        shared_folder: bool = True,
         precision: str | int | None = None,
         gradient_compression: Compression = "none",
         nonfinite: Act = "stop",
@@ -150,7 +174,8 @@ class Trainer(pl.Trainer):
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ValueError(f"The trainer's settings don't work here: {error}") from error
         sign(self.global_rank, host(), self.world_size)
-        self._launch, self._join_timeout = launch, join_timeout
+        self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
+        self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
         self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it
         self._wanted_limits = {
             "train": limit_train_batches,
@@ -160,7 +185,7 @@ class Trainer(pl.Trainer):
         self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches
         self._signal_connector = SIGNALS  # type: ignore[assignment]
-        self._checkpoint_connector = Resuming(self)
+        self._checkpoint_connector = ResumingOnHosts(self)
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
         own_loops(self)
@@ -221,6 +246,7 @@ class Trainer(pl.Trainer):
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
         meeting = Meeting(self.global_rank, self.world_size, *place, seconds, self._launch.host_of, hosted=hosted)
+        self.host_names = meeting.hosts
         route = meeting.find_route()
         if route is None:
             use_loopback()
@@ -247,9 +273,16 @@ class Trainer(pl.Trainer):
             return
         meeting, _ = self._meet(self._join_timeout)
         mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
-        differing = facts.compare(mine, self.configuration, meeting.hosts, meeting.exchange)
-        if differing:
-            meeting.end(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
+        place = Path(self.default_root_dir), self.global_rank, meeting.hosts, meeting.exchange
+        problems = []
+        if differing := facts.compare(mine, self.configuration, meeting.hosts, meeting.exchange):
+            problems.append(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
+        if not self.shared_folder and (moved := shared.moved(*place)):
+            problems.append(f"{moved[0]}. HINT: {shared.MOVE}")
+        if self.shared_folder and (unseen := shared.folder_problem(*place)):
+            problems.append(f"{unseen[0]}. HINT: {shared.SHARE}")
+        if problems:
+            meeting.end("\n".join(problems))
 
     # Verbs that are ours ---------------------------------------------------------------------------------------------
 
@@ -337,6 +370,13 @@ class Trainer(pl.Trainer):
                     setattr(self, f"limit_{stage}_batches", 0)
         else:
             self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What every rank brings, by rank."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return answers
 
 
 def _on_cpu(accelerator: Any) -> bool:

@@ -8,7 +8,6 @@ import logging
 import os
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from project.cluster import facts, network
+from project.cluster import facts, network, shared
 from project.cluster.cores import cores
 from project.cluster.facts import named
 from project.cluster.findings import Finding, Trouble, in_bytes, row
@@ -46,6 +45,8 @@ class Patient:
     device: torch.device
     folder: Path
     """The run's folder, the same on all ranks."""
+    shared: bool
+    """Whether all hosts must see it."""
     facts: dict[str, Any]
     configuration: Mapping[str, Any]
     micro_batch: int
@@ -181,26 +182,12 @@ class Doctor:
 
     def _folder(self) -> None:
         patient = self.patient
-        token = self._gather(uuid.uuid4().hex)[0]
-        file = patient.folder / ".doctor"
-        if patient.rank == 0:
-            try:
-                file.write_text(token)
-            except OSError as error:
-                log.debug("doctor: %s", error)
-        self._gather(None)
-        seen = self._gather(_reads(file, token))
-        self._gather(None)
-        if patient.rank == 0:
-            file.unlink(missing_ok=True)
-        blind = [rank for rank, sees in enumerate(seen) if not sees]
-        troubles = []
-        if 0 in blind:
-            troubles.append(Trouble(f"{named([0], self.hosts)} can't write to {patient.folder}", [0]))
-        elif blind:
-            troubles.append(Trouble(f"{named(blind, self.hosts)} can't read what rank 0 writes to {patient.folder}", blind))
-        fix = "Put the run's folder on a file system that all hosts share, and writable: trainer.default_root_dir."
-        self._row("run's folder", troubles, f"{patient.folder}: written on one, read on all", fix)
+        place = patient.folder, patient.rank, self.hosts, self._gather
+        if patient.shared:
+            problem, good, fix = shared.folder_problem(*place), "written on one, read on all", shared.SHARE
+        else:
+            problem, good, fix = shared.moved(*place), "only rank 0's host needs it (trainer.shared_folder=false)", shared.MOVE
+        self._row("run's folder", [Trouble(*problem)] if problem else [], f"{patient.folder}: {good}", fix)
 
     def _limits(self) -> None:
         patient = self.patient
@@ -457,19 +444,6 @@ class Doctor:
             if time.perf_counter() - start > _SECONDS:
                 break
         return samples / (time.perf_counter() - start) if samples else float("inf")
-
-
-def _reads(file: Path, token: str) -> bool:
-    """Network file systems may take a moment."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            if file.read_text() == token:
-                return True
-        except OSError:
-            pass
-        time.sleep(0.2)
-    return False
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> float:

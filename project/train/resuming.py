@@ -59,8 +59,11 @@ class Resuming(_CheckpointConnector):
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
         super()._restore_modules_and_callbacks(path, weights_only)
 
-    def resume_start(self, *args: Any, **kwargs: Any) -> None:
-        super().resume_start(*args, **kwargs)
+    def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+        super().resume_start(checkpoint_path, weights_only)
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        self.read(checkpoint_path, weights_only)
         states = self._loaded_checkpoint.get("states_of_ranks")
         if not states:
             return

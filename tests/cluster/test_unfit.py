@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.cluster.machine import wait_until
+from tests.cluster.training import FIT, assert_same_curve
 from tests.conftest import TINY, environment
 
 DOCTOR = ("doctor", "--config=configs/ddp.yaml", *TINY, "--data.batch_size=8", "--data.global_batch_size=48", "--run=it")
@@ -49,7 +50,10 @@ def said(folder: Path, host: str) -> str:
 
 
 def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
-    """h2 has another configuration; h3 another torch, and other images."""
+    """h2 has another configuration; h3 another torch, other images, and another disk for the run's folder."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "lightning_logs").mkdir()
     for name, count in (("here", 8), ("there", 9)):
         for split in ("train", "val"):
             for label in range(2):
@@ -68,8 +72,11 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     running = [
         start(hosts[0].seeing(tmp_path / "here", images), tmp_path, *words, nodes=3),
         start(hosts[1].seeing(tmp_path / "here", images), tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
-        start(hosts[2].seeing(tmp_path / "there", images), tmp_path, *words, nodes=3, PYTHONPATH=path),
-    ]
+        start(
+            hosts[2].seeing(tmp_path / "there", images).seeing(own, tmp_path / "lightning_logs"),
+            *(tmp_path, *words), nodes=3, PYTHONPATH=path,
+        ),
+    ]  # fmt: skip
     codes, found = results(running, tmp_path)
     assert codes == [1, 1, 1], said(tmp_path, "h1")
     assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in found["versions"]["text"]
@@ -77,25 +84,48 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     assert found["versions"]["where"] == [{"rank": 1, "host": "h2"}, {"rank": 2, "host": "h3"}]
     assert found["data"]["text"].startswith("rank 2 on h3: data 18 train")
     assert found["data"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert found["run's folder"]["text"].startswith("rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder")
+    assert found["run's folder"]["where"] == [{"rank": 2, "host": "h3"}]
     assert "│ versions" in said(tmp_path, "h1")
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
 
 
 def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
-    """h2 has another configuration, h3 another torch."""
+    """h2 has another configuration, h3 another torch, and another disk for the run's folder."""
     words = ("fit", *DOCTOR[1:])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "lightning_logs").mkdir()
+    apart = hosts[2].seeing(tmp_path / "own", tmp_path / "lightning_logs")
     running = [
         start(hosts[0], tmp_path, *words, nodes=3),
         start(hosts[1], tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
-        start(hosts[2], tmp_path, *words, nodes=3, PYTHONPATH=another_torch(tmp_path)),
+        start(apart, tmp_path, *words, nodes=3, PYTHONPATH=another_torch(tmp_path)),
     ]
     codes, _ = results(running, tmp_path)
     assert codes == [1, 1, 1], said(tmp_path, "h1")
+    assert "rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder" in said(tmp_path, "h1")
+    assert "trainer.shared_folder=false" in said(tmp_path, "h1")
+    assert not list((tmp_path / "lightning_logs/it").glob(".seen*"))
     assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in said(tmp_path, "h1")
     assert "rank 2 on h3: torch 2.0.9, elsewhere" in said(tmp_path, "h1")
     assert "HINT" in said(tmp_path, "h1")
     assert "global batch" not in said(tmp_path, "h1")
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
+
+
+def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
+    """It is so configured, and the run is stopped: the other host gets the checkpoint to go on from by the network."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "lightning_logs").mkdir()
+    apart = hosts[1].seeing(tmp_path / "own", tmp_path / "lightning_logs")
+    stop = {"class_path": "tests.probes.Fault", "init_args": {"step": 25, "number": int(signal.SIGTERM)}}
+    words = (*FIT, "--run=it", "--trainer.shared_folder=false", f"--trainer.callbacks={json.dumps([stop])}")
+    for expected in (143, 0):
+        running = [start(host, tmp_path, *words, nodes=2) for host in (hosts[0], apart)]
+        assert results(running, tmp_path)[0] == [expected] * 2, said(tmp_path, "h1") + said(tmp_path, "h2")
+    assert "Goes on from" in said(tmp_path, "h1")
+    assert not list((tmp_path / "own").rglob("*.ckpt"))
+    assert_same_curve(tmp_path, alone)
 
 
 @pytest.mark.timed
