@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from project.cluster import doors
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
 
 log = logging.getLogger(__name__)
 
-_ATTEMPT = 3.0  # seconds for one try to connect
 _REMIND = 30.0  # seconds between two lines about who is missing
 _PATIENCE = 2.0  # seconds that rank 0 waits for the others to hear the end
+_PORTS = (
+    "all ports must be open between the hosts, and the interface must be the one that leads there (GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME)."
+)
 _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has something to say
 
 
@@ -43,7 +46,7 @@ def reach(address: str, port: int, seconds: float) -> None:
     here, end = socket.gethostname(), time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((address, port), timeout=_ATTEMPT).close()
+            socket.create_connection((address, port), timeout=doors.ATTEMPT).close()
             return
         except OSError as error:
             if time.monotonic() > end:
@@ -113,7 +116,29 @@ class Meeting:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
         self.store = PrefixStore(f"meeting/{attempt}", store)
-        self._sign_in()
+        door = doors.Door("", f"{socket.gethostname()} 0") if rank == 0 else None
+        try:
+            if door is not None:
+                self.store.set("door", str(door.port))
+            else:  # before anything is sent that is longer than a short packet
+                self._check_packets(int(self.store.get("door")))
+            self._sign_in()
+        finally:
+            if door is not None:
+                door.close()
+
+    def _check_packets(self, port: int) -> None:
+        """Packets of any size arrive at rank 0's host, and come back; otherwise both hosts say so."""
+        visits = (doors.knock(address, port) for address in resolve(self.address))
+        visit = next((one for one in visits if one.error is None), doors.Visit())  # none: a firewall, which is looked at later
+        if visit.limit is None:
+            return
+        here = socket.gethostname()
+        text = doors.lost(visit, here, visit.name.split()[0])
+        self.store.set("problem", text)  # which is short enough
+        if self.store.add(f"said/{here}", 1) > 1:
+            raise ToldByRankZero(1)
+        raise ValueError(f"{text}. HINT: {doors.HINT}")
 
     def _sign_in(self) -> None:
         here = socket.gethostname()
@@ -176,7 +201,8 @@ class Meeting:
         end, remind = time.monotonic() + self.seconds, time.monotonic() + _REMIND
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
-                raise ValueError(self.store.get("problem").decode())
+                problem = self.store.get("problem").decode()
+                raise ValueError(problem if "HINT" in problem else f"{problem}. HINT: {doors.HINT}")
             now = time.monotonic()
             if now > end:
                 raise ValueError(
@@ -249,38 +275,36 @@ class Meeting:
     def _check_ways(self, address: str) -> None:
         """Every host can reach every other at the address that it will be called by, on any port: the ranks connect there."""
         failed = self.exchange(self._try_ways(address))
-        problems = [text for texts in failed for text in texts]
+        problems = [problem for found in failed for problem in found]
         if problems:
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-            self.end(
-                f"{'; '.join(problems[:4])}{more}. HINT: all ports must be open between the hosts, and the interface must be "
-                "the one that leads there (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
-            )
+            hint = _PORTS if any(is_port for _, is_port in problems) else doors.HINT
+            self.end(f"{'; '.join(text for text, _ in problems[:4])}{more}. HINT: {hint}")
 
-    def _try_ways(self, address: str) -> list[str]:
+    def _try_ways(self, address: str) -> list[tuple[str, bool]]:
+        """What is in the way from here to the other hosts, and whether it may be a closed port."""
         leaders = self.leaders()
         leading = self.rank in leaders
-        door = _Door(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
+        door = doors.Door(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
         try:
-            doors = self.exchange([address, door.port] if door else None)
+            places = self.exchange([address, door.port] if door else None)
             others = [rank for rank in leaders if rank != self.rank] if leading else []
             with ThreadPoolExecutor(32) as pool:
-                answers = list(pool.map(lambda rank: self._try(rank, *doors[rank]), others))
+                answers = list(pool.map(lambda rank: self._try(rank, *places[rank]), others))
             self.exchange(None)  # all have tried before any door closes
         finally:
             if door:
                 door.close()
-        return [text for text in answers if text]
+        return [answer for answer in answers if answer]
 
-    def _try(self, rank: int, address: str, port: int) -> str | None:
-        start = f"{self.hosts[self.rank]} can't reach {self.hosts[rank]} at {address}: "
-        try:
-            with socket.create_connection((address, port), timeout=_ATTEMPT) as line:
-                line.settimeout(_ATTEMPT)
-                answer = line.makefile().readline().strip()
-        except OSError as error:
-            return start + ("no answer" if isinstance(error, TimeoutError) else error.strerror or str(error))
-        return None if answer == f"{self.hosts[rank]} {rank}" else start + f"{answer or 'another program'} answers there"
+    def _try(self, rank: int, address: str, port: int) -> tuple[str, bool] | None:
+        visit, here, there = doors.knock(address, port), self.hosts[self.rank], self.hosts[rank]
+        start = f"{here} can't reach {there} at {address}: "
+        if (error := visit.error) is not None:
+            return start + ("no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)), True
+        if visit.name != f"{there} {rank}":
+            return f"{start}{visit.name or 'another program'} answers there", True
+        return None if visit.limit is None else (doors.lost(visit, here, there), False)
 
 
 def _identity() -> str:
@@ -301,27 +325,6 @@ def _apart(members: Sequence[Sequence[str]]) -> list[str]:
         number = known.index(identity)
         names.append(f"{name}#{number + 1}" if number else name)
     return names
-
-
-class _Door:
-    """Answers everyone who connects with its name, until it is closed."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._answer, args=(name,), daemon=True).start()
-
-    def _answer(self, name: str) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                line, _ = self._socket.accept()
-                with line:
-                    line.sendall(f"{name}\n".encode())
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 def main() -> None:

@@ -79,6 +79,14 @@ class Host:
         """A firewall lets nobody connect to these TCP ports ('1024-65535'); who is connected stays so."""
         self._filter(f"tcp dport {ports} tcp flags & (syn | ack) == syn drop")
 
+    def swallow(self, size: int, sender: "Host | None" = None) -> None:
+        """IP packets of more bytes than this get lost on their way here, as in a tunnel with a wrong MTU; see `unbundle`."""
+        self._filter(f"{f'ip saddr {sender.address} ' if sender else ''}ip length > {size} drop")
+
+    def bundle(self, packets: int) -> None:
+        """So many packets are handed on in one piece."""
+        command("ip", "-n", self.namespace, "link", "set", "eth0", "gso_max_segs", str(packets))
+
     def slow(self, rate: str) -> None:
         """The link sends no faster than this ('10mbit')."""
         words = f"qdisc add dev eth0 root tbf rate {rate} burst 32kbit latency 400ms"
@@ -87,6 +95,7 @@ class Host:
     def heal(self) -> None:
         """Takes all of the above back."""
         self.mend()
+        self.bundle(65535)
         subprocess.run(["ip", "netns", "exec", self.namespace, "nft", "delete", "table", "inet", "test"], capture_output=True)
         subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
 
@@ -135,6 +144,11 @@ class Hosts(Sequence[Host]):
             one.kill()
         for namespace in (*(one.namespace for one in self._hosts), self.switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+    def unbundle(self) -> None:
+        """Connections that are made from now on send packets as a wire carries them, and not 64 KiB at once."""
+        for one in self._hosts:
+            one.bundle(1)
 
     def kill(self) -> None:
         """Ends all that runs on any of them, and mends what was broken."""

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from PIL import Image
 
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, assert_same_curve
-from tests.conftest import TINY, environment
+from tests.conftest import TINY, environment, took
 
 DOCTOR = ("doctor", "--config=configs/ddp.yaml", *TINY, "--data.batch_size=8", "--data.global_batch_size=48", "--run=it")
 FAST = "--fast=true"
@@ -30,7 +32,7 @@ def start(host, folder, *words, nodes, master="h1", **extra):
         return host.start(program, output, folder, {**settings, **extra})
 
 
-def results(running, folder, seconds=60):
+def results(running, folder, seconds=180):
     codes = [one.wait(seconds) for one in running]
     report = folder / "lightning_logs/it/doctor.json"
     found = json.loads(report.read_text())["findings"] if report.exists() else []
@@ -186,6 +188,33 @@ def test_a_firewall_between_two_hosts(hosts, tmp_path):
     codes, found = results(running, tmp_path)
     assert codes == [1, 1]
     assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
+
+
+@pytest.mark.parametrize(("deaf", "way"), [(0, "from h2 don't arrive at h1"), (1, "from h1 don't arrive at h2")])
+def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
+    """A tunnel with a wrong MTU: the hosts meet, and whatever is long gets lost. Both hosts say so."""
+    hosts.unbundle()
+    hosts[deaf].swallow(600)
+    words = (*DOCTOR, FAST) if deaf == 0 else ("fit", *DOCTOR[1:])
+    began = time.monotonic()
+    running = [start(host, tmp_path, *words, nodes=2) for host in hosts[:2]]
+    codes, found = results(running, tmp_path)
+    took("packets over 600 bytes get lost: both have ended after", time.monotonic() - began)
+    assert codes == [1, 1]
+    for host in ("h1", "h2"):
+        assert f"Packets over 600 bytes {way}" in re.sub(r"[\s│]+", " ", said(tmp_path, host))
+        assert "MTU" in said(tmp_path, host)
+    assert ("ranks" in found) == (deaf == 0)
+
+
+def test_packets_that_are_too_long_between_two_others(hosts, tmp_path):
+    """Rank 0 hears both of them."""
+    hosts.unbundle()
+    hosts[2].swallow(1000, hosts[1])
+    running = [start(host, tmp_path, "fit", *DOCTOR[1:], nodes=3) for host in hosts]
+    codes, _ = results(running, tmp_path)
+    assert codes == [1, 1, 1]
+    assert "Packets over 1000 bytes from h2 don't arrive at h3" in said(tmp_path, "h1")
 
 
 def test_a_fit_with_the_wrong_master_address_names_who_is_lost(hosts, tmp_path):

@@ -1,0 +1,160 @@
+"""Can one host reach another, and with packets of any size? Standard library only.
+
+A wrong MTU on the way (a tunnel, a jumbo frame that a switch drops) lets hosts connect and say hello, and swallows what is
+longer: whatever is sent then is sent again for a quarter of an hour. TCP can be told to send shorter packets (TCP_MAXSEG), and
+so it can be found out which ones arrive.
+"""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+ATTEMPT = 3.0  # seconds for one try to connect, and for each answer
+_LOAD = 1 << 15  # bytes that go to and fro: a few of the largest packets, and no more than what fits into a socket's buffer
+_QUICK = 1.5  # seconds for the load where it is known to pass in short packets
+_AT_ONCE = 8  # packet sizes that are tried side by side
+_LEAST = 88  # bytes in a packet: Linux sends no fewer
+_OPTIONS = 12  # bytes of TCP's timestamps, which it counts neither as header nor as data
+_THANKS = b"!"
+
+HINT = (
+    "the MTU is wrong somewhere between them: give the interfaces on both hosts, and tunnels or switches in between, the same "
+    "one ('ip link show' has it, 'ip link set dev NAME mtu BYTES' sets it), and let ICMP through."
+)
+
+
+class Door:
+    """Says its name to everyone who connects, takes what they bring, and gives as much back; until it is closed."""
+
+    def __init__(self, address: str, name: str) -> None:
+        """`address`: of this host; '' for all that it has."""
+        self._socket = _listen(address)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._open, args=(f"{name}\n".encode(),), daemon=True).start()
+
+    def _open(self, name: bytes) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                line, _ = self._socket.accept()
+                threading.Thread(target=self._answer, args=(line, name), daemon=True).start()
+
+    def _answer(self, line: socket.socket, name: bytes) -> None:
+        with suppress(OSError), line:
+            line.settimeout(4 * ATTEMPT)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.sendall(name)
+            if _take(line) == _LOAD:
+                line.sendall(_THANKS)  # in a packet of its own, which is short
+                line.sendall(bytes(_LOAD))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _listen(address: str) -> socket.socket:
+    if not address and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=512)
+
+
+def _take(line: socket.socket) -> int:
+    """The bytes that came, as far as the load."""
+    got = 0
+    while got < _LOAD and (part := line.recv(1 << 16)):
+        got += len(part)
+    return got
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What came of knocking at a door."""
+
+    name: str = ""
+    """Who answered."""
+    error: OSError | None = None
+    """Why nobody did."""
+    limit: int | None = None
+    """Bytes of the longest packet that arrives; None: all do. 0: not even short ones do, once the two are connected."""
+    back: bool = False
+    """Whether the longer ones get lost on the way back."""
+
+
+def knock(address: str, port: int) -> Visit:
+    """Connects to a door, and finds out which packets pass."""
+    try:
+        name, there, again = _call(address, port, ATTEMPT)
+    except OSError as error:
+        return Visit(error=error)
+    if again:
+        return Visit(name)
+    with suppress(OSError):  # a packet or two may get lost anywhere: once more, and with more patience
+        if _call(address, port, 2 * ATTEMPT)[2]:
+            return Visit(name)
+    return Visit(name, limit=_limit(address, port), back=there)
+
+
+def lost(visit: Visit, here: str, there: str) -> str:
+    """What a visit from `here` found of packets that don't arrive, in words."""
+    start, end = (there, here) if visit.back else (here, there)
+    what = f"Packets over {visit.limit} bytes" if visit.limit else "Even short packets, once the two are connected,"
+    return f"{what} from {start} don't arrive at {end}"
+
+
+def _call(address: str, port: int, seconds: float, size: int | None = None) -> tuple[str, bool, bool]:
+    """Who answers, whether the load arrives there, and whether it comes back. `size`: of the packets, at most."""
+    with _socket_for(address, size) as line:
+        line.settimeout(ATTEMPT)
+        line.connect((address, port))
+        name = b""
+        while not name.endswith(b"\n") and (part := line.recv(1)):
+            name += part
+        there = back = False
+        with suppress(TimeoutError):
+            line.settimeout(seconds)
+            line.sendall(bytes(_LOAD))
+            there = line.recv(1) == _THANKS
+            back = there and _take(line) == _LOAD
+        return name.decode(errors="replace").strip(), there, back
+
+
+def _socket_for(address: str, size: int | None = None) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    if size is not None:  # also said to the other side, which then sends no longer ones either
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size - _headers(address))
+    return made
+
+
+def _headers(address: str) -> int:
+    """Bytes of the headers of IP and TCP."""
+    return 60 if ":" in address else 40
+
+
+def _limit(address: str, port: int) -> int:
+    """Bytes of the longest packet that passes both ways, where the longest that are sent do not."""
+
+    def passes(size: int) -> bool:
+        with suppress(OSError):
+            return _call(address, port, _QUICK, size)[2]
+        return False
+
+    with _socket_for(address) as line:
+        line.settimeout(ATTEMPT)
+        line.connect((address, port))
+        least, fails = _headers(address) + _LEAST, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    fails += _headers(address) + _OPTIONS + 1
+    if not passes(least):
+        return 0
+    while fails - least > 1:
+        sizes = sorted({least + (fails - least) * part // (_AT_ONCE + 1) for part in range(1, _AT_ONCE + 1)} - {least})
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for size, arrived in zip(sizes, pool.map(passes, sizes), strict=True):
+                if not arrived:
+                    fails = size
+                    break
+                least = size
+    return least
