@@ -300,6 +300,6 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, LaunchError) and rank > 0:
             time.sleep(10)  # srun and torchrun end all when one has: not before rank 0 has said why
-        else:
-            report_error(error, rank, host())
+        if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
+            report_error(error, rank, host())  # rank 0, it seems, has not found the same
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -84,17 +84,19 @@ if [ "$most" -gt 1 ]; then
   mine=$("$python" -m project.cluster.interfaces "$MASTER_ADDR") || exit 2
   read -r address is_master <<<"$mine"
   [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
-  # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come. These seconds are
-  # compared between the nodes' clocks, so they can't be much shorter.
+  # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come.
   conf=is_host=$is_master,join_timeout=$JOIN_TIMEOUT,last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=5
   meeting=(
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
   this="$(uname -n), $address"
+  # torchrun, and one clock for all its agents.
+  torchrun=(project.cluster.agent "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")
 else
   meeting=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
   this=$(uname -n)
+  torchrun=(torch.distributed.run)
 fi
 
 cat <<TABLE
@@ -120,7 +122,7 @@ fi
 interrupted=
 trap 'interrupted=1' INT
 status=0
-"$python" -m torch.distributed.run \
+"$python" -m "${torchrun[@]}" \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${meeting[@]}" --max-restarts "$MAX_RESTARTS" \
   --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   -m project -- "$@" || status=$?

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
@@ -74,12 +75,30 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_clocks_that_are_wrong_and_jump(alone, hosts, tmp_path, nodes):
+    """h2 is an hour ahead from the start; in mid-run it falls two hours behind, and h1, which has the store, jumps ahead."""
+    clocks = [Clock(tmp_path / "clock-1"), Clock(tmp_path / "clock-2", 3600)]
+    patience = {"RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3", "JOIN_TIMEOUT": "60"}
+    running = [
+        launch(host, tmp_path, *FIT, slowly(0.05), nodes=nodes, **patience, **clock.env)
+        for host, clock in zip(hosts[:2], clocks, strict=True)
+    ]
+    for clock, at, seconds in ((clocks[1], 10, -7200), (clocks[0], 40, 5400)):
+        wait_until(lambda at=at: step(tmp_path) >= at, 120, lambda: printed(tmp_path))
+        clock.jump(seconds)
+    assert [one.wait(180) for one in running] == [0, 0], printed(tmp_path)
+    assert "Goes on from" not in printed(tmp_path)  # nobody was taken for dead
+    assert "2 hosts x 1 process" in printed(tmp_path)
+    assert_same_curve(tmp_path, alone)
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without the store"])
 def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_path, victim):
     """SIGKILL, which it can't pass on: its workers end by themselves, and the other host does not wait for them."""
     running = [launch(host, tmp_path, *FIT, slowly(0.1), "--trainer.max_epochs=1000", nodes=2) for host in hosts[:2]]
     wait_until(lambda: step(tmp_path) >= 3, 120, lambda: printed(tmp_path))
-    (agent,) = (pid for pid in descendants(running[victim].pid) if "torch.distributed.run" in words_of(pid))
+    (agent,) = (pid for pid in descendants(running[victim].pid) if "project.cluster.agent" in words_of(pid))
     assert descendants(agent)
     os.kill(agent, signal.SIGKILL)
     struck = time.monotonic()

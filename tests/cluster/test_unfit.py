@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.cluster.clock import Clock
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, assert_same_curve
 from tests.conftest import TINY, environment, took
@@ -52,8 +53,8 @@ def said(folder: Path, host: str) -> str:
 
 
 def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
-    """h2 has another configuration; h3 another torch, other images, and another disk for the run's folder."""
-    own = tmp_path / "own"
+    """h2 has another configuration and time; h3 another torch, other images, and another disk for the run's folder."""
+    own, clock = tmp_path / "own", Clock(tmp_path / "clock", 3600)
     own.mkdir()
     (tmp_path / "lightning_logs").mkdir()
     for name, count in (("here", 8), ("there", 9)):
@@ -73,7 +74,7 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     path = another_torch(tmp_path)
     running = [
         start(hosts[0].seeing(tmp_path / "here", images), tmp_path, *words, nodes=3),
-        start(hosts[1].seeing(tmp_path / "here", images), tmp_path, *words, "--trainer.max_epochs=7", nodes=3),
+        start(hosts[1].seeing(tmp_path / "here", images), tmp_path, *words, "--trainer.max_epochs=7", nodes=3, **clock.env),
         start(
             hosts[2].seeing(tmp_path / "there", images).seeing(own, tmp_path / "lightning_logs"),
             *(tmp_path, *words), nodes=3, PYTHONPATH=path,
@@ -88,6 +89,8 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
     assert found["data"]["where"] == [{"rank": 2, "host": "h3"}]
     assert found["run's folder"]["text"].startswith("rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder")
     assert found["run's folder"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert re.search(r"rank 1 on h2: its clock is \+(3600|3599)\.\d s off", found["clocks"]["text"])
+    assert found["clocks"]["verdict"] == "warning"
     assert "│ versions" in said(tmp_path, "h1")
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
 
