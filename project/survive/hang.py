@@ -22,6 +22,7 @@ from typing import Any
 
 from project.cluster.launcher import detect
 from project.survive import stacks
+from project.survive.agent import agent
 from project.survive.beats import Beat, Member, unpacked
 from project.survive.warden import dumped, end_with_children, started
 
@@ -229,6 +230,7 @@ def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
     for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
         child.kill()
     launch = detect()
+    agent().wake()
     if launch.kind == "torchrun" and _cut_off(judged, scene):
         end_agent_later(os.getppid(), _AGENT)
     if scene.me.rank == 0:

@@ -27,6 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import own_address
 from project.survive import hang, stacks, warden
+from project.survive.agent import agent
 from project.survive.beats import Beat, Channel, Member, machine, unpacked
 from project.survive.hang import Guilty, Scene, Verdict
 from project.survive.warden import started
@@ -120,6 +121,7 @@ class Watchdog(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """Called before the ranks are connected."""
+        agent()
         if not self.at_least or self._thread is not None:
             return
         self._trainer = trainer
@@ -206,6 +208,7 @@ class Watchdog(Callback):
             looked = now
             beat = self._beat()
             self._alive(beat)
+            agent().look()
             if self._channel is None:
                 if beat.stuck:
                     self._verdict = Verdict([self._me(beat)])

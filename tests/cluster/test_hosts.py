@@ -109,5 +109,23 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_pa
     assert all(one.wait() not in (0, None) for one in running)
 
 
+@pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without the store"])
+def test_a_stopped_agent_is_named_and_holds_nobody_up(hosts, tmp_path, victim):
+    """SIGSTOP, as by Ctrl-Z, and nobody continues it."""
+    running = [launch(host, tmp_path, *FIT, slowly(0.3), nodes=2) for host in hosts[:2]]
+    wait_until(lambda: step(tmp_path) >= 3, 120, lambda: printed(tmp_path))
+    (agent,) = (pid for pid in descendants(running[victim].pid) if "project.cluster.agent" in words_of(pid))
+    os.kill(agent, signal.SIGSTOP)
+    name = f"torchrun on h{victim + 1} (process {agent}) is stopped"
+    wait_until(lambda: f"{name} (Ctrl-Z, SIGSTOP)" in printed(tmp_path), 30, lambda: printed(tmp_path))
+    (tmp_path / "hurry").touch()
+    saved = tmp_path / "lightning_logs/ddp-it/checkpoints/step-000000080.ckpt"
+    wait_until(saved.exists, 60, lambda: printed(tmp_path))
+    finished = time.monotonic()
+    assert [one.wait(60) for one in running] == [0, 0], printed(tmp_path)
+    took("an agent is stopped, and the training is over: both torchruns have ended after", time.monotonic() - finished)
+    assert f"{name}, and the other hosts would wait for it: it is continued" in printed(tmp_path)
+
+
 def words_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
