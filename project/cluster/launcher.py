@@ -187,8 +187,26 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
     # Agents that meet under an id of the user's have that in common; otherwise the agent of rank 0 outlives its workers.
     run_id = environment["TORCHELASTIC_RUN_ID"]
     given = run_id not in ("", "none") and not re.fullmatch(r"[0-9a-f-]{36}", run_id)
+    rank = _number(environment, "RANK", 0)
     name = re.sub(r"[^\w.-]", "_", run_id) if given else f"{_parent_started():%Y%m%d-%H%M%S}"
-    return Launch("torchrun", _number(environment, "RANK", 0), groups, local, name)
+    if not given and rank == 0:
+        name = _remembered(name, environment.get("TORCHELASTIC_ERROR_FILE"))
+    return Launch("torchrun", rank, groups, local, name)
+
+
+def _remembered(name: str, error_file: str | None) -> str:
+    """The name that the agent's first workers took: the time at which it began is another one when the clock has been set."""
+    if error_file is None:
+        return name
+    file = Path(error_file).parents[2] / "run"  # AGENT/attempt_0/0/error.json
+    try:
+        with file.open("x") as new:
+            new.write(name)
+    except FileExistsError:
+        return file.read_text() or name
+    except OSError:
+        pass
+    return name
 
 
 def _sbatch(nodes: int, tasks: int, gpus: int = 0) -> str:

@@ -1,7 +1,10 @@
 """What each launcher's environment says, and what can't work."""
 
+from datetime import timedelta
+
 import pytest
 
+from project.cluster import launcher
 from project.cluster.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
@@ -32,6 +35,21 @@ def test_launchers_are_read(environment, kind, rank, nodes, processes):
     launch = detect(environment)
     assert (launch.kind, launch.rank, launch.nodes, launch.processes) == (kind, rank, nodes, processes)
     assert launch.world_size == nodes * processes
+
+
+def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tmp_path, monkeypatch):
+    """Without an id of the user's the run is called after the agent's start, which the kernel counts back from now."""
+    attempts = [tmp_path / f"none_x/attempt_{number}/0" for number in (0, 1)]
+    for folder in attempts:
+        folder.mkdir(parents=True)
+    first, again = (
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+        for folder in attempts
+    )
+    name, began = detect(first).name, launcher._parent_started()
+    monkeypatch.setattr(launcher, "_parent_started", lambda: began + timedelta(hours=1))
+    assert name == f"{began:%Y%m%d-%H%M%S}"
+    assert detect(again).name == name
 
 
 def test_the_launcher_has_its_way_and_says_so():
