@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -124,6 +124,14 @@ def use_loopback() -> None:
 def own_address() -> str:
     """The address of the interface that the ranks talk through, once it has been chosen."""
     return next(iter(addresses().get(os.environ.get(GLOO, ""), [])), "127.0.0.1")
+
+
+def mtu() -> int:
+    """Bytes of the longest packet that goes out by that interface."""
+    asked = struct.pack("16si240x", os.environ.get(GLOO, "")[:15].encode(), 0)
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return int(struct.unpack("16si240x", fcntl.ioctl(asking.fileno(), _SIOCGIFMTU, asked))[1])
+    return 1500
 
 
 def towards(name: str) -> tuple[str, bool]:

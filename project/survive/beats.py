@@ -5,6 +5,7 @@ a host whose link is cut. torch's TCPStore does: some of its calls never end, an
 gone.
 """
 
+import base64
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 60_000  # bytes in a datagram
+_REST = 200  # of a packet, for its headers and what else a message says
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Channel:
         data = zlib.compress(json.dumps({"secret": self.secret, "kind": kind, **content}).encode(), 1)
         with suppress(OSError):  # no route, no buffer: as good as lost on the way
             self._socket.sendto(data[:_LARGEST], tuple(self.members[to].address))
+
+    def fill(self, to: int, kind: str, size: int, **content: Any) -> None:
+        """Sends a message that makes a packet of about so many bytes."""
+        filling = base64.b85encode(secrets.token_bytes(max(0, min(size, _LARGEST) - _REST))).decode()
+        self.send(to, kind, size=size, filling=filling, **content)
 
     def wake(self) -> None:
         """Ends a `receive` that waits in another thread."""

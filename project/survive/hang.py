@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from project.cluster import doors
 from project.cluster.launcher import detect
 from project.survive import stacks
 from project.survive.agent import agent
@@ -36,6 +37,7 @@ _LONGEST = 20_000  # characters of a rank's stacks in a message
 _PATIENCE = 5.0  # seconds for a write
 _GRACE = 2.0  # seconds in which the others write their stacks before rank 0 ends, which may be their parent
 _AGENT = 10.0  # seconds for a torchrun agent that is cut off
+_SLOW_AGENT = 30.0  # for one that may only be busy
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,17 @@ class Verdict:
 
     guilty: list[Guilty]
     waiting: str = ""
+    network: str = ""
+    """What gets lost on the way between the hosts, if that is what they all wait for."""
+
+    def brief(self) -> "Verdict":
+        """In one short packet."""
+        first = self.guilty[0]
+        return Verdict([Guilty(first.rank, first.host, first.beat, first.quiet)], network=self.network)
 
     def packed(self) -> dict[str, Any]:
         shown = [one if at < SHOWN else replace(one, stacks="") for at, one in enumerate(self.guilty[:20])]
-        return {"guilty": [one.packed() for one in shown], "waiting": self.waiting}
+        return {"guilty": [one.packed() for one in shown], "waiting": self.waiting, "network": self.network}
 
     @property
     def silent(self) -> set[int]:
@@ -96,6 +105,8 @@ class Verdict:
         lines += [f"And: {one}." for one in self.guilty[1:SHOWN]]
         if (more := len(self.guilty) - SHOWN) > 0:
             lines.append(f"And {more} more in the same place.")
+        if self.network:
+            lines.append(f"{self.network}.")
         if self.waiting:
             lines.append(f"Waiting for it: {self.waiting}.")
         for one in self.guilty[:SHOWN]:
@@ -107,6 +118,8 @@ class Verdict:
     @property
     def hint(self) -> str:
         first = self.guilty[0]
+        if self.network:
+            return doors.HINT
         if first.quiet is not None:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
         if first.beat.phase == "start-up" and first.beat.collective:
@@ -117,7 +130,7 @@ class Verdict:
 
 
 def verdict(content: dict[str, Any]) -> Verdict:
-    return Verdict([guilty(one) for one in content["guilty"]], content["waiting"])
+    return Verdict([guilty(one) for one in content["guilty"]], content["waiting"], content["network"])
 
 
 def waiting(beats: Iterable[tuple[Member, Beat]]) -> str:
@@ -231,8 +244,8 @@ def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
         child.kill()
     launch = detect()
     agent().wake()
-    if launch.kind == "torchrun" and _cut_off(judged, scene):
-        end_agent_later(os.getppid(), _AGENT)
+    if launch.kind == "torchrun" and (_cut_off(judged, scene) or scene.speaks(judged.silent)):
+        end_agent_later(os.getppid(), _AGENT if _cut_off(judged, scene) else _SLOW_AGENT)
     if scene.me.rank == 0:
         time.sleep(_GRACE)
     elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
@@ -257,28 +270,34 @@ def _cut_off(judged: Verdict, scene: Scene) -> bool:
 
 _END = """
 import os, signal, sys, time
-pid, started, seconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-def lives():
+pid, started, rank, last, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "last", float(sys.argv[5])
+def stat(pid):
     try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19] == started
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
+def lives():
+    return stat(pid)[19:20] == [started]
+def waits():
+    return last or stat(rank)[:2] == ["Z", str(pid)]  # it has not even noticed that its rank is dead
 end = time.monotonic() + seconds
 while lives() and time.monotonic() < end:
     time.sleep(0.2)
-if lives():
-    print("torchrun waits for the host that it has lost, which takes a quarter of an hour: it is ended.", file=sys.stderr)
+if lives() and waits():
+    print("torchrun waits for a host that it can't talk to, for a quarter of an hour or longer: it is ended.", file=sys.stderr)
     os.kill(pid, signal.SIGKILL)
 """
 
 
 def end_agent_later(pid: int, seconds: float) -> None:
-    """Leaves a process behind that ends torchrun's agent if it has not ended by itself.
+    """Leaves a process behind that ends torchrun's agent if that has neither ended by itself nor started its ranks again.
 
     An agent that is cut off from its store asks it in a call that neither a signal nor a timeout ends, for 15 minutes.
     """
+    starts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    last = "last" if starts[0] == starts[1] else ""
     with suppress(OSError):
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _END, str(pid), started(pid), str(seconds)],
+            [sys.executable, "-I", "-S", "-c", _END, str(pid), started(pid), str(os.getpid()), last, str(seconds)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

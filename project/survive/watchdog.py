@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.cluster.interfaces import own_address
+from project.cluster.interfaces import mtu, own_address
 from project.survive import hang, stacks, warden
 from project.survive.agent import agent
 from project.survive.beats import Beat, Channel, Member, machine, unpacked
@@ -85,6 +85,7 @@ class Watchdog(Callback):
         self._asking_since = 0.0
         self._verdict: Verdict | None = None
         self._testimonies: dict[int, Guilty] = {}
+        self._filled: set[int] = set()  # on rank 0: to whom the longest packets get, and back
 
     # What the main thread does ---------------------------------------------------------------------------------------
 
@@ -264,6 +265,10 @@ class Watchdog(Callback):
             elif message["kind"] == "testimony":
                 one = hang.guilty(message["guilty"])
                 self._testimonies[one.rank] = one
+            elif message["kind"] == "fill" and self._channel is not None:
+                self._channel.fill(0, "filled", message["size"], rank=self._rank)
+            elif message["kind"] == "filled":
+                self._filled.add(message["rank"])
             elif message["kind"] == "hang":
                 self._verdict = hang.verdict(message["verdict"])
                 return
@@ -284,9 +289,29 @@ class Watchdog(Callback):
         # In the same hook, those that are in a collective wait for those that are not.
         behind = [rank for rank in behind if not self._heard[rank][1].collective] or behind
         if silent or all(self._heard[rank][1].stuck for rank in behind):
+            network = "" if silent else self._swallowed()
             guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
             others = [(self._members[rank], beat) for rank, (_, beat) in self._heard.items() if rank not in (silent or behind)]
-            self._verdict = Verdict(guilty, hang.waiting(others))
+            self._verdict = Verdict(guilty, hang.waiting(others), network)
+
+    def _swallowed(self) -> str:
+        """On rank 0: whether they wait because the longest packets get lost between the hosts."""
+        assert self._channel is not None
+        first = {member.machine: member for member in reversed(self._members)}
+        first.pop(self._members[0].machine)
+        missing = {member.rank: member.host for member in first.values()}
+        size = mtu()
+        self._filled.clear()
+        end = time.monotonic() + 2 * _TICK
+        while missing and time.monotonic() < end:
+            for rank in missing:
+                self._channel.fill(rank, "fill", size)
+            self._listen(_TICK / 4)
+            missing = {rank: host for rank, host in missing.items() if rank not in self._filled}
+        if not missing:
+            return ""
+        hosts = ", ".join(missing[rank] for rank in sorted(missing)[: hang.SHOWN])
+        return f"Packets of {size:,} bytes get lost between {self._members[0].host} and {hosts}, and short ones do not"
 
     def _silent(self, rank: int, now: float) -> Guilty:
         then, beat = self._heard[rank]
@@ -322,10 +347,11 @@ class Watchdog(Callback):
 
     def _end(self, judged: Verdict) -> None:
         me = self._self()
+        told = judged.brief() if judged.network else judged
         if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
             for _ in range(3):  # a datagram may get lost
                 for other in self._members:
                     if other.rank != self._rank and other.rank not in judged.silent:
-                        self._channel.send(other.rank, "hang", verdict=judged.packed())
+                        self._channel.send(other.rank, "hang", verdict=told.packed())
                 time.sleep(0.1)
         hang.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))

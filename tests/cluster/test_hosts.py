@@ -127,5 +127,21 @@ def test_a_stopped_agent_is_named_and_holds_nobody_up(hosts, tmp_path, victim):
     assert f"{name}, and the other hosts would wait for it: it is continued" in printed(tmp_path)
 
 
+def test_packets_begin_to_get_lost_in_mid_training(hosts, tmp_path):
+    """Those over 600 bytes, on their way to h2: all wait, and no agent waits for ever."""
+    hosts.unbundle()
+    words = (*FIT, slowly(0.05), "--trainer.max_epochs=1000", "--watchdog.at_least=5")
+    running = [launch(host, tmp_path, *words, nodes=2) for host in hosts[:2]]
+    wait_until(lambda: step(tmp_path) >= 5, 120, lambda: printed(tmp_path))
+    hosts[1].swallow(600)
+    struck = time.monotonic()
+    assert all(one.wait(120) for one in running)
+    took("packets over 600 bytes get lost in training: both torchruns have ended after", time.monotonic() - struck)
+    for host in ("h1", "h2"):
+        said = (tmp_path / f"{host}.txt").read_text()
+        assert "Packets of 1,500 bytes get lost between h1 and h2, and short ones do not" in said
+        assert "the MTU is wrong" in said
+
+
 def words_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
