@@ -33,7 +33,7 @@ def crop_and_flip(images: Tensor, samples: Tensor, epoch: int, seed: int, paddin
 
 
 class Normalise:
-    """uint8 images to floats of zero mean and unit variance; images that are floats already are taken to be in 0 .. 1.
+    """uint8 images to floats of zero mean and unit variance; images that are floats already are in 0 .. 1 (see `first_look`).
 
     Args:
         mean: of images in 0 .. 1, one for all channels or one for each.
@@ -42,6 +42,10 @@ class Normalise:
 
     def __init__(self, mean: Channels, std: Channels, device: torch.device) -> None:
         means, stds = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+        if not (means.abs() <= 1).all() or not ((stds > 0) & (stds <= 1)).all():
+            raise ValueError(
+                f"The source's mean {mean} and std {std} are not of images in 0 .. 1. HINT: divide those of bytes by 255."
+            )
         self._one = means.numel() == stds.numel() == 1
         self._scales = {top: (1 / (stds * top)).float().to(device) for top in (1.0, 255.0)}
         self._numbers = {top: scale.mean().item() for top, scale in self._scales.items()}

@@ -3,20 +3,32 @@
 `MicroBatches` looks like a dataset whose items are whole micro-batches, so a DataLoader's worker makes one in a single call:
 by the dataset's own `__getitems__` where it returns (images, labels) for a batch, image by image otherwise. A dataset that is
 `in_bulk` makes several micro-batches in a call: of small images, it is the number of calls that costs.
+
+What can't be read is named with its number and its file, also by a loader's process: there an error is returned like a batch,
+and raised where it arrives, because torch would turn it into a traceback.
 """
 
 import random
-from collections.abc import Callable
+import struct
+import traceback
+import zlib
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from typing_extensions import NotRequired
 
+from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
 from project.data.order import Key, Order, chance
 
 _AHEAD_SAMPLES, _AHEAD_BYTES = 512, 4 << 20  # made at once, at most
+# What libraries that read images raise over a file that is cut short or none of theirs. From elsewhere it may be a mistake in
+# the dataset's code, whose traceback says more.
+_BAD_FILE = (EOFError, SyntaxError, RuntimeError, ValueError, struct.error, zlib.error)
+_DECODERS = ("/PIL/", "/torchvision/io/")
 
 
 class Batch(TypedDict):
@@ -24,24 +36,17 @@ class Batch(TypedDict):
 
     image: Tensor
     label: Tensor
+    """Whole numbers (B,), or shares of the classes (B, classes)."""
     sample: Tensor
     """The samples' numbers in their dataset."""
+    file: NotRequired[list[str]]
+    """In a prediction: the files that the samples come from, where that is known."""
     key: Key
     """(epoch, step within the epoch, number within the step)."""
     chance: int
     """The seed of all that is drawn at random for this micro-batch."""
     weight: float
     """What the mean loss of this micro-batch counts for in its step: 1.0 except in a shorter last step."""
-
-
-def as_tensor(image: Any) -> Tensor:
-    """An image as a (C, H, W) tensor: from a tensor, an array or a PIL image."""
-    if isinstance(image, Tensor):
-        return image
-    array = np.array(image)
-    if array.ndim == 2:
-        array = array[:, :, None]
-    return torch.from_numpy(array).permute(2, 0, 1)
 
 
 class InMemory(Dataset[tuple[Tensor, Tensor]]):
@@ -67,12 +72,14 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
     """All of a dataset, on the device, if it lies there already, or is made in bulk and takes so many bytes at most."""
     if isinstance(dataset, InMemory) and dataset.images.device == device:
         return dataset
+    if not in_bulk(dataset):
+        return None
     size: int = len(dataset)  # type: ignore[arg-type]
-    if not in_bulk(dataset) or size * as_tensor(dataset[0][0]).nbytes > at_most:
+    if size * as_tensor(image_and_label(dataset[0])[0]).nbytes > at_most:
         return None
     numbers = torch.arange(size).split(_AHEAD_SAMPLES)  # type: ignore[no-untyped-call]
     images, labels = zip(*(dataset.__getitems__(some) for some in numbers), strict=True)  # type: ignore[attr-defined]
-    return InMemory(torch.cat(images).to(device), torch.cat(labels).to(device))
+    return InMemory(torch.cat(images).to(device), torch.cat([as_labels(some) for some in labels]).to(device))
 
 
 def in_bulk(dataset: Dataset[Any]) -> bool:
@@ -81,19 +88,39 @@ def in_bulk(dataset: Dataset[Any]) -> bool:
 
 
 class MicroBatches(Dataset[Batch]):
-    """The micro-batches of a dataset, by key."""
+    """The micro-batches of a dataset, by key.
 
-    def __init__(self, dataset: Dataset[Any], order: Order) -> None:
-        self.dataset, self.order = dataset, order
+    Args:
+        dataset: the images and their labels.
+        order: which of them are in which micro-batch.
+        split: the name of the set, for messages.
+        classes: how many there are; labels outside 0 .. classes-1 are refused. None doesn't look.
+        labelled: whether labels are needed. Without, items may be images alone, and their files are told.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], order: Order, split: str = "train", classes: int | None = None, labelled: bool = True
+    ) -> None:
+        self.dataset, self.order, self.split, self.classes, self.labelled = dataset, order, split, classes, labelled
         self._ahead: dict[Key, Batch] = {}
         self._at_once = 1
+        if isinstance(dataset, InMemory) and labelled:  # all of them are here: one look is enough
+            dataset.labels = as_labels(dataset.labels)
+            self._check(dataset.labels.cpu(), range(len(dataset)))
+            self.classes = None
 
     def __len__(self) -> int:
         return self.order.steps * self.order.micro_batches
 
     def __getitem__(self, key: Key) -> Batch:
         if key not in self._ahead:
-            self._ahead = dict(zip(keys := self._run(key), self._make(keys), strict=True))
+            keys = self._run(key)
+            try:
+                self._ahead = dict(zip(keys, self._make(keys), strict=True))
+            except Unfit as error:
+                if get_worker_info() is None:
+                    raise
+                return error  # type: ignore[return-value]  # see `_or_raise`
         return self._ahead.pop(key)
 
     def _run(self, key: Key) -> list[Key]:
@@ -113,7 +140,7 @@ class MicroBatches(Dataset[Batch]):
             bound = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, images[0].nbytes))
             self._at_once = max(1, bound // self.order.micro_batch)
         cut = [part.split(sizes) for part in (images, labels, samples)]  # type: ignore[no-untyped-call]
-        return [
+        batches = [
             Batch(
                 image=image,
                 label=label,
@@ -124,29 +151,106 @@ class MicroBatches(Dataset[Batch]):
             )
             for key, image, label, sample in zip(keys, *cut, strict=True)
         ]
+        if not self.labelled:
+            for batch in batches:
+                files = [file_of(self.dataset, number) for number in batch["sample"].tolist()]
+                if all(files):
+                    batch["file"] = [str(file) for file in files]
+        return batches
+
+    # One read ---------------------------------------------------------------------------------------------------------
 
     def _read(self, samples: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         if not len(samples):  # fewer samples than ranks: a batch of none, of the right shape
             images, labels = self._read(torch.zeros(1, dtype=torch.int64), key)
             return images[:0], labels[:0]
-        together: Callable[[Any], Any] | None = getattr(self.dataset, "__getitems__", None)
-        if not together:  # what a dataset of one's own draws at random is the same in any worker, and after a restart
+        if not in_bulk(self.dataset):  # what it draws at random is the same in any process, and after a restart
             seed = chance(self.order.seed or 0, key)
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
-        given: Any = samples if in_bulk(self.dataset) else samples.tolist()
-        items = together(given) if together else [self.dataset[i] for i in given]
-        if isinstance(items, tuple):
-            return items
-        pairs = [(as_tensor(image), int(label)) for image, label in items]
-        shapes = {tuple(image.shape) for image, _ in pairs}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"{type(self.dataset).__name__} gives images of different shapes: {sorted(shapes)[:3]}. "
-                "HINT: resize them in its transform."
+        items = self._items(samples)
+        if isinstance(items, tuple) and len(items) == 2 and isinstance(items[0], Tensor):
+            images, labels = self._whole_batch(*items, len(samples))
+        else:
+            images, labels = self._one_by_one(items, samples.tolist())
+        if self.labelled:
+            self._check(labels, samples)
+        return images, labels
+
+    def _items(self, samples: Tensor) -> Any:
+        """(images, labels) of all, or the items one by one."""
+        if in_bulk(self.dataset):
+            return self.dataset.__getitems__(samples)  # type: ignore[attr-defined]
+        numbers = samples.tolist()
+        if hasattr(self.dataset, "__getitems__"):
+            try:
+                return self.dataset.__getitems__(numbers)
+            except Exception as error:
+                if not _of_a_file(error):
+                    raise  # otherwise, one by one, it is found out which
+        return [self._item(number) for number in numbers]
+
+    def _item(self, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except Exception as error:
+            if not _of_a_file(error):
+                raise
+            raise Unfit(
+                f"{self._name(number)} can't be read: {type(error).__name__}: {error}. HINT: mend it, or leave it out."
+            ) from error
+
+    def _whole_batch(self, images: Tensor, labels: Any, count: int) -> tuple[Tensor, Tensor]:
+        if images.ndim != 4 or len(images) != count or len(labels) != count:
+            raise Unfit(
+                f"__getitems__ of the {self.split} set ({type(self.dataset).__name__}) returned images {tuple(images.shape)} "
+                f"and {len(labels)} labels for {count} samples. HINT: images are (samples, C, H, W), with a label for each."
             )
-        return torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
+        usual = not self.labelled or (isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype == torch.int64)
+        return images, labels if usual else as_labels(labels)
+
+    def _one_by_one(self, items: Sequence[Any], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        pairs = [self._pair(item, number) for item, number in zip(items, numbers, strict=True)]
+        images = [image for image, _ in pairs]
+        labels = [label for _, label in pairs]
+        kinds = {(tuple(image.shape), str(image.dtype).removeprefix("torch.")) for image in images}
+        if len(kinds) > 1:
+            listed = ", ".join(f"{shape} of {dtype}" for shape, dtype in sorted(kinds)[:3])
+            raise Unfit(
+                f"The {self.split} set ({type(self.dataset).__name__}) gives images of different shapes or types: {listed}. "
+                "HINT: resize them in its transform, and convert them to one kind."
+            )
+        if len({label.shape if isinstance(label, Tensor) else None for label in labels}) > 1:
+            raise Unfit(
+                f"The {self.split} set ({type(self.dataset).__name__}) gives labels of different kinds. "
+                "HINT: all are numbers, or all are vectors with a share for each class."
+            )
+        vectors = isinstance(labels[0], Tensor)
+        return torch.stack(images), torch.stack(labels) if vectors else torch.tensor(labels)  # type: ignore[arg-type]
+
+    def _pair(self, item: Any, number: int) -> tuple[Tensor, int | Tensor]:
+        try:
+            image, label = image_and_label(item, self.labelled)
+            return as_tensor(image), as_label(label) if self.labelled else -1
+        except Unfit as error:
+            raise Unfit(f"{self._name(number)} {error}") from None
+
+    def _check(self, labels: Tensor, samples: Sequence[int] | Tensor) -> None:
+        if self.classes is not None and (wrong := wrong_label(labels, self.classes)):
+            place, what = wrong
+            raise Unfit(f"{self._name(int(samples[place]))} {what}")
+
+    def _name(self, number: int) -> str:
+        file = file_of(self.dataset, number)
+        return f"Sample {number} of the {self.split} set ({type(self.dataset).__name__}{f', {file}' if file else ''})"
+
+
+def _of_a_file(error: Exception) -> bool:
+    """Whether it is about a file of the data, and not about the code that reads it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    decoding = any(name in frame.filename for frame in frames for name in _DECODERS)
+    return isinstance(error, OSError) or (decoding and isinstance(error, _BAD_FILE))
 
 
 class MicroBatchLoader(DataLoader[Batch]):
@@ -154,5 +258,11 @@ class MicroBatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Any:
         if self.num_workers or self.pin_memory:
-            return super().__iter__()
+            return map(_or_raise, super().__iter__())
         return map(self.dataset.__getitem__, self.sampler)  # otherwise it takes as long again as picking the images
+
+
+def _or_raise(batch: Batch | Unfit) -> Batch:
+    if isinstance(batch, Unfit):
+        raise Unfit(str(batch))  # here, where the traceback leads nowhere else
+    return batch

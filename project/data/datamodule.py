@@ -1,6 +1,8 @@
 """ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
 
 import hashlib
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, cast
@@ -8,11 +10,19 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from project.data.augment import Normalise, crop_and_flip
-from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, as_tensor, whole
+from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
+from project.data.first_look import examine
+from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order
 from project.data.sources import Source, Split, Synthetic
+
+log = logging.getLogger(__name__)
+
+_SPLITS: dict[str, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "predict": ("predict",)}
+_BY_STAGE: dict[str, Split] = {"train": "train", "validate": "val", "sanity_check": "val", "test": "test"}
 
 
 def _limited(count: int, limit: float | int | None) -> int:
@@ -70,7 +80,8 @@ class ImageData(LightningDataModule):
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
         self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
         self._start = (0, 0)
-        self._dataset = cache(self.source.dataset)  # each split is read once
+        self._dataset = cache(self._open)  # each split is read once
+        self._unseen: set[str] = set()  # splits whose first batch is yet to come
         self._whole = cache(self._read_whole)
         self._normalise = cache(partial(Normalise, self.source.mean, self.source.std))  # one for each device
 
@@ -81,7 +92,22 @@ class ImageData(LightningDataModule):
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of a training image."""
-        return tuple(as_tensor(self._dataset("train")[0][0]).shape)
+        return tuple(as_tensor(image_and_label(self._dataset("train")[0])[0]).shape)
+
+    def _open(self, split: Split) -> Dataset[Any]:
+        """The dataset of a split. A prediction without a set of its own is of the test set."""
+        if split == "predict" and not self.source.has(split):
+            return self._dataset("test")
+        dataset = self.source.dataset(split)
+        what = f"The {split} set ({type(dataset).__name__})"
+        if isinstance(dataset, Mapping):
+            raise Unfit(f"{what} is a dict with the sets {', '.join(map(str, dataset))}. HINT: choose one (split='train').")
+        if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise Unfit(
+                f"{what} can only be read from its beginning, and a run asks for samples by number, so that it can go on where "
+                "it was. HINT: a dataset with __len__ and __getitem__(index); of Hugging Face's, without streaming."
+            )
+        return dataset
 
     # How a global batch is made up -----------------------------------------------------------------------------------
 
@@ -115,10 +141,14 @@ class ImageData(LightningDataModule):
         self.source.prepare()
 
     def setup(self, stage: str) -> None:
-        for split in {"fit": ("train", "val"), "validate": ("val",)}.get(stage, ("test",)):
-            dataset = self._dataset(split)
-            if not len(dataset):  # type: ignore[arg-type]
+        splits = _SPLITS.get(stage, ("test",))
+        if stage == "fit" and not self.source.has("val"):
+            splits = ("train",)
+            log.info("There is no validation set, and so no validation.")
+        for split in splits:
+            if not len(self._dataset(split)):  # type: ignore[arg-type]
                 raise ValueError(f"The {split} set is empty.")
+        self._unseen = set(splits)
 
     def train_dataloader(self) -> MicroBatchLoader:
         loader = self._loader("train", self.train_order())
@@ -144,19 +174,19 @@ class ImageData(LightningDataModule):
         """Training goes on from here, with the next loader that is made."""
         self._start = epoch, step
 
-    def val_dataloader(self) -> MicroBatchLoader:
-        return self._eval_loader("val")
+    def val_dataloader(self) -> MicroBatchLoader | list[Any]:
+        return self._eval_loader("val") if self.source.has("val") else []
 
     def test_dataloader(self) -> MicroBatchLoader:
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> MicroBatchLoader:
-        return self._eval_loader("test")
+        return self._eval_loader("predict")
 
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
-        batches = _limited(-(-size // self.batch_size), self.limits.get(split))
+        batches = _limited(-(-size // self.batch_size), self.limits.get("test" if split == "predict" else split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
         return self._loader(split, order)
@@ -181,7 +211,7 @@ class ImageData(LightningDataModule):
         order = replace(order, share=order.micro_batches // self.trainer.world_size)
         workers = 0 if held else self.workers
         return MicroBatchLoader(
-            MicroBatches(held or self._dataset(split), order),
+            self._micro_batches(held or self._dataset(split), split, order),
             sampler=MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size),
             batch_size=None,  # an item is a micro-batch already, of tensors
             collate_fn=_as_it_is,
@@ -190,13 +220,20 @@ class ImageData(LightningDataModule):
             pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",
         )
 
+    def _micro_batches(self, dataset: Dataset[Any], split: Split, order: Order) -> MicroBatches:
+        if split == "predict":
+            return MicroBatches(dataset, order, split, labelled=False)
+        return MicroBatches(dataset, order, split, self.num_classes)
+
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         """What the data is, for comparison: the number of images of each split, the size of one, a hash of a few."""
         made: dict[str, dict[str, int | str]] = {}
-        for split in ("train", "val"):
+        for split in _SPLITS["fit"]:
+            if not self.source.has(split):
+                continue
             dataset = self._dataset(split)
             size: int = len(dataset)  # type: ignore[arg-type]
-            few = MicroBatches(dataset, Order(size, min(size, 8), 1, self.seed))[(0, 0, 0)]
+            few = self._micro_batches(dataset, split, Order(size, min(size, 8), 1, self.seed))[(0, 0, 0)]
             digest = hashlib.sha256(few["image"].numpy().tobytes() + few["label"].numpy().tobytes())
             made[split] = {"images": size, "bytes": few["image"][0].nbytes, "hash": digest.hexdigest()[:12]}
         return made
@@ -214,8 +251,25 @@ class ImageData(LightningDataModule):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         images = batch["image"]
         assert self.trainer is not None
+        if self._unseen:
+            self._look_at(batch)
         if self.trainer.training and (self.crop_padding or self.flip):
             images = crop_and_flip(images, batch["sample"], batch["key"][0], self.seed, self.crop_padding, self.flip)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
-        return {**batch, "image": self._normalise(images.device)(images).to(dtype)}
+        label = batch["label"]
+        if label.is_floating_point():  # shares of the classes
+            label = label.to(dtype)
+        return {**batch, "image": self._normalise(images.device)(images).to(dtype), "label": label}
+
+    def _look_at(self, batch: Batch) -> None:
+        """At the first batch of each split, before anything is done to it."""
+        assert self.trainer is not None
+        split = _BY_STAGE.get(str(self.trainer.state.stage and self.trainer.state.stage.value), "predict")
+        if split not in self._unseen or not len(batch["image"]):
+            return
+        self._unseen.remove(split)
+        doubts = examine(batch["image"], batch["sample"], split, self.source.mean, self.source.std)
+        if self.trainer.is_global_zero:
+            for doubt in doubts:
+                log.warning(doubt)

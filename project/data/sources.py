@@ -18,7 +18,7 @@ from project.data.batches import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
 
-Split = Literal["train", "val", "test"]
+Split = Literal["train", "val", "test", "predict"]
 
 
 class Source(ABC):
@@ -30,6 +30,10 @@ class Source(ABC):
 
     def prepare(self) -> None:  # noqa: B027, because most sources have nothing to prepare
         """Downloads or checks, once a node."""
+
+    def has(self, split: Split) -> bool:
+        """Whether there is such a split. Without 'val' nothing is validated; without 'predict' predictions are of 'test'."""
+        return split != "predict"
 
     @abstractmethod
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -259,34 +263,42 @@ class Digits(Source):
 
 
 class Datasets(Source):
-    """Your own datasets: anything with `__len__` and `__getitem__(index) -> (image, label)`.
+    """Your own datasets: anything with `__len__` and `__getitem__(index) -> (image, label)`, or a dict with these two keys.
 
-    An image is a uint8 tensor (C, H, W), a float tensor in 0 .. 1, an array or a PIL image. A dataset may also have
+    An image is a tensor (C, H, W), an array (H, W, C) or a PIL image: uint8 in 0 .. 255, or floats in 0 .. 1. A label is the
+    number of a class, or a vector of floats with a share for each class. A dataset may also have
     `__getitems__(indices) -> (images, labels)`, which makes a whole batch and is faster; and `in_bulk = True`, if that takes a
     tensor of any number of indices, and gives the same images each time: then a small set lies on the device (`data.resident`).
 
     Args:
-        train: the training set, by class_path.
-        val: the validation set, by class_path.
+        train: the training set, by class_path of a class or a function.
+        val: the validation set, likewise; without one nothing is validated.
         num_classes: classes; labels are 0 .. num_classes-1.
-        test: the test set, by class_path.
-        mean: mean of the images in 0 .. 1.
+        test: the test set, likewise.
+        predict: what `predict` is for, likewise; its items may be images alone. Without one it is for the test set.
+        mean: mean of the images in 0 .. 1; 0 with a std of 1 leaves floats as they are, for those that are normalised already.
         std: standard deviation of the images in 0 .. 1.
     """
 
     def __init__(
         self,
         train: Callable[[], Dataset],  # type: ignore[type-arg]  # jsonargparse needs the plain class
-        val: Callable[[], Dataset],  # type: ignore[type-arg]
         num_classes: int,
+        val: Callable[[], Dataset] | None = None,  # type: ignore[type-arg]
         test: Callable[[], Dataset] | None = None,  # type: ignore[type-arg]
+        predict: Callable[[], Dataset] | None = None,  # type: ignore[type-arg]
         mean: float = 0.5,
         std: float = 0.25,
     ) -> None:
-        self.factories = {"train": train, "val": val, "test": test}
+        if num_classes < 2:
+            raise ValueError(f"data.source.init_args.num_classes is {num_classes}, and there is nothing to tell apart.")
+        self.factories = {"train": train, "val": val, "test": test, "predict": predict}
         self.num_classes = num_classes
         self.mean = mean
         self.std = std
+
+    def has(self, split: Split) -> bool:
+        return self.factories[split] is not None
 
     def dataset(self, split: Split) -> Dataset[Any]:
         factory = self.factories[split]

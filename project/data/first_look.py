@@ -1,0 +1,62 @@
+"""Are the first images what they should be? Bytes in 0 .. 255, or floats in 0 .. 1, of some channels.
+
+What can't be meant is refused, because training would go on with it and say nothing; what is doubtful is said. The host waits
+for the device here, once for each split.
+"""
+
+import torch
+from torch import Tensor
+
+from project.data.augment import Channels
+from project.data.items import Unfit
+
+# Of floats in 0 .. 1. Resizing goes a little beyond; noise, say, a little more.
+_USUAL, _POSSIBLE = (-0.1, 1.1), (-0.5, 2.0)
+_FLOATS = (
+    "HINT: floats are in 0 .. 1, and are normalised here, by the source's mean and std. Leave out Normalize in your transforms "
+    "and divide bytes by 255, or return them as uint8. To normalise yourself, set the source's mean to 0 and its std to 1."
+)
+
+
+def examine(images: Tensor, samples: Tensor, split: str, mean: Channels, std: Channels) -> list[str]:
+    """What is doubtful about the first images of a split, as they come from the dataset. What can't be meant is an error."""
+    who = f"The images of the {split} set"
+    if images.dtype.is_complex or not (images.dtype == torch.uint8 or images.dtype.is_floating_point):
+        raise Unfit(
+            f"{who} are {_name(images.dtype)}. HINT: return uint8 in 0 .. 255, or floats in 0 .. 1 (16-bit images: divided by "
+            "65535)."
+        )
+    low, high = (value.item() for value in images.aminmax())
+    yourself = _all(mean, 0) and _all(std, 1)
+    doubts = []
+    if images.dtype == torch.uint8:
+        if high <= 1:
+            doubts.append(f"{who} are bytes, and the first {len(images)} have none over {high}. {_BYTES}")
+    elif not yourself:
+        given = f"are {_name(images.dtype)} from {low:.3g} to {high:.3g} (first seen in sample {{}})"
+        lowest, highest = images.flatten(1).amin(1), images.flatten(1).amax(1)
+        extreme = int(samples[int((highest if high > _USUAL[1] else -lowest).argmax())])
+        if low < _POSSIBLE[0] or high > _POSSIBLE[1]:
+            raise Unfit(f"{who} {given.format(extreme)}. {_FLOATS}")
+        if low < _USUAL[0] or high > _USUAL[1]:
+            doubts.append(f"{who} {given.format(extreme)}. Is that meant? {_FLOATS}")
+        elif high <= 1 / 255:
+            doubts.append(f"{who} are nearly black: the first {len(images)} have no value over {high:.3g}. {_FLOATS}")
+    channels, height, width = images.shape[1:]
+    if channels > 4 >= min(height, width):
+        doubts.append(
+            f"{who} have {channels} channels and {height} x {width} pixels. Is that meant? HINT: a tensor is (C, H, W), an "
+            "array (H, W, C)."
+        )
+    return doubts
+
+
+_BYTES = "Is that meant? HINT: uint8 is 0 .. 255; what is in 0 .. 1 must stay floats."
+
+
+def _all(values: Channels, number: float) -> bool:
+    return all(value == number for value in (values if isinstance(values, tuple) else (values,)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

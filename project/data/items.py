@@ -1,0 +1,177 @@
+"""An item of a dataset: an image and a label, however they come; and what to say of one that is something else.
+
+(image, label), or a dict with those keys as Hugging Face's datasets give them. An image is a tensor, an array or a PIL image; a
+label the number of a class, or a vector of floats with a share for each class.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+_IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
+_RGB = ("P", "PA", "CMYK", "YCbCr", "LAB", "HSV")  # numbers in a palette, or colours that are not red, green and blue
+_ROUNDING = 0.01  # of shares that should sum to 1
+
+
+class Unfit(ValueError):
+    """Something in the data that can't be trained on, and that its owner can mend."""
+
+
+def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
+    """The two parts of an item. If it need not be `labelled`, it may also be an image alone."""
+    if isinstance(item, (tuple, list)):
+        if len(item) == 2 or (item and not labelled):
+            return item[0], item[1] if len(item) > 1 else None
+    elif isinstance(item, Mapping):
+        image = next((name for name in _IMAGE_KEYS if name in item), None)
+        label = next((name for name in _LABEL_KEYS if name in item), None)
+        if image is not None and (label is not None or not labelled):
+            return item[image], item[label] if label is not None else None
+    elif not labelled:
+        return item, None
+    raise Unfit(
+        f"is {described(item)}, and not (image, label) or a dict with the keys image and label. "
+        "HINT: return those two from the dataset's __getitem__."
+    )
+
+
+def as_tensor(image: Any) -> Tensor:
+    """An image as a (C, H, W) tensor: from a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), or a PIL image."""
+    if isinstance(image, Tensor):
+        tensor = image if image.ndim != 2 else image[None]
+    else:
+        if isinstance(image, Image.Image) and image.mode in _RGB:
+            image = image.convert("RGB")
+        try:
+            array = np.array(image)
+            if array.ndim == 2:
+                array = array[:, :, None]
+            tensor = torch.from_numpy(array)
+            tensor = tensor.permute(2, 0, 1) if array.ndim == 3 else tensor
+        except (TypeError, ValueError):  # torch has no tensors of such things
+            raise Unfit(
+                f"has {described(image)} for an image. HINT: an image is a tensor (C, H, W), an array (H, W, C) or a PIL image."
+            ) from None
+    if tensor.ndim != 3:
+        raise Unfit(
+            f"has an image of shape {tuple(tensor.shape)}. HINT: a tensor is (C, H, W) or (H, W), an array (H, W, C) or (H, W)."
+        )
+    return tensor
+
+
+def as_label(label: Any) -> int | Tensor:
+    """The number of a class, or a vector of shares."""
+    try:
+        return index(label)  # anything that is a whole number, and nothing else
+    except TypeError:
+        return _unusual_label(label)
+
+
+def _unusual_label(label: Any) -> int | Tensor:
+    hint = "HINT: a label is the number of a class, 0 .. num_classes-1, or a vector of floats with a share for each class."
+    if isinstance(label, (str, bytes)):
+        raise Unfit(f"has the label {label!r}, and not a number. HINT: number the classes from 0, and return that number.")
+    try:
+        tensor = torch.as_tensor(np.asarray(label) if not isinstance(label, Tensor) else label)
+    except (TypeError, ValueError):
+        raise Unfit(f"has {described(label)} for a label. {hint}") from None
+    floats = tensor.is_floating_point()
+    if tensor.ndim == 1 and floats and len(tensor) > 1:
+        return tensor.float()
+    if tensor.numel() == 1 and not tensor.is_complex():
+        number = tensor.item()
+        if number == int(number if np.isfinite(number) else 0):
+            return int(number)
+        raise Unfit(f"has the label {number:g}, which is not the number of a class. {hint}")
+    if tensor.ndim == 1 and not floats:
+        hint = "HINT: of a one-hot vector return its argmax, or the vector as floats."
+    raise Unfit(f"has {described(label)} for a label. {hint}")
+
+
+def as_labels(labels: Any) -> Tensor:
+    """Those of a batch: whole numbers (B,), or shares (B, classes) in floats."""
+    given = torch.as_tensor(labels)
+    if given.ndim == 2 and given.is_floating_point() and given.shape[1] > 1:
+        return given.float()
+    flat = given.flatten() if given.numel() == len(given) else given
+    if flat.ndim == 1 and not flat.is_complex():
+        whole = flat.long()
+        if not flat.is_floating_point() or bool((whole == flat).all()):
+            return whole
+    raise Unfit(
+        f"has {described(given[0])} for a label. HINT: labels are whole numbers, or vectors of floats with a share for each "
+        "class."
+    )
+
+
+def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
+    """Which label of a batch is none of so many classes, and why; None if all are."""
+    if not len(labels):
+        return None
+    if labels.ndim == 1:
+        # As unsigned numbers, the negative ones are large: one look instead of two.
+        if int(labels.numpy().view(np.uint64).max()) < classes:
+            return None
+        place = int(((labels < 0) | (labels >= classes)).nonzero()[0])
+        label = int(labels[place])
+        more = ""
+        if label == classes:
+            more = f"; if classes are numbered from 1, subtract 1, if there are more, set num_classes={classes + 1}"
+        elif label < 0:
+            more = "; leave samples without a label out of the dataset"
+        return place, f"has the label {label}, and there are {classes} classes. HINT: labels are 0 .. {classes - 1}{more}."
+    if labels.shape[1] != classes:
+        return 0, (
+            f"has a vector of {labels.shape[1]} for a label, and there are {classes} classes. "
+            f"HINT: a share for each class, or num_classes={labels.shape[1]}."
+        )
+    wrong = (labels.min(1).values < -_ROUNDING) | ((labels.sum(1) - 1).abs() > _ROUNDING) | labels.isnan().any(1)
+    if not wrong.any():
+        return None
+    place = int(wrong.nonzero()[0])
+    return place, (
+        f"has {described(labels[place])} for a label. HINT: shares are not negative and sum to 1; a sample in several classes "
+        "at once is not what this loss is for."
+    )
+
+
+def file_of(dataset: Any, number: int) -> str | None:
+    """The file that a sample comes from, where the dataset, or the one that it is a part of, has a list of them.
+
+    As torchvision's folders do, in `samples`.
+    """
+    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset
+        number, dataset = dataset.indices[number], dataset.dataset
+    samples = getattr(dataset, "samples", None)
+    try:
+        entry = samples[number]  # type: ignore[index]
+    except (TypeError, LookupError):
+        return None
+    first = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
+    return str(first) if isinstance(first, str) or hasattr(first, "__fspath__") else None
+
+
+def described(value: Any) -> str:
+    """What something is, in a few words."""
+    kind = type(value).__name__
+    if isinstance(value, (Tensor, np.ndarray)):
+        values = f" {value.tolist()}" if len(value.shape) == 1 and len(value) <= 10 else ""
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of {dtype} {tuple(value.shape)}{values}"
+    if isinstance(value, Image.Image):
+        return f"a PIL image ({value.mode}, {value.width}x{value.height})"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {', '.join(map(str, list(value)[:8]))}"
+    if isinstance(value, (str, bytes)):
+        return f"the {kind} {value[:40]!r}"
+    if isinstance(value, Sequence):
+        parts = ", ".join(described(part) for part in value[:4])
+        return f"a {kind} of {len(value)} ({parts}{', ...' if len(value) > 4 else ''})"
+    if isinstance(value, (int, float)):
+        return f"the {kind} {value!r}"
+    return "None" if value is None else f"a {kind}"
