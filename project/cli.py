@@ -22,6 +22,7 @@ from project.bench import report
 from project.cluster.findings import verdict
 from project.cluster.launcher import LaunchError, detect, host, rank_said
 from project.data import ImageData
+from project.guests import welcome
 from project.model import ImageClassifier
 from project.run import RUNS, open_run
 from project.survive.checkpoints import Checkpoints
@@ -43,6 +44,9 @@ def _writable(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _writable(v) for k, v in value.items() if not str(v).startswith(_UNWRITABLE)}
     return value
+
+
+welcome()  # functions behind a class_path, whatever their signatures say
 
 
 class UsageError(ValueError):

@@ -1,18 +1,28 @@
 """ImageClassifier: loss, metrics, optimiser and schedule around any network that turns images into logits."""
 
+import logging
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import LRScheduler
 
 from project.model.later import Later
 from project.model.schedule import WarmupCosine
+from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
+
+log = logging.getLogger(__name__)
 
 _WORTH_COMPILING = 900  # seconds
 
@@ -38,10 +48,14 @@ class ImageClassifier(LightningModule):
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
         lr_interval: 'step' or 'epoch': when the schedule moves.
         label_smoothing: share of the target that is spread over all classes.
-        channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores.
+        channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores. LBFGS and
+            Lightning's ModelPruning can't work with that, and have them as they were.
         compile: 'default', 'reduce-overhead' or 'max-autotune' has torch.compile translate the network at the first step of a
             fit, which takes half a minute or more; 'auto' is 'default' on a GPU, for runs of a quarter of an hour or longer,
             counted by their operations at the GPU's peak; 'none' leaves it as it is.
+        init_from: a file of weights that a fit begins with, unless it goes on from a checkpoint: a state_dict, or a checkpoint
+            of this project (whose names begin with 'network.') or of another. What does not fit is listed.
+        init_prefix: what the names in that file begin with, and the network's own don't.
     """
 
     def __init__(
@@ -55,13 +69,21 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
         channels_last: bool = True,
         compile: Literal["none", "auto", "default", "reduce-overhead", "max-autotune"] = "none",
+        init_from: Path | None = None,
+        init_prefix: str = "",
     ) -> None:
         super().__init__()
+        if not isinstance(network, nn.Module):
+            raise ValueError(
+                f"model.network made {_described(network)}, and not a torch.nn.Module. HINT: class_path names a class of "
+                "modules, or a function that returns one."
+            )
         if lr_reference_batch < 1:
             raise ValueError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
-        self.network = network
+        self.network, self.channels_last = network, channels_last
         if channels_last:
             nn.Module.to(network, memory_format=torch.channels_last)
+        self.init_from, self.init_prefix = init_from, init_prefix
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.lr_reference_batch, self.lr_scaling, self.lr_interval = lr_reference_batch, lr_scaling, lr_interval
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
@@ -69,8 +91,18 @@ class ImageClassifier(LightningModule):
         self._step_notes: list[Note] = []
         self._sent: tuple[int, float, int, Later] | None = None
         self._noted_step, self._compile = 0, compile
+        self._seen: set[bool] = set()  # modes, training and not, whose first output has been looked at
+        self._no_gradient_yet = True
+
+    def setup(self, stage: str) -> None:
+        self._seen, self._no_gradient_yet = set(), True
+        if stage == "fit" and not any(parameter.requires_grad for parameter in self.parameters()):
+            what = "all its parameters are frozen" if any(True for _ in self.parameters()) else "it has no parameters"
+            raise ValueError(f"The network can't learn: {what}. HINT: set requires_grad of those that are to be trained.")
 
     def on_fit_start(self) -> None:
+        if self.init_from and not self.trainer.ckpt_path:
+            start_from(self.network, self.init_from, self.init_prefix, say=self.trainer.is_global_zero)
         mode = self._compile
         if mode == "auto":  # a function of the config and of the kind of the GPU, not of how fast the first steps went
             mode = "default" if getattr(self.trainer, "least_seconds", 0) > _WORTH_COMPILING else "none"
@@ -100,8 +132,8 @@ class ImageClassifier(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         logits = self(batch["image"])
-        if batch_idx == 0:
-            self._check_classes(logits)
+        if True not in self._seen:
+            self._look_at(logits)
         loss = self.loss(logits, batch["label"])
         self._step_notes.append(note(logits, batch["label"], loss))
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
@@ -109,6 +141,9 @@ class ImageClassifier(LightningModule):
 
     def on_after_backward(self) -> None:
         self._log_sent()  # the ranks have met since
+        if self._no_gradient_yet:
+            self._no_gradient_yet = False
+            self._find_unused()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
@@ -163,6 +198,8 @@ class ImageClassifier(LightningModule):
 
     def _evaluate(self, batch: dict[str, Any]) -> None:
         logits = self(batch["image"])
+        if False not in self._seen:
+            self._look_at(logits)
         self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
 
     def on_validation_epoch_end(self) -> None:
@@ -180,19 +217,30 @@ class ImageClassifier(LightningModule):
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        probabilities = self(batch["image"]).float().softmax(dim=1)
-        confidence, label = probabilities.max(dim=1)
-        return {"sample": batch["sample"], "label": label, "confidence": confidence}
+        logits = self(batch["image"])
+        if False not in self._seen:
+            self._look_at(logits)
+        confidence, label = logits.float().softmax(dim=1).max(dim=1)
+        files = {"file": batch["file"]} if "file" in batch else {}
+        return {"sample": batch["sample"], "label": label, "confidence": confidence, **files}
 
     # Optimiser and schedule -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.parameters())
+        pruned = any(isinstance(one, ModelPruning) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
+            nn.Module.to(self.network, memory_format=torch.contiguous_format)
         global_batch = getattr(self.trainer, "global_batch", None) or self.lr_reference_batch
         factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)
         for group in optimizer.param_groups:
             group["lr"] *= factor
         scheduler = self.lr_scheduler(optimizer)
+        if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+            raise ValueError(
+                f"model.lr_scheduler made {_described(scheduler)}, and not a torch.optim.lr_scheduler.LRScheduler. HINT: a "
+                "function gets the optimiser and returns its schedule."
+            )
         if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
             scheduler.total_steps = int(self.trainer.estimated_stepping_batches)
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
@@ -214,10 +262,44 @@ class ImageClassifier(LightningModule):
             logger.log_metrics({**named, **(more or {})}, step=step)
         return named
 
-    def _check_classes(self, logits: Tensor) -> None:
-        wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
-        if wanted is not None and (logits.ndim != 2 or logits.shape[1] < wanted):
+    def _look_at(self, output: Any) -> None:
+        """At the first output in training, and in evaluation, where a network may return something else."""
+        self._seen.add(self.training)
+        if not isinstance(output, Tensor):
             raise ValueError(
-                f"The network's output has shape {tuple(logits.shape)}, and the data has {wanted} classes. "
-                f"HINT: set model.network.init_args.num_classes={wanted}."
+                f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "
+                "into a module whose forward returns them; torchvision's networks with a second head have aux_logits=false."
             )
+        wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+        if output.ndim != 2 or (wanted is not None and output.shape[1] < wanted):
+            has = "" if wanted is None else f", and the data has {wanted} classes"
+            fix = "return logits (images, classes)" if output.ndim != 2 else f"set model.network.init_args.num_classes={wanted}"
+            raise ValueError(f"The network's output has shape {tuple(output.shape)}{has}. HINT: {fix}.")
+        if wanted is not None and output.shape[1] > wanted and self.trainer.is_global_zero and len(self._seen) == 1:
+            log.warning(
+                "The network has %d outputs, and the data has %d classes. HINT: set model.network.init_args.num_classes=%d.",
+                *(output.shape[1], wanted, wanted),
+            )
+
+    def _find_unused(self) -> None:
+        """After the first gradient. DistributedDataParallel would wait for the rest of it, and say so a step too late."""
+        wrapped = self.trainer.strategy.model
+        if not isinstance(wrapped, DistributedDataParallel) or wrapped.find_unused_parameters or wrapped.static_graph:
+            return
+        unused = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise ValueError(
+                f"{len(unused)} parameters of the network have no part in the loss: {', '.join(unused[:5])}{more}. The ranks "
+                "can't average what is not there. HINT: take them out or freeze them (requires_grad=False), or set "
+                "trainer.strategy=ddp_find_unused_parameters_true, which costs some time."
+            )
+
+
+def _described(value: Any) -> str:
+    """What a network or a function returned, in a few words."""
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {', '.join(map(str, list(value)[:8]))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(_described(one) for one in value[:4])})"
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

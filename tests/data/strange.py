@@ -98,3 +98,8 @@ class Drawn(Dataset[Any]):
 def part(dataset: Dataset[Any]) -> Subset[Any]:
     """All of it but the first ten."""
     return Subset(dataset, range(10, len(dataset)))  # type: ignore[arg-type]
+
+
+def make(how="usual", **more):
+    """A function without hints, as those that load datasets often are."""
+    return Strange(how, **more)

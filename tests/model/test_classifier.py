@@ -58,7 +58,7 @@ def test_too_few_outputs_are_named():
     module = ImageClassifier(MiniResNet(num_classes=5, widths=(4,)))
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_classes=10))
     with pytest.raises(ValueError, match=r"num_classes=10"):
-        module._check_classes(torch.zeros(2, 5))
+        module._look_at(torch.zeros(2, 5))
 
 
 def test_a_checkpoint_of_another_network_says_what_differs():

@@ -1,0 +1,90 @@
+"""Functions as guests: what jsonargparse refuses of a function behind a class_path, and need not.
+
+By itself it takes a function only if its signature says what it returns, gives it no arguments where something is still to
+come (a schedule gets its optimiser later), and knows no argument that hides behind **kwargs, as those of timm.create_model do.
+Here any function is taken, and who gets what it returns looks at that.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jsonargparse import Namespace
+from jsonargparse import _typehints as hints
+from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse._util import import_object
+
+
+def welcome() -> None:
+    """From here on, in this process. A version of jsonargparse that is built otherwise is left as it is."""
+    for name, ours in (
+        ("is_subclass_or_implements_protocol", _is_the_class),
+        ("function_returns_subclass", _returns_the_class),
+        ("adapt_partial_callable_class", _with_what_comes_later),
+        ("adapt_class_type", _with_all_arguments),
+    ):
+        theirs = getattr(hints, name, None)
+        if theirs is not None and getattr(theirs, "guests", None) is None:
+            setattr(hints, name, _around(theirs, ours))
+
+
+def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    both.guests = True  # type: ignore[attr-defined]
+    return both
+
+
+def _is_the_class(theirs: Any, value: Any, wanted: Any) -> Any:
+    return inspect.isfunction(value) or theirs(value, wanted)
+
+
+def _returns_the_class(theirs: Any, function: Any, *args: Any) -> Any:
+    return inspect.isfunction(function) or theirs(function, *args)
+
+
+def _with_what_comes_later(theirs: Any, wanted: Any, spec: Any) -> Any:
+    """The specification, and how many of the first arguments come later: what the wanted callable gets."""
+    spec, later = theirs(wanted, spec)
+    if later is None and inspect.isfunction(import_object(spec.class_path)):
+        later = {len(wanted.__args__) - 1}
+    return spec, later
+
+
+def _with_all_arguments(theirs: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Arguments that only **kwargs can take are given to it: in jsonargparse's words, they are `dict_kwargs`."""
+    known = _known(import_object(value["class_path"]))
+    if known is None:
+        return theirs(value, *args, **kwargs)
+    given = value.get("init_args")
+    more: dict[str, Any] = {}
+    if isinstance(given, tuple):  # one, from the command line: its name and its value
+        name, one = given
+        more = {} if name.split(".")[0] in known else {name: one}
+    elif given:
+        more = {name: one for name, one in vars(given).items() if name not in known}
+    if more:
+        value = value.clone()
+        value["dict_kwargs"] = {**(value.get("dict_kwargs") or {}), **more}
+        rest = {} if isinstance(given, tuple) else {name: one for name, one in vars(given).items() if name in known}
+        value["init_args"] = Namespace(rest)  # type: ignore[no-untyped-call]
+    try:
+        return theirs(value, *args, **kwargs)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.") from error
+
+
+def _known(guest: Any) -> set[str] | None:
+    """The arguments that its signature names, if there are others that nobody could find out; otherwise None."""
+    try:
+        parameters = inspect.signature(guest).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return None
+    names = {one.name for one in parameters}
+    found = {one.name for one in get_signature_parameters(guest, None)}
+    return None if found - names else names

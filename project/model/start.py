@@ -1,0 +1,93 @@
+"""Where a network's weights come from, if not from chance: another run's checkpoint, or anybody's state_dict."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+_NAMES = ("state_dict", "model_state_dict", "model", "network", "net", "weights")  # of the weights in others' files
+_SHOWN = 5
+
+
+def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = True) -> None:
+    """Loads what fits, by name and shape, and says what did not. Where nothing fits, that is an error.
+
+    Args:
+        network: gets the weights.
+        path: a state_dict, or a file that holds one: a checkpoint of this project or of another.
+        prefix: what the names in the file begin with, and the network's own don't ('module.', say).
+        say: whether to say so; one rank is enough.
+    """
+    theirs, ours = _read(path), network.state_dict()
+    named = {name[len(prefix) :]: value for name, value in theirs.items() if name.startswith(prefix)}
+    fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}
+    if not any(name in fitting for name, _ in network.named_parameters()):
+        wanted, found = next(iter(ours), "none"), next(iter(theirs))
+        raise ValueError(
+            f"Nothing in {path} fits the network: its first name is {found!r}, the network's is {wanted!r}."
+            f"{_better_prefix(theirs, ours, prefix)}"
+        )
+    network.load_state_dict(fitting, strict=False)
+    other_shape = [
+        f"{name} ({tuple(named[name].shape)} there, {tuple(ours[name].shape)} here)"
+        for name in named
+        if name in ours and name not in fitting
+    ]
+    left = {
+        "of another shape": other_shape,
+        "not in the file": [name for name in ours if name not in named],
+        "not in the network": [name for name in theirs if not name.startswith(prefix) or name[len(prefix) :] not in ours],
+    }
+    text = "; ".join(f"{what}: {_listed(names)}" for what, names in left.items() if names)
+    if not say:
+        return
+    log.info("%d of the network's %d tensors begin as in %s.", len(fitting), len(ours), path)
+    if text:
+        log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a file that is none makes of the reader
+        raise ValueError(
+            f"{path} can't be read: it is not a file of torch.save, or it holds more than weights and plain values, and "
+            "reading that could run code. HINT: where it comes from, save the weights alone: torch.save(model.state_dict(), "
+            "path)."
+        ) from error
+    places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
+    for value in (*places.values(), content):
+        if isinstance(value, Mapping):
+            tensors = {str(name): one for name, one in value.items() if isinstance(one, Tensor)}
+            if tensors:
+                return tensors
+    keys = (
+        f"the keys {', '.join(map(str, list(content)[:8]))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+    )
+    raise ValueError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
+
+
+def _better_prefix(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], given: str) -> str:
+    """The prefix with which the most would fit, as a hint."""
+    name = next((name for name, value in ours.items() if value.ndim), "")
+    prefixes = {other[: -len(name)] for other in theirs if name and other.endswith(name)} - {given}
+    counts = {
+        prefix: sum(prefix + name in theirs and theirs[prefix + name].shape == ours[name].shape for name in ours)
+        for prefix in prefixes
+    }
+    best = max(counts, key=counts.__getitem__, default=None)
+    if best is None or not counts[best]:
+        return " HINT: is it of the same kind of network?"
+    return f" HINT: with model.init_prefix={best!r} {counts[best]} of {len(ours)} would fit."
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

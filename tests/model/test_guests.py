@@ -1,0 +1,223 @@
+"""Networks, optimisers and schedules that were not written for this project: they work, or one line says what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.model.guests import Plain
+
+RUN = (
+    *("fit", "--config=configs/ddp.yaml", "--trainer.precision=32-true", "--trainer.max_steps=3", "--data.num_workers=0"),
+    *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=96", "--data.source.init_args.val_size=16"),
+    *("--data.batch_size=8", "--data.global_batch_size=24", "--trainer.log_every_n_steps=1"),
+)
+
+
+def given(key, name, /, **init_args):
+    return f"--{key}={json.dumps({'class_path': f'tests.model.guests.{name}', 'init_args': init_args})}"
+
+
+def assert_one_line(run, *parts, ranks=1):
+    assert run.code in (1, 2), run.output
+    assert "Traceback" not in run.output, run.output
+    assert run.output.count("ERROR") == ranks, run.output  # plain Python ends the others before they repeat it; nobody here
+    for part in parts:
+        assert part in run.output, run.output
+
+
+WRONG = {
+    "TwoHeads": (1, "The network's output is a tuple of 2 (a tensor (8, 10), a tensor (8, 10)), and not one tensor of logits"),
+    "Named": (1, "The network's output is a dict with the keys logits, and not one tensor"),
+    "Map": (
+        1,
+        "The network's output has shape (8, 10, 1, 1), and the data has 10 classes. HINT: return logits (images, classes)",
+    ),
+    "Frozen": (3, "The network can't learn: all its parameters are frozen. HINT"),
+    "Nothing": (1, "The network can't learn: it has no parameters. HINT"),
+    "Unused": (3, "2 parameters of the network have no part in the loss: network.forgotten.weight, network.forgotten.bias."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_network_that_can_not_be_trained_is_one_line_before_its_first_step(quick, name):
+    ranks, text = WRONG[name]
+    run = quick(*RUN, given("model.network", name), ranks=ranks)
+    assert_one_line(run, text, ranks=ranks)
+    assert not list(run.folder.glob("lightning_logs/*/checkpoints/*.ckpt"))
+
+
+def test_parameters_that_are_not_used_train_on_one_rank_and_with_the_strategy_that_looks_for_them(quick):
+    unused = given("model.network", "Unused")
+    for words, ranks in (((), 1), (("--trainer.strategy=ddp_find_unused_parameters_true",), 3)):
+        run = quick(*RUN, unused, *words, ranks=ranks)
+        assert run.code == 0, run.output
+
+
+@pytest.mark.parametrize("outputs", [5, 12])
+def test_a_number_of_classes_that_is_stated_twice_and_differs_is_said_at_once(quick, outputs):
+    run = quick(*RUN, given("model.network", "Plain", num_classes=outputs))
+    if outputs < 10:
+        assert_one_line(run, "has shape (8, 5), and the data has 10 classes. HINT: set model.network.init_args.num_classes=10.")
+    else:
+        assert run.code == 0, run.output
+        assert run.output.count("The network has 12 outputs, and the data has 10 classes.") == 1
+
+
+LBFGS = '{"class_path": "torch.optim.LBFGS", "init_args": {"lr": 0.1, "max_iter": 3}}'
+
+
+@pytest.mark.parametrize("words", [(f"--model.optimizer={LBFGS}",), ("--trainer.callbacks+=tests.model.guests.Half",)])
+def test_who_looks_at_weights_as_one_row_finds_one(quick, words):
+    run = quick(*RUN, given("model.network", "Plain"), *words, "--trainer.max_epochs=2", "--trainer.max_steps=-1")
+    assert run.code == 0, run.output
+
+
+# Where weights come from ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Weights of a network with seven classes, in the shape that another project might have left them in."""
+    state = {f"module.{name}": torch.full_like(value, 0.25) for name, value in Plain(7).state_dict().items()}
+    torch.save({"epoch": 3, "model": {**state, "criterion.weight": torch.ones(7)}}, tmp_path / "theirs.pt")
+    return tmp_path / "theirs.pt"
+
+
+def first_weights(folder: Path, run: str = "it") -> torch.Tensor:
+    path = folder / f"lightning_logs/{run}/checkpoints/step-000000001.ckpt"
+    return torch.load(path, weights_only=True)["state_dict"]["network.body.0.weight"]
+
+
+STILL = ("--model.optimizer.init_args.lr=0", "--trainer.max_steps=1", "--run=it")
+
+
+def test_a_network_begins_with_the_weights_of_another_project(quick, weights):
+    words = (given("model.network", "Plain"), f"--model.init_from={weights}")
+    run = quick(*RUN, *words, "--model.init_prefix=module.", *STILL, ranks=3)
+    assert run.code == 0, run.output
+    assert "9 of the network's 11 tensors begin as in " in run.output
+    assert "Of another shape: head.weight ((7, 32) there, (10, 32) here), head.bias ((7,) there, (10,) here)" in run.output
+    assert "not in the network: criterion.weight" in run.output
+    assert run.output.count("What did not fit") == 1
+    assert torch.equal(first_weights(run.folder), torch.full((8, 3, 3, 3), 0.25))
+
+    # What was begun goes on from its own checkpoint, and needs the file no more.
+    weights.unlink()
+    again = quick(*RUN, *words, "--model.init_prefix=module.", *STILL, "--trainer.max_steps=2", ranks=3)
+    assert again.code == 0, again.output
+    assert "begin as in" not in again.output
+
+
+def test_a_network_begins_with_the_weights_of_a_run_before(quick):
+    first = quick(*RUN, given("model.network", "Plain"), *STILL)
+    path = first.folder / "lightning_logs/it/checkpoints/step-000000001.ckpt"
+    second = quick(
+        *RUN, given("model.network", "Plain"), *STILL, "--run=second", "--seed_everything=7", f"--model.init_from={path}",
+        "--model.init_prefix=network.",
+    )  # fmt: skip
+    assert second.code == 0, second.output
+    assert "11 of the network's 11 tensors" in second.output
+    assert "did not fit" not in second.output
+    assert torch.equal(first_weights(first.folder), first_weights(first.folder, "second"))
+
+
+@pytest.mark.parametrize("wrong", ["nothing fits", "no file", "a pickle", "no weights", "a text"])
+def test_a_start_that_is_none_is_one_line(quick, weights, wrong):
+    if wrong == "a pickle":
+        torch.save({"model": Plain()}, weights)
+    elif wrong == "no weights":
+        torch.save({"epoch": 3}, weights)
+    elif wrong == "a text":
+        weights.write_text("weights")
+    elif wrong == "no file":
+        weights.unlink()
+    run = quick(*RUN, given("model.network", "Plain"), f"--model.init_from={weights}")
+    text = {
+        "nothing fits": "Nothing in {} fits the network: its first name is 'module.body.0.weight', the network's is "
+        "'body.0.weight'. HINT: with model.init_prefix='module.' 9 of 11 would fit.",
+        "no file": "There is no file {}. HINT: model.init_from is the path of a state_dict or a checkpoint.",
+        "a pickle": "{} can't be read: it is not a file of torch.save, or it holds more than weights and plain values",
+        "no weights": "There are no weights in {}, but the keys epoch. HINT",
+        "a text": "{} can't be read: it is not a file of torch.save",
+    }[wrong]
+    assert_one_line(run, text.format(weights))
+
+
+# Whatever their signatures say ---------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "annotated": {"num_classes": 10},
+    "unannotated": {"num_classes": 10},
+    "required": {"num_classes": 10},
+    "create": {"name": "Plain", "num_classes": 10},
+    "create_anything": {"name": "Plain", "num_classes": 10},
+    "Forwarding": {"num_classes": 10},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, name):
+    """From a YAML with other arguments that the command line overrides; and the run's own config runs again."""
+    config = {"model": {"network": {"class_path": f"tests.model.guests.{name}", "init_args": {**FUNCTIONS[name]}}}}
+    config["model"]["network"]["init_args"]["num_classes"] = 11
+    config["model"]["lr_scheduler"] = {"class_path": "tests.model.guests.halving", "init_args": {"gamma": 0.25}}
+    (tmp_path / "guest.yaml").write_text(yaml.safe_dump(config))
+    words = ("--trainer.limit_val_batches=0", "--model.lr_scaling=none")
+    run = quick(*RUN, "--config=guest.yaml", "--model.network.init_args.num_classes=10", *words, "--run=it")
+    assert run.code == 0, run.output
+    assert "outputs" not in run.output  # as many as classes
+    assert [value for _, value in run.events("train/lr")] == pytest.approx([0.01 / 4, 0.01 / 16, 0.01 / 64])
+    again = quick("fit", f"--config={run.folder}/lightning_logs/it/config.yaml", "--run=again")
+    assert again.code == 0, again.output
+    assert "outputs" not in again.output
+
+
+@pytest.mark.parametrize("name", ["halving", "annotated_halving"])
+def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick, name):
+    words = (f"--model.lr_scheduler=tests.model.guests.{name}", "--model.optimizer=tests.model.guests.descent")
+    run = quick(*RUN, *words, "--model.lr_scaling=none")
+    assert run.code == 0, run.output
+    assert [value for _, value in run.events("train/lr")] == pytest.approx([0.1 / 2, 0.1 / 4, 0.1 / 8])
+
+
+def test_a_function_is_a_dataset(quick):
+    made = {"class_path": "tests.data.strange.make", "init_args": {"how": "dict", "size": 96}}
+    source = {"class_path": "project.data.Datasets", "init_args": {"num_classes": 10, "train": made}}
+    words = [word for word in RUN if "source" not in word]
+    run = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--checkpoints.every_n_steps=2", ranks=3)
+    assert run.code == 0, run.output
+    # There is no validation set, which is said once, and the run goes on without.
+    assert run.output.count("There is no validation set, and so no validation.") == 1
+    assert "val/" not in run.output
+    assert (run.folder / "lightning_logs/it/checkpoints/step-000000003.ckpt").exists()
+    again = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--trainer.max_steps=7", ranks=3)
+    assert again.code == 0, again.output
+    assert "Goes on from" in again.output or "unless it was made longer" in again.output
+    assert (run.folder / "lightning_logs/it/checkpoints/step-000000007.ckpt").exists()
+    validated = quick(
+        "validate",
+        *words[1:4],
+        f"--data.source={json.dumps(source)}",
+        "--ckpt_path=" + str(run.folder / "lightning_logs/it/checkpoints/step-000000007.ckpt"),
+    )
+    assert_one_line(validated, "There is no val set. HINT: set data.source.init_args.val.")
+
+
+def test_what_a_function_returns_is_looked_at(quick):
+    assert_one_line(quick(*RUN, given("model.network", "no_network")), "model.network made a str, and not a torch.nn.Module.")
+    run = quick(*RUN, "--model.lr_scheduler=tests.model.guests.no_schedule")
+    assert_one_line(run, "model.lr_scheduler made a NoneType, and not a torch.optim.lr_scheduler.LRScheduler.")
+
+
+def test_a_typo_is_still_one_where_the_arguments_are_known(quick):
+    run = quick(*RUN, '--model.network={"class_path": "torchvision.models.resnet18", "init_args": {"num_clases": 10}}')
+    assert_one_line(run, "num_clases")
+    assert_one_line(quick(*RUN, given("model.network", "unannotated", num_clases=10)), "num_clases")
+    assert_one_line(
+        quick(*RUN, given("model.network", "create_anything", **{"name": "Plain", "num_clases": 10})),
+        "num_clases",
+        "can't be called so",
+    )
