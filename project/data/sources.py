@@ -143,12 +143,35 @@ class Cifar(Source):
         return InMemory(images[chosen], labels[chosen])
 
 
+class Unlabelled(Dataset[Any]):
+    """All images in a folder, at any depth, in the order of their names."""
+
+    def __init__(self, folder: Path, transform: Callable[[Any], Any]) -> None:
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
+        if not folder.is_dir():
+            raise ValueError(f"No folder {folder}. HINT: data.source.init_args.predict is a folder of images.")
+        self.samples = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+        if not self.samples:
+            raise ValueError(f"There are no images in {folder}. HINT: those are files called {', '.join(IMG_EXTENSIONS)}.")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        from torchvision.datasets.folder import default_loader
+
+        return self.transform(default_loader(str(self.samples[index])))
+
+
 class ImageFolders(Source):
     """Images in folders: root/train/<class>/*, root/val/<class>/* and, if it is there, root/test/<class>/*.
 
     Args:
         root: the folder that holds train, val and test.
         image_size: images are resized and cropped at the centre to this height and width.
+        predict: a folder of images without labels, at any depth, that `predict` is for; without it, it is for root/test.
         mean: mean of the images in 0 .. 1, for each channel.
         std: standard deviation of the images in 0 .. 1, for each channel.
     """
@@ -159,8 +182,9 @@ class ImageFolders(Source):
         image_size: int = 64,
         mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
         std: tuple[float, float, float] = (0.229, 0.224, 0.225),
+        predict: Path | None = None,
     ) -> None:
-        self.root, self.image_size = root, image_size
+        self.root, self.image_size, self.predict = root, image_size, predict
         self.mean = mean
         self.std = std
         self._classes: list[str] | None = None
@@ -184,15 +208,20 @@ class ImageFolders(Source):
         return len(self.classes)
 
     def prepare(self) -> None:
-        assert self.classes
+        assert self.predict or self.classes  # where there is something to predict, training images need not be
+
+    def has(self, split: Split) -> bool:
+        return split != "predict" or self.predict is not None
 
     def dataset(self, split: Split) -> Dataset[Any]:
         from torchvision import datasets, transforms
 
+        resize = transforms.Compose([transforms.Resize(self.image_size), transforms.CenterCrop(self.image_size)])
+        if split == "predict" and self.predict is not None:
+            return Unlabelled(self.predict, resize)
         folder = self.root / split
         if not folder.is_dir():
             raise ValueError(f"No folder {folder}. HINT: put images into {folder}/<class>/.")
-        resize = transforms.Compose([transforms.Resize(self.image_size), transforms.CenterCrop(self.image_size)])
         try:
             found = datasets.ImageFolder(str(folder), transform=resize)
         except (FileNotFoundError, RuntimeError) as error:

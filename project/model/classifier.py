@@ -270,7 +270,8 @@ class ImageClassifier(LightningModule):
                 f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "
                 "into a module whose forward returns them; torchvision's networks with a second head have aux_logits=false."
             )
-        wanted = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+        data = None if self.trainer.predicting else getattr(self.trainer, "datamodule", None)  # a prediction has no labels
+        wanted = getattr(data, "num_classes", None)
         if output.ndim != 2 or (wanted is not None and output.shape[1] < wanted):
             has = "" if wanted is None else f", and the data has {wanted} classes"
             fix = "return logits (images, classes)" if output.ndim != 2 else f"set model.network.init_args.num_classes={wanted}"

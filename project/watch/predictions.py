@@ -1,4 +1,7 @@
-"""PredictionWriter: `python -m project predict` leaves predictions.csv in the run's folder, one line a sample, in order."""
+"""PredictionWriter: `python -m project predict` leaves predictions.csv in the run's folder, one line a sample, in order.
+
+Where the samples' files are known, each line names its own.
+"""
 
 import csv
 import logging
@@ -13,17 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Collects sample, label and confidence from all ranks, and rank 0 writes them."""
+    """Collects sample, label, confidence and perhaps file from all ranks, and rank 0 writes them."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="batch")
-        self._rows: list[tuple[int, int, float]] = []
+        self._rows: list[tuple[int, int, float, str]] = []
 
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *args: Any, **kwargs: Any
     ) -> None:
-        columns = (prediction[name].tolist() for name in ("sample", "label", "confidence"))
-        self._rows.extend(zip(*columns, strict=True))
+        columns = [prediction[name].tolist() for name in ("sample", "label", "confidence")]
+        files = prediction.get("file", [""] * len(columns[0]))
+        self._rows.extend(zip(*columns, files, strict=True))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parts: list[Any] = [self._rows]
@@ -32,9 +36,11 @@ class PredictionWriter(BasePredictionWriter):
             dist.all_gather_object(parts, self._rows)
         if trainer.is_global_zero:
             path = Path(trainer.default_root_dir) / "predictions.csv"
-            with path.open("w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(["sample", "label", "confidence"])
-                writer.writerows((s, c, f"{p:.4f}") for s, c, p in sorted(row for part in parts for row in part))
+            rows = sorted(row for part in parts for row in part)
+            columns = ["sample", "label", "confidence"] + ["file"] * any(file for *_, file in rows)
+            with path.open("w", newline="") as opened:
+                writer = csv.writer(opened)
+                writer.writerow(columns)
+                writer.writerows((s, c, f"{p:.4f}", file)[: len(columns)] for s, c, p, file in rows)
             log.info("Predictions: %s", path)
         self._rows = []

@@ -103,3 +103,10 @@ def part(dataset: Dataset[Any]) -> Subset[Any]:
 def make(how="usual", **more):
     """A function without hints, as those that load datasets often are."""
     return Strange(how, **more)
+
+
+class Alone(Strange):
+    """Images without labels."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return _bytes(index)

@@ -36,7 +36,7 @@ def test_the_gradient_of_a_shorter_last_step_weighs_by_its_true_size(size):
     data = SyntheticImages(size, image_size=8)
     order = Order(size, micro_batch=4, micro_batches=4, seed=0)
     module = ImageClassifier(Linear(), channels_last=False)
-    module._trainer = SimpleNamespace(datamodule=None)  # only asked for the number of classes
+    module._trainer = SimpleNamespace(datamodule=None, predicting=False)  # only asked for the number of classes
     batches = MicroBatches(data, order)
     for step in range(order.steps):
         module.zero_grad()
@@ -56,7 +56,7 @@ def test_the_gradient_of_a_shorter_last_step_weighs_by_its_true_size(size):
 
 def test_too_few_outputs_are_named():
     module = ImageClassifier(MiniResNet(num_classes=5, widths=(4,)))
-    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_classes=10))
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_classes=10), predicting=False)
     with pytest.raises(ValueError, match=r"num_classes=10"):
         module._look_at(torch.zeros(2, 5))
 
