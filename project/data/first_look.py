@@ -40,7 +40,7 @@ def examine(images: Tensor, samples: Tensor, split: str, mean: Channels, std: Ch
             raise Unfit(f"{who} {given.format(extreme)}. {_FLOATS}")
         if low < _USUAL[0] or high > _USUAL[1]:
             doubts.append(f"{who} {given.format(extreme)}. Is that meant? {_FLOATS}")
-        elif high <= 1 / 255:
+        elif high < 1.01 / 255:  # divided by 255 twice
             doubts.append(f"{who} are nearly black: the first {len(images)} have no value over {high:.3g}. {_FLOATS}")
     channels, height, width = images.shape[1:]
     if channels > 4 >= min(height, width):
