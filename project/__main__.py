@@ -5,6 +5,7 @@ import signal
 import sys
 
 from project.survive.orphans import end_with_parent
+from project.survive.output import outlive_the_reader
 from project.survive.signals import SIGNALS
 
 
@@ -16,7 +17,8 @@ def main() -> None:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()  # rank 0 of plain Python is its user's own
-    SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    outlive_the_reader()
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
         # Nothing is begun yet, and an exception in the middle of loading a library may come out as another one.

@@ -16,6 +16,7 @@
 # MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run goes on from its
 #                newest checkpoint.
 # JOIN_TIMEOUT   (300; for the doctor 30) seconds that the nodes wait for each other; who is missing then is named.
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT  (300) seconds from a signal (Ctrl-C, SIGTERM) to SIGKILL: what a checkpoint may take.
 # RDZV_CONF      more settings of torchrun's rendezvous, or other values: last_call_timeout=60,keep_alive_interval=5
 # PROJECT_PYTHON a Python that has the project's libraries already; otherwise scripts/setup makes .venv.
 #
@@ -91,12 +92,11 @@ if [ "$most" -gt 1 ]; then
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
   this="$(uname -n), $address"
-  # torchrun, and one clock for all its agents.
-  torchrun=(project.cluster.agent "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")
+  clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else
   meeting=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
   this=$(uname -n)
-  torchrun=(torch.distributed.run)
+  clock=()
 fi
 
 cat <<TABLE
@@ -116,15 +116,8 @@ if [ "$most" -gt 1 ] && [ -z "$elastic" ]; then
     --address "$MASTER_ADDR" --port "$MASTER_PORT" --processes "$NPROC_PER_NODE" --seconds "$JOIN_TIMEOUT"
 fi
 
-# SIGUSR1 is passed on to the workers, too: it is Slurm's warning before the time limit.
+# In place of this script, so that a signal to it is one to torchrun.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
-# torchrun ends with 1 after a Ctrl-C, whatever its workers say; 130 is what a shell expects.
-interrupted=
-trap 'interrupted=1' INT
-status=0
-"$python" -m "${torchrun[@]}" \
+exec "$python" -m project.cluster.agent ${clock[@]+"${clock[@]}"} \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${meeting[@]}" --max-restarts "$MAX_RESTARTS" \
-  --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-  -m project -- "$@" || status=$?
-[ -z "$interrupted" ] || exit 130
-exit "$status"
+  -m project -- "$@"

@@ -1,13 +1,17 @@
 """The scripts: launch.sh checks what it is given; a wheel brings the configs along."""
 
 import os
+import signal
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, TINY, environment
+
+LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
 
 
 def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -107,6 +111,28 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path):
     assert "OMP_NUM_THREADS" not in done.stderr
     assert done.stderr.count('"trainer.max_epochs"') == 1
     assert done.returncode == 1
+
+
+def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path):
+    with subprocess.Popen(
+        ["nohup", str(ROOT / "scripts" / "launch.sh"), *LONG, "--run=it"],
+        env=environment(PROJECT_PYTHON=sys.executable, NPROC_PER_NODE="3", MASTER_PORT=str(find_free_network_port())),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        seen = ""
+        for line in run.stdout:
+            seen += line
+            if "epoch 0" in line:
+                run.send_signal(signal.SIGHUP)
+            elif "epoch 1" in line:  # it did not mind
+                run.send_signal(signal.SIGTERM)
+    assert run.returncode == 143, seen
+    assert seen.count("Stopped by SIGTERM after step") == 1
+    assert "Traceback" not in seen
 
 
 def test_a_wheel_has_the_configs(tmp_path):

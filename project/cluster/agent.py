@@ -1,105 +1,48 @@
-"""torchrun for several hosts, whose clocks need not agree; scripts/launch.sh starts it:
+"""torchrun as scripts/launch.sh starts it: python -m project.cluster.agent --nnodes 2 ... -m project -- fit ...
 
-    python -m project.cluster.agent IS_HOST ADDRESS PORT SECONDS ...        what follows is torchrun's
+With `--clock IS_HOST ADDRESS PORT SECONDS` before torchrun's own words, the agents of several hosts go by one clock.
 
-torchrun's agents write into their common store when they were last alive, each by its own clock, and believe that one whose
-time is long past is dead. So a clock that is wrong, or is set right in the middle of a run, ends the run. Here all agents take
-the time from the one that holds the store, when they start, and count on from there with a clock that nobody sets.
-
-That is also the first time that this host talks to that one: packets that are too long for the way are found here.
+What is ours is how it ends. A signal reaches the workers, which then have the time that a checkpoint needs; SIGUSR1, too, which
+is Slurm's warning before the time limit; SIGHUP not under nohup. And the exit code is the one that a shell expects of a program
+that this signal ends, where torchrun's is 1 after a traceback.
 """
 
-import socket
+import os
+import signal
 import sys
-import threading
-import time
-from contextlib import suppress
-from datetime import datetime, timedelta, tzinfo
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.run import main as torchrun
-
-from project.cluster import doors
-from project.cluster.interfaces import resolve
-from project.cluster.meeting import reach
-
-_TICK = 0.5  # seconds between two times that the host of the store publishes
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
 
 
-class RunClock(datetime):
-    """The time of the run: the same on all hosts, and never set."""
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are workers to pass it on to: no traceback
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN)
+    heard = [number.name for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
 
-    ahead = time.time() - time.monotonic()
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        return datetime.fromtimestamp(cls.ahead + time.monotonic(), tz)
+    from project.cluster.run_clock import run_clock
 
-
-def _store(address: str, port: int, seconds: float) -> PrefixStore:
-    client = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-    return PrefixStore("run clock", client)
-
-
-def _publish(port: int, seconds: float, over: threading.Event) -> None:
-    """On the host of the store, beside its agent, which makes the store."""
-    door = doors.Door("", socket.gethostname())
-    with suppress(dist.DistError):
-        store = _store("127.0.0.1", port, seconds)
-        store.set("door", str(door.port))
-        while not over.wait(_TICK):
-            store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
-    door.close()
-
-
-def _join(address: str, port: int, seconds: float) -> None:
-    """On the others: packets of any size arrive there, and what time it is."""
-    end = time.monotonic() + seconds
-    while True:
-        reach(address, port, seconds)
+    clock: AbstractContextManager[None] = nullcontext()
+    words = sys.argv[1:]
+    if words[:1] == ["--clock"]:
+        is_host, address, port, seconds = words[1:5]
+        clock, words = run_clock(is_host == "1", address, int(port), float(seconds)), words[5:]
+    with ExitStack() as held:
         try:
-            _greet(address, _store(address, port, seconds))
-            return
-        except dist.DistError:  # the store of the roll call, perhaps, which was about to go
-            if time.monotonic() > end:
-                raise
-            time.sleep(_TICK)
-
-
-def _greet(address: str, store: PrefixStore) -> None:
-    door = int(store.get("door"))
-    visits = (doors.knock(one, door) for one in resolve(address))
-    visit = next((one for one in visits if one.error is None), doors.Visit())
-    if visit.limit is not None:
-        raise ValueError(f"{doors.lost(visit, socket.gethostname(), visit.name)}. HINT: {doors.HINT}")
-    before = store.get("now")
-    while (now := store.get("now")) == before:  # it is new at the moment when it changes
-        time.sleep(_TICK / 50)
-    RunClock.ahead = float(now) - time.monotonic()
-
-
-def main(is_host: str, address: str, port: str, seconds: str, *words: str) -> None:
-    sys.argv = ["torchrun", *words]
-    dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
-    over = threading.Event()
-    if is_host == "1":
-        thread = threading.Thread(target=_publish, args=(int(port), float(seconds), over), daemon=True)
-        thread.start()
-    else:
-        try:
-            _join(address, int(port), float(seconds))
-        except (ValueError, dist.DistError) as error:
+            held.enter_context(clock)
+        except (ValueError, DistError) as error:
             print(f"launch.sh: {error}", file=sys.stderr)
-            sys.exit(1)
-    try:
-        torchrun()
-    finally:
-        over.set()
-        if is_host == "1":
-            thread.join(2 * _TICK)
+            raise SystemExit(1) from None
+        try:
+            run.main(["--signals-to-handle", ",".join(heard), *words])
+        except SignalException as stopped:
+            raise SystemExit(128 + stopped.sigval) from None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -3,12 +3,14 @@
 No other import than the standard library's: this comes before the seconds in which PyTorch is loaded.
 """
 
+import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 _SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
@@ -19,11 +21,16 @@ class Signals:
 
     def __init__(self) -> None:
         self.noted: signal.Signals | None = None
+        self.at_first: Callable[[signal.Signals], None] = lambda number: None
+        """Called with the first one, as soon as it is noted."""
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self, *numbers: signal.Signals) -> None:
+        """Notes these from here on, but for those that who started us has switched off, as nohup does with SIGHUP."""
         for number in numbers:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue
             try:
                 before = signal.signal(number, self._note)
             except ValueError:  # not the main thread: then signals are not ours to handle
@@ -43,9 +50,9 @@ class Signals:
         now = time.monotonic()
         if self.noted is None:
             self.noted, self._since = signal.Signals(number), now
+            self.at_first(self.noted)
         elif now - self._since > _SAME:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            os._exit(EXIT_CODES[signal.Signals(number)])  # with the code that a first one leads to: no launcher sees a crash
 
 
 SIGNALS = Signals()

@@ -81,7 +81,12 @@ def end_with_children(pid: int) -> None:
 
 
 def main(rank: int, began: str, dump: str, file: str, name: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # to the whole group: the rank knows what to do
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGHUP,
+    ):  # to the whole group: the rank knows what to do
         signal.signal(number, signal.SIG_IGN)
     silent, allowed = 0, float("inf")
     while silent <= allowed and started(rank) == began:

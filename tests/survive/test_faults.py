@@ -115,7 +115,7 @@ PLACES = [("accumulation", 3), ("step", 8), ("validation", 5), ("validation", 13
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("who", ["0", "1", "all", "launcher"])
 def test_signals_with_ranks_out_of_step(tmp_path, launcher, number, who, request):
     """One rank is half a second slower in each micro-batch; a signal reaches one rank, all, or the launcher."""
@@ -153,7 +153,7 @@ def test_signals_with_ranks_out_of_step(tmp_path, launcher, number, who, request
     assert time.monotonic() - began < 30
 
 
-QUICK = [("python", "1", signal.SIGTERM), ("torchrun", "launcher", signal.SIGTERM), ("torchrun", "1", signal.SIGUSR1)]
+QUICK = [("python", "1", signal.SIGTERM), ("torchrun", "launcher", signal.SIGHUP), ("torchrun", "1", signal.SIGUSR1)]
 
 
 def test_a_signal_during_the_start_up_is_honoured(tmp_path):

@@ -1,7 +1,8 @@
-"""Ctrl-C: all ranks stop at the same step, with a checkpoint, and the shell sees 130."""
+"""Ctrl-C, a terminal that is closed: all ranks stop at the same step, with a checkpoint, and the shell sees 130, 129."""
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -46,6 +47,55 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     newest = max((tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt"))
     checkpoint = torch.load(newest, weights_only=True)
     assert checkpoint["global_step"] == step
+
+
+def test_a_terminal_that_is_closed_stops_with_a_checkpoint(tmp_path):
+    """As when the ssh session ends: SIGHUP to all ranks, and nobody can print any more."""
+    words = [sys.executable, "-m", "project", *LONG, "--trainer.devices=3", "--data.batch_size=8", "--run=long"]
+    words += ["--data.global_batch_size=24", "--data.num_workers=1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvpe(words[0], words, environment(TERM="xterm"))
+    seen = b""
+    while b"epoch 0" not in seen:
+        seen += os.read(terminal, 1024)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    log = (tmp_path / "lightning_logs/long/log.txt").read_text()
+    assert log.count("Stopped by SIGHUP after step") == 1, log
+    step = int(log.partition("after step ")[2].partition(".")[0])
+    newest = max((tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt"))
+    assert torch.load(newest, weights_only=True)["global_step"] == step
+
+
+def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_path):
+    slow = json.dumps([{"class_path": "tests.probes.SlowDisk", "init_args": {"seconds": 60}}])
+    hurry = tmp_path / "hurry"
+    hurry.touch()
+    run = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "project", *LONG, "--trainer.devices=2", f"--trainer.callbacks={slow}"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "epoch 0" in line:
+            os.killpg(run.pid, signal.SIGHUP)
+            break
+    for line in run.stdout:
+        if "epoch 1" in line:  # it did not mind
+            hurry.unlink()
+            os.killpg(run.pid, signal.SIGTERM)
+            break
+    with pytest.raises(subprocess.TimeoutExpired):  # it writes its checkpoint
+        run.wait(3)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert run.wait(10) == 143
 
 
 def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
@@ -143,20 +193,26 @@ project.__main__.main()
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
-def test_a_second_signal_stops_at_once_but_an_echo_does_not(monkeypatch):
+def test_an_echo_of_a_signal_is_no_second_one():
     signals = Signals()
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     signals.register_signal_handlers()
     try:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the launcher passes on what the terminal sent
         assert signals.noted == signal.SIGINT
-        monkeypatch.setattr(time, "monotonic", lambda: now + 3)
-        raised = []
-        monkeypatch.setattr(signal, "raise_signal", raised.append)
-        signals._note(signal.SIGINT, None)
-        assert raised == [signal.SIGINT]
     finally:
         signals.teardown()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_what_is_ignored_from_the_start_stays_so(ignored):
+    """nohup's SIGHUP; the SIGINT of what a shell script starts in the background."""
+    before, signals = signal.signal(ignored, signal.SIG_IGN), Signals()
+    try:
+        signals.register_signal_handlers()
+        signal.raise_signal(ignored)
+        assert signals.noted is None
+    finally:
+        signals.teardown()
+        signal.signal(ignored, before)

@@ -1,0 +1,95 @@
+"""One clock for the torchrun agents of several hosts, whose own need not agree.
+
+torchrun's agents write into their common store when they were last alive, each by its own clock, and believe that one whose
+time is long past is dead. So a clock that is wrong, or is set right in the middle of a run, ends the run. Here all agents take
+the time from the one that holds the store, when they start, and count on from there with a clock that nobody sets.
+
+That is also the first time that this host talks to that one: packets that are too long for the way are found here.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta, tzinfo
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from project.cluster import doors
+from project.cluster.interfaces import resolve
+from project.cluster.meeting import reach
+
+_TICK = 0.5  # seconds between two times that the host of the store publishes
+
+
+class RunClock(datetime):
+    """The time of the run: the same on all hosts, and never set."""
+
+    ahead = time.time() - time.monotonic()
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.fromtimestamp(cls.ahead + time.monotonic(), tz)
+
+
+def _store(address: str, port: int, seconds: float) -> PrefixStore:
+    client = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    return PrefixStore("run clock", client)
+
+
+def _publish(port: int, seconds: float, over: threading.Event) -> None:
+    """On the host of the store, beside its agent, which makes the store."""
+    door = doors.Door("", socket.gethostname())
+    with suppress(dist.DistError):
+        store = _store("127.0.0.1", port, seconds)
+        store.set("door", str(door.port))
+        while not over.wait(_TICK):
+            store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
+    door.close()
+
+
+def _join(address: str, port: int, seconds: float) -> None:
+    """On the others: packets of any size arrive there, and what time it is."""
+    end = time.monotonic() + seconds
+    while True:
+        reach(address, port, seconds)
+        try:
+            _greet(address, _store(address, port, seconds))
+            return
+        except dist.DistError:  # the store of the roll call, perhaps, which was about to go
+            if time.monotonic() > end:
+                raise
+            time.sleep(_TICK)
+
+
+def _greet(address: str, store: PrefixStore) -> None:
+    door = int(store.get("door"))
+    visits = (doors.knock(one, door) for one in resolve(address))
+    visit = next((one for one in visits if one.error is None), doors.Visit())
+    if visit.limit is not None:
+        raise ValueError(f"{doors.lost(visit, socket.gethostname(), visit.name)}. HINT: {doors.HINT}")
+    before = store.get("now")
+    while (now := store.get("now")) == before:  # it is new at the moment when it changes
+        time.sleep(_TICK / 50)
+    RunClock.ahead = float(now) - time.monotonic()
+
+
+@contextmanager
+def run_clock(is_host: bool, address: str, port: int, seconds: float) -> Iterator[None]:
+    """Within it, torchrun goes by that clock. `is_host`: this agent makes the store. A ValueError says what is in the way."""
+    dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
+    if not is_host:
+        _join(address, port, seconds)
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_publish, args=(port, seconds, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * _TICK)

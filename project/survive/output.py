@@ -1,0 +1,34 @@
+"""What is printed when nobody reads any more: a terminal that was closed, or a `| head` that has ended, ends no training.
+
+No other import than the standard library's: this comes first.
+"""
+
+import io
+import sys
+from typing import Any
+
+
+class _Patient(io.FileIO):
+    """A file descriptor that takes what is written, also when it has nowhere to go; the next words are tried again."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # EIO: the terminal is gone; EPIPE: the reader is; ENOSPC: it is a file, and the disk is full
+            return len(data)
+
+
+def _patient(stream: Any, number: int) -> Any:
+    """The same stream, over a patient descriptor; what is no program's own output (under a test, say) stays as it is."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+        return stream
+    stream.flush()
+    raw = io.BufferedWriter(_Patient(number, "w", closefd=False))
+    kept = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+    return io.TextIOWrapper(raw, **kept)
+
+
+def outlive_the_reader() -> None:
+    """From here on, writing to standard output and standard error does not fail."""
+    sys.stdout = _patient(sys.stdout, 1)
+    sys.stderr = _patient(sys.stderr, 2)
