@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from project.survive.orphans import end_with_parent
+from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
 from project.survive.signals import SIGNALS
 
@@ -15,8 +15,8 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
-        end_with_parent()  # rank 0 of plain Python is its user's own
+    if ends_with_parent():
+        end_with_parent()
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     outlive_the_reader()
     interrupt = signal.getsignal(signal.SIGINT)

@@ -79,7 +79,9 @@ class Threads(Callback):
 
 
 class Faulty(Dataset[Any]):
-    """Random images; on the rank `on`, reading sample `at` raises an error, kills the process or never ends."""
+    """Random images; on the rank `on`, reading sample `at` raises an error ('raise'), kills the process ('kill') or ends it
+    ('exit'), never ends ('wait'), or needs more memory than its cgroup allows ('hog').
+    """
 
     def __init__(self, size: int = 256, on: int = -1, at: int = 100, how: str = "raise") -> None:
         self.size, self.on, self.at, self.how = size, on, at, how
@@ -93,10 +95,31 @@ class Faulty(Dataset[Any]):
             Path("struck").touch()
             if self.how == "kill":
                 os.kill(os.getpid(), 9)
+            if self.how == "exit":
+                os._exit(3)
             if self.how == "wait":
                 time.sleep(1e6)
+            if self.how == "hog":
+                hog = [bytearray(1 << 24) for _ in range(64)]
+                del hog
             raise KeyError("this dataset is broken")
         return torch.full((3, 8, 8), index % 256, dtype=torch.uint8), index % 10
+
+
+class Cramped(Callback):
+    """Puts its rank into a memory cgroup of its own, before it does anything; the link 'cgroup' leads to it."""
+
+    def __init__(self, rank: int, limit: int = 512 << 20) -> None:
+        if rank != int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0):
+            return
+        root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        if not root.is_dir():
+            root, name = root.parent, "memory.max"
+        group = root / f"cramped-test-{os.getpid()}"
+        group.mkdir()
+        (group / name).write_text(str(limit))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        Path("cgroup").symlink_to(group)
 
 
 class Fault(Callback):
@@ -156,6 +179,19 @@ class Dropped(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.layers(images)
+
+
+class Slow(torch.nn.Module):
+    """A network that takes its time."""
+
+    def __init__(self, seconds: float = 0.2) -> None:
+        super().__init__()
+        self.seconds, self.layer = seconds, torch.nn.LazyLinear(10)
+        self.layer(torch.zeros(1, 3 * 8 * 8))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.layer(images.flatten(1))
 
 
 class Ledger(Callback):

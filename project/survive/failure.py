@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from project.survive.signals import SIGNALS
+from project.survive.signals import EXIT_CODES, SIGNALS
+from project.survive.warden import Memory
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,20 @@ _LOST = re.compile(r"gloo|NCCL|ProcessGroup|TCPStore|Connection (closed|reset)|B
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
+_NEWS = 2.0  # for the warden of a rank that was killed
 
-Kind = Literal["mendable", "lost", "crash"]
+# What torch raises in whatever the main thread does when one of its loader processes has ended.
+_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))")
+
+_MEMORY = Memory()
+
+Kind = Literal["mendable", "loader", "lost", "crash"]
 
 
 def kind(error: BaseException) -> Kind:
-    """Whose fault an error is: the user's to mend, another rank's, or a bug's."""
+    """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
+    if _loader(error):
+        return "loader"
     if isinstance(error, MisconfigurationException):
         return "mendable"
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error))):
@@ -46,9 +55,35 @@ def kind(error: BaseException) -> Kind:
     return "mendable" if isinstance(error, ValueError) and checked else "crash"
 
 
+def _loader(error: BaseException | None) -> str:
+    """What became of a loader process, if that is what an error is about; where it struck (in the network's forward pass,
+    say, or in a hook) does not matter."""
+    found = []
+    while error is not None:
+        found += _LOADER.findall(str(error)) if isinstance(error, RuntimeError) else []
+        error = error.__cause__ or error.__context__
+    if not found:
+        return ""
+    pids, name, code = max(found, key=lambda one: len(one[1]))  # the signal's name, if any of them has it
+    if not name:
+        said = re.search(r"exit code:? (\d+)", code)
+        how = f"has ended with exit code {said[1]} and no error" if said else "has ended, with no error"
+        return f"Loader process {pids} of this rank {how}. HINT: --data.num_workers 0 shows what the dataset does."
+    number = next((int(one) for one in signal.valid_signals() if signal.strsignal(one) == name.strip()), 0)
+    hint: dict[int, str] = {
+        signal.SIGKILL: "see who ended it; where it was for memory, set data.num_workers or data.batch_size lower.",
+        signal.SIGBUS: "/dev/shm may be full: make it larger (docker run --shm-size), or set data.num_workers lower.",
+    }
+    crashed = "it crashed in what the dataset calls: --data.num_workers 0 shows where."
+    how = f"signal {number}{_MEMORY}" if number else name
+    return f"Loader process {pids} of this rank was killed by {how}. HINT: {hint.get(number, crashed)}"
+
+
 def message(error: BaseException) -> str:
     """What to print of an error."""
     which = kind(error)
+    if which == "loader":
+        return _loader(error)
     if which == "crash":
         text = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, torch.OutOfMemoryError):
@@ -68,8 +103,8 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     which = kind(error)
     if which == "lost":
-        log.warning("lost another rank: %s", message(error).splitlines()[0])
-        _wait(children, _LINGER)
+        if not _say_lost(error, rank, host, children):
+            _wait(children, _LINGER)
         return
     if not alone:
         hang_up(_FIRST)
@@ -87,6 +122,43 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
     log.error(text)
     for child in children:
         child.send_signal(signal.SIGTERM)
+
+
+# The death of another rank -------------------------------------------------------------------------------------------
+
+_deaths: dict[int, str] = {}
+_heard = threading.Event()
+
+
+def hear_of_death(rank: int, text: str) -> None:
+    """What the warden of a rank that was killed tells the others."""
+    _deaths.setdefault(rank, text)
+    hear()
+
+
+def hear() -> None:
+    """A rank is about to fail, and says why itself."""
+    _heard.set()
+
+
+def await_news() -> None:
+    """A connection is closed a moment before a warden knows why."""
+    _heard.wait(_NEWS)
+
+
+def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
+    """Says why this rank ends, and whether that is known: then one on each host says it. Otherwise each says what it saw, and
+    the rank at fault may have more to say."""
+    for number, child in enumerate(children, rank + 1):
+        code = child.poll() or 0
+        if code < 0 and -code not in EXIT_CODES:
+            hear_of_death(number, f"rank {number} on {host} was killed by signal {-code}{_MEMORY}.")
+    if not _deaths:
+        log.warning("lost another rank: %s", message(error).splitlines()[0])
+    elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
+        why = " ".join(_deaths.values())
+        log.error("lost another rank: %s The same command goes on from the newest checkpoint.", why)
+    return bool(_deaths)
 
 
 def hang_up(seconds: float = 10) -> None:

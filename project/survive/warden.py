@@ -1,26 +1,36 @@
-"""The last resort: a small process beside each rank that ends it when not even its watchdog's thread runs any more.
+"""A small process beside each rank that outlives it: it ends a rank that no longer can, and says how one ended that was killed.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
-there may be no other rank that could. Run as a script, and without PyTorch: python warden.py PID STARTED DUMP FILE NAME. On
-standard input the rank says once in a while how many seconds it may be silent; the end of it is the end of the rank.
+there may be no other rank that could. And a process that is killed, for its memory say, can't say so: its warden does, here and
+to the ranks that are left.
+
+Run as a script, and without PyTorch: python warden.py PID STARTED DUMP NAME LAUNCHER. The launcher is what the rank ends
+with, in words, 'quiet' where another says so, or ''. On standard input come lines: JSON, when the ranks know each other; a
+number, the seconds that the rank may be silent; 'end', before it ends.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
 """
 
 import ctypes
+import fcntl
+import json
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 """The signal on which a rank writes its stacks: from C, and so also when no Python code can run in it."""
 
 
-def started(pid: int) -> str:
+def started(pid: int | str) -> str:
     """When a process began, in ticks since boot, or '' where that can't be known or it is gone."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -80,30 +90,169 @@ def end_with_children(pid: int) -> None:
                 os.kill(one, signal.SIGKILL)
 
 
-def main(rank: int, began: str, dump: str, file: str, name: str) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGHUP,
-    ):  # to the whole group: the rank knows what to do
-        signal.signal(number, signal.SIG_IGN)
-    silent, allowed = 0, float("inf")
-    while silent <= allowed and started(rank) == began:
-        if not select.select([0], [], [], 1.0)[0]:
-            silent += 1
-            continue
-        if not (said := os.read(0, 1 << 16)):
-            return
-        silent, allowed = 0, float(said.split()[-1])
-    if started(rank) != began:
-        return
-    text = f"{name} shows no sign of life for {silent} s, not even its watchdog: it is ended."
-    print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
-    found = dumped(rank, dump, wake=True)
+# How a process ended --------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Whether the kernel has killed for memory in a process's cgroup since this was made."""
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._pid = pid
+        self._place = _oom_counter(pid)
+        self._before = self._kills()
+
+    def follow(self) -> None:
+        """The process may have been put into another cgroup. One that has ended is in none."""
+        now = _oom_counter(self._pid)
+        if now != self._place and not ended(self._pid, started(self._pid), None)[0]:
+            self._place, self._before = now, 0
+
+    def _kills(self) -> int:
+        with suppress(OSError, ValueError):
+            words = self._place[0].read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+        return 0
+
+    def __str__(self) -> str:
+        """In words that go on from 'was killed by signal 9', or ''."""
+        self.follow()
+        self.follow()
+        return f", and its {self._place[1]} reports an OOM kill" if self._kills() > self._before else ""
+
+
+def _oom_counter(pid: int | str) -> tuple[Path, str]:
+    """Where the kernel counts: in the cgroup's memory.events (v2) or memory.oom_control (v1), or for the whole host."""
+    root = Path("/sys/fs/cgroup")
     with suppress(OSError):
-        Path(file).write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
-    end_with_children(rank)
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            folder, name = (root / "memory", "memory.oom_control") if kinds else (root, "memory.events")
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            for place in (folder / group.lstrip("/"), folder):  # in a container the path may be that outside of it
+                if (place / name).is_file():
+                    return place / name, "cgroup"
+    return Path("/proc/vmstat"), "host"
+
+
+_INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Linux 6.15
+
+
+def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | None]:
+    """Whether a process has ended, and its wait status, which the kernel tells others only as long as nobody has asked for
+    it, or, from Linux 6.15 on, to who holds a `handle` (a pidfd)."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[19] == began:
+            return fields[0] in "ZX", int(fields[-1])
+    if handle is not None:
+        with suppress(OSError):
+            info = bytearray(struct.pack("Q56x", _INFO_EXIT))
+            fcntl.ioctl(handle, _INFO, info)
+            if struct.unpack_from("Q", info)[0] & _INFO_EXIT:
+                return True, struct.unpack_from("i", info, 60)[0]
+    return True, None
+
+
+# Signals by which a process is asked to end, and by which it is not news that it did.
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+
+
+QUIET = "quiet"
+
+
+class Watch:
+    """What a warden knows of its rank."""
+
+    def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
+        self.pid, self.began, self.dump, self.name, self.launcher = pid, began, dump, name, launcher
+        self.handle: int | None = None
+        with suppress(OSError, AttributeError):
+            self.handle = os.pidfd_open(pid)
+        self.memory = Memory(pid)
+        self.parent = self._parent()
+        self.silent, self.allowed = 0, float("inf")
+        self.ending = False
+        self.ranks: dict[str, Any] = {}
+        self._unread = b""
+
+    def _parent(self) -> tuple[int, str]:
+        with suppress(OSError, IndexError):
+            pid = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1])
+            return pid, started(pid)
+        return 0, ""
+
+    def hear(self, said: bytes) -> None:
+        *lines, self._unread = (self._unread + said).split(b"\n")
+        for line in lines:
+            if line.startswith(b"{"):
+                self.ranks = json.loads(line)
+            elif line == b"end":
+                self.ending = True
+            else:
+                self.silent, self.allowed = 0, float(line)
+
+    def over(self) -> bool:
+        return ended(self.pid, self.began, self.handle)[0]
+
+    def how(self) -> str:
+        """In a sentence how the rank ended, or '' where it or another has said so."""
+        over, status = ended(self.pid, self.began, self.handle)
+        if not over:
+            return ""
+        if self.launcher and ended(*self.parent, None)[0]:  # which takes its ranks along: see orphans.py
+            return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.memory}."
+        if status is None:
+            return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.memory}."
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in _ASKED:
+            return ""
+        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.memory}."
+
+    def tell(self, text: str) -> None:
+        """Says it here, and to the ranks that are left."""
+        print(text, file=sys.stderr, flush=True)
+        news = {"secret": self.ranks.get("secret"), "kind": "died", "rank": self.ranks.get("rank"), "text": text}
+        data = zlib.compress(json.dumps(news).encode(), 1)
+        for address in self.ranks.get("addresses", ()):
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sender:
+                sender.sendto(data, tuple(address))
+
+    def end_it(self) -> None:
+        """Ends a rank that was silent for too long."""
+        text = f"{self.name} shows no sign of life for {self.silent} s, not even its watchdog: it is ended."
+        file = self.ranks["file"]
+        print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
+        found = dumped(self.pid, self.dump, wake=True)
+        with suppress(OSError):
+            Path(file).write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
+        end_with_children(self.pid)
+
+
+def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
+    # They go to the whole group, and the rank knows what to do.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch = Watch(pid, began, dump, name, launcher)
+    inputs = [0] if watch.handle is None else [0, watch.handle]
+    while watch.silent <= watch.allowed:
+        ready = select.select(inputs, [], [], 1.0)[0]
+        if 0 in ready:
+            if said := os.read(0, 1 << 16):
+                watch.hear(said)
+                continue
+            inputs.remove(0)  # the rank has let go of its warden, or is about to end
+            if watch.ending:
+                return
+        elif ready or watch.over():
+            break
+        else:
+            watch.silent += 1
+            watch.memory.follow()
+    if not watch.over() and watch.silent > watch.allowed:
+        watch.end_it()
+    elif text := watch.how():
+        watch.tell(text)
 
 
 if __name__ == "__main__":

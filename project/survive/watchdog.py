@@ -6,6 +6,7 @@ furthest behind. Then every rank writes its stacks into the run's folder, one on
 with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it goes on from its checkpoint.
 """
 
+import json
 import logging
 import math
 import os
@@ -26,10 +27,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import mtu, own_address
-from project.survive import hang, stacks, warden
+from project.survive import failure, hang, stacks, warden
 from project.survive.agent import agent
 from project.survive.beats import Beat, Channel, Member, machine, unpacked
 from project.survive.hang import Guilty, Scene, Verdict
+from project.survive.orphans import launched_by
 from project.survive.warden import started
 
 log = logging.getLogger(__name__)
@@ -133,6 +135,7 @@ class Watchdog(Callback):
         self._batches, self._step_began = 0, None
         if not self._dump[1]:
             self._dump = stacks.open_dump()
+        self._watch_over()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -152,20 +155,21 @@ class Watchdog(Callback):
         self._answered = now = time.monotonic()
         self._heard = {member.rank: (now, self._beat()) for member in members}
         self._channel = channel
-        self._watch_over()
+        others = [member.address for member in members if member.rank != self._rank]
+        known = {"rank": self._rank, "secret": channel.secret, "addresses": others}
+        self._tell_warden(json.dumps({**known, "file": f"{self._folder}/hang-rank{self._rank}.txt"}))
 
     def _watch_over(self) -> None:
         """Starts this rank's warden."""
         me = self._self()
-        words = [str(me.pid), me.started, me.dump, f"{self._folder}/hang-rank{me.rank}.txt", f"rank {me.rank} on {me.host}"]
+        words = [str(me.pid), me.started, me.dump, f"rank {me.rank} on {me.host}", launched_by(me.host)]
         with suppress(OSError):
             self._warden = subprocess.Popen([sys.executable, "-I", "-S", warden.__file__, *words], stdin=subprocess.PIPE)
 
-    def _alive(self, beat: Beat) -> None:
-        """Tells the warden so, and how long it may hear nothing."""
+    def _tell_warden(self, line: str) -> None:
         if self._warden is not None and self._warden.stdin is not None:
             with suppress(OSError):
-                self._warden.stdin.write(b"%g\n" % (_LAST_RESORT * beat.own))
+                self._warden.stdin.write(f"{line}\n".encode())
                 self._warden.stdin.flush()
 
     def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
@@ -183,6 +187,7 @@ class Watchdog(Callback):
         if self._channel is not None and not thread.is_alive():
             self._channel.close()
         if self._warden is not None:
+            self._tell_warden("end")
             with suppress(subprocess.TimeoutExpired, OSError):
                 self._warden.communicate(timeout=_TICK)
             self._warden = None
@@ -191,6 +196,12 @@ class Watchdog(Callback):
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._channel is not None and isinstance(exception, Exception):
+            if failure.kind(exception) == "lost":
+                failure.await_news()
+            else:  # the others need not wait for the news of a death
+                for member in self._members:
+                    self._channel.send(member.rank, "fails")
         self.stop()
 
     # What the thread does --------------------------------------------------------------------------------------------
@@ -208,8 +219,9 @@ class Watchdog(Callback):
                 self._floor = now
             looked = now
             beat = self._beat()
-            self._alive(beat)
             agent().look()
+            if self._channel is not None:  # how long the warden may hear nothing
+                self._tell_warden(f"{_LAST_RESORT * beat.own:g}")
             if self._channel is None:
                 if beat.stuck:
                     self._verdict = Verdict([self._me(beat)])
@@ -269,6 +281,10 @@ class Watchdog(Callback):
                 self._channel.fill(0, "filled", message["size"], rank=self._rank)
             elif message["kind"] == "filled":
                 self._filled.add(message["rank"])
+            elif message["kind"] == "died":
+                failure.hear_of_death(message["rank"], message["text"])
+            elif message["kind"] == "fails":
+                failure.hear()
             elif message["kind"] == "hang":
                 self._verdict = hang.verdict(message["verdict"])
                 return
@@ -348,6 +364,7 @@ class Watchdog(Callback):
     def _end(self, judged: Verdict) -> None:
         me = self._self()
         told = judged.brief() if judged.network else judged
+        self._tell_warden("end")
         if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
             for _ in range(3):  # a datagram may get lost
                 for other in self._members:

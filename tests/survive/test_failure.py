@@ -1,14 +1,35 @@
 """One rank fails: all end, and what is printed last is that rank's error, once."""
 
+import os
+import re
 import socket
+from contextlib import suppress
 
 import pytest
 
+from tests.cluster.machine import missing, wait_until
 from tests.conftest import since_struck, took
 
 HOST = socket.gethostname()
 
 pytestmark = pytest.mark.timed  # ten seconds are the promise, on a machine that has the cores for it
+
+
+@pytest.fixture
+def cgroup(tmp_path):
+    """The memory cgroup that a probe makes goes after the test."""
+    if not any(os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory/cgroup.procs", "/sys/fs/cgroup/memory.max")):
+        missing("no memory cgroup can be made here")
+    yield
+    group = (tmp_path / "cgroup").resolve()
+
+    def gone():
+        with suppress(OSError):  # the last of its processes is about to end
+            group.rmdir()
+        return not group.exists()
+
+    wait_until(gone, 10, f"{group} can't be removed")
+
 
 BROKEN = (
     "fit",
@@ -24,6 +45,9 @@ BROKEN = (
     "--model.network.init_args.blocks=1",
     "--trainer.num_sanity_val_steps=0",
 )
+
+
+CRAMPED = ("--trainer.callbacks=tests.probes.Cramped", "--trainer.callbacks.rank=0")
 
 
 @pytest.mark.parametrize("on", [0, 1, 99])
@@ -65,13 +89,44 @@ def test_an_error_in_a_loader_process_is_its_ranks(cli):
     assert "Caught KeyError in DataLoader worker process" in run.output
 
 
-def test_a_rank_that_is_killed_ends_the_others(cli):
-    words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=2")
-    run = cli(*BROKEN, *words, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("kill", "was killed by signal 9. HINT: "),
+        ("hog", "was killed by signal 9, and its cgroup reports an OOM kill. HINT: "),
+        ("exit", "has ended.* no error. HINT: "),
+    ],
+)
+def test_a_loader_process_that_is_killed_is_named_and_not_the_network(quick, how, what, cgroup):
+    """It ends while the network computes, and there torch raises its error."""
+    words = ("--data.source.train.init_args.on=0", f"--data.source.train.init_args.how={how}", "--data.num_workers=1")
+    words += CRAMPED if how == "hog" else ()
+    run = quick(*(one for one in BROKEN if ".network" not in one), *words, "--model.network=tests.probes.Slow", timeout=60)
+    assert run.code == 1
+    assert "Traceback" not in run.output
+    assert re.search(f"ERROR   Loader process \\d+ of this rank {what}.*$", run.output.rstrip()), run.output
+
+
+def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
+    words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=3")
+    run = cli(*BROKEN, "--data.global_batch_size=24", *words, timeout=60)
     seconds = since_struck(run.folder)
-    took("SIGKILL of rank 1 of 2: all have ended after", seconds)
+    took("SIGKILL of rank 1 of 3: all have ended after", seconds)
     assert seconds < 10
     assert run.code != 0
-    assert "[rank 0, " in run.output
-    assert "lost another rank" in run.output
+    assert run.output.count(f"rank 1 on {HOST} was killed by signal 9.") == 2  # its warden, and rank 0, which is the last
+    assert f"[rank 0, {HOST}] lost another rank: rank 1 on {HOST} was killed by signal 9." in run.output.splitlines()[-1]
+    assert run.output.count("lost another rank") == 1
     assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
+    """It launched the others, and they end with it: nobody is left to say so but its warden."""
+    words = ("--data.source.train.init_args.on=0", "--data.source.train.init_args.how=hog", f"--trainer.devices={ranks}")
+    run = cli(*BROKEN, *words, *CRAMPED, timeout=60)
+    took(f"the kernel kills rank 0 of {ranks} for memory: all have ended after", since_struck(run.folder))
+    assert run.code == -9
+    assert run.output.count("was killed by") == 1
+    last = run.output.rstrip().splitlines()[-1]
+    assert last == f"rank 0 on {HOST} was killed by signal 9, and its cgroup reports an OOM kill."
