@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import settings
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.cluster.machine import missing, wait_until
 
 # A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,3 +150,19 @@ def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = 300) -> R
 def quick(tmp_path: Path) -> Cli:
     """Like `cli`, in a fraction of the time: quick("fit", ..., ranks=2)."""
     return partial(forked, tmp_path)
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path) -> Iterator[None]:
+    """The memory cgroup that a probe makes goes after the test."""
+    if not any(os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory/cgroup.procs", "/sys/fs/cgroup/memory.max")):
+        missing("no memory cgroup can be made here")
+    yield
+    group = (tmp_path / "cgroup").resolve()
+
+    def gone() -> bool:
+        with suppress(OSError):  # the last of its processes is about to end
+            group.rmdir()
+        return not group.exists()
+
+    wait_until(gone, 10, f"{group} can't be removed")

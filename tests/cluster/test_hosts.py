@@ -13,7 +13,7 @@ from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, took
+from tests.conftest import ROOT, environment, since_struck, took
 
 
 def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str) -> subprocess.Popen[bytes]:
@@ -107,6 +107,8 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_pa
     wait_until(lambda: not hosts[1 - victim].pids(), 30, lambda: f"{hosts[1 - victim].pids()} are left\n{printed(tmp_path)}")
     took("and the other host's torchrun, too, after", time.monotonic() - struck)
     assert all(one.wait() not in (0, None) for one in running)
+    said = (tmp_path / f"h{2 - victim}.txt").read_text()
+    assert f"lost another rank: torchrun's agent on h{victim + 1} was killed, and its ranks with it." in said, printed(tmp_path)
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without the store"])
@@ -141,3 +143,18 @@ def test_packets_begin_to_get_lost_in_mid_training(hosts, tmp_path):
         said = (tmp_path / f"{host}.txt").read_text()
         assert "Packets of 1,500 bytes get lost between h1 and h2, and short ones do not" in said
         assert "the MTU is wrong" in said
+
+
+def test_a_rank_that_is_killed_for_memory_is_named_on_the_other_hosts(hosts, tmp_path, cgroup):
+    """Rank 1 of three, on h2, which is given less memory than it needs."""
+    broken = ("train=tests.probes.Faulty", "train.on=1", "train.how=hog", "val=tests.probes.Faulty")
+    words = [f"--data.source.{one}" for one in broken] + ["--data.source.num_classes=10", "--data.num_workers=0"]
+    words += ["--trainer.callbacks=tests.probes.Cramped", "--trainer.callbacks.rank=1"]
+    fit = [one for one in FIT if "init_args" not in one or "network" in one]
+    fit.insert(2, "--data.source=project.data.Datasets")
+    running = [launch(host, tmp_path, *fit, *words, nodes=3) for host in hosts]
+    assert all(one.wait(120) != 0 for one in running)
+    took("a rank is killed for memory: torchrun has ended on three hosts after", since_struck(tmp_path))
+    for host in hosts:
+        said = (tmp_path / f"{host.name}.txt").read_text()
+        assert "rank 1 on h2 was killed by signal 9, and its cgroup reports an OOM kill." in said, printed(tmp_path)

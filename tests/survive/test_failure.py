@@ -1,35 +1,15 @@
 """One rank fails: all end, and what is printed last is that rank's error, once."""
 
-import os
 import re
 import socket
-from contextlib import suppress
 
 import pytest
 
-from tests.cluster.machine import missing, wait_until
 from tests.conftest import since_struck, took
 
 HOST = socket.gethostname()
 
 pytestmark = pytest.mark.timed  # ten seconds are the promise, on a machine that has the cores for it
-
-
-@pytest.fixture
-def cgroup(tmp_path):
-    """The memory cgroup that a probe makes goes after the test."""
-    if not any(os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory/cgroup.procs", "/sys/fs/cgroup/memory.max")):
-        missing("no memory cgroup can be made here")
-    yield
-    group = (tmp_path / "cgroup").resolve()
-
-    def gone():
-        with suppress(OSError):  # the last of its processes is about to end
-            group.rmdir()
-        return not group.exists()
-
-    wait_until(gone, 10, f"{group} can't be removed")
-
 
 BROKEN = (
     "fit",
