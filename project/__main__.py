@@ -6,6 +6,7 @@ import sys
 
 from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
+from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
 
@@ -17,6 +18,7 @@ def main() -> None:
         return
     if ends_with_parent():
         end_with_parent()
+    SIGNALS.at_first = REQUEUE.when_noted
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     outlive_the_reader()
     interrupt = signal.getsignal(signal.SIGINT)

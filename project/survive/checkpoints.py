@@ -206,6 +206,7 @@ class Checkpoints(Checkpoint):
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
         self.failed: str | None = None
+        self.seconds: float | None = None  # that the last one took
         self._folder = Path()
         self._validated = False
         self._saved_at = (-1, False)
@@ -316,6 +317,10 @@ class Checkpoints(Checkpoint):
         # The host waits for the device here: the copy must hold this step's values, not a later one's.
         return apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)), facts
 
+    @property
+    def writing(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> None:
         """Until nothing is being written."""
         if self._pending is not None:
@@ -323,6 +328,7 @@ class Checkpoints(Checkpoint):
             self._pending = None
 
     def _write(self, path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
+        began = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             check(checkpoint)
@@ -330,7 +336,7 @@ class Checkpoints(Checkpoint):
             if not self._read_back:
                 SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
                 self._read_back = True
-            self.failed = None
+            self.failed, self.seconds = None, time.monotonic() - began
             self._note(path, facts)
             self._prune()
         except Exception as error:

@@ -10,9 +10,7 @@ the queue.
 """
 
 import logging
-import os
 import signal
-import subprocess
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.survive.checkpoints import Checkpoints
+from project.survive.requeue import REQUEUE, lead
 from project.survive.signals import EXIT_CODES, Signals
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,12 @@ class StopTogether(Callback):
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
+        self._lead: tuple[float, str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and (checkpoints := _checkpoints(trainer)) is not None:
+            REQUEUE.newest = lambda: checkpoints.last
+            REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
         if trainer.world_size > 1 and self._group() is None:
             self._group = weakref.ref(dist.new_group(backend="gloo"))
 
@@ -86,9 +89,28 @@ class StopTogether(Callback):
 
     on_train_epoch_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _at_once
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._lead = lead() if trainer.is_global_zero else None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            REQUEUE.forget()
+
+    def _warn_of_a_short_lead(self, seconds: float | None) -> None:
+        """A checkpoint takes so many seconds; said once, and long before a signal comes."""
+        if self._lead is not None and seconds is not None and seconds > self._lead[0]:
+            given, setting = self._lead
+            self._lead = None
+            log.warning(
+                "A checkpoint takes %.0f s, and after a signal this job has %.0f s: it would be cut short. HINT: %s",
+                seconds, given, setting.format(max(60, round(2 * seconds))),
+            )  # fmt: skip
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        if (saving := _checkpoints(trainer)) is not None:
+            self._warn_of_a_short_lead(saving.seconds)
         number, overdue = self._compare(trainer)
         if number:
             self._stop(trainer, number)
@@ -106,13 +128,15 @@ class StopTogether(Callback):
         name = signal.Signals(number).name
         checkpoints = _checkpoints(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and checkpoints:
+            took = f", which took {checkpoints.seconds:.0f} s the last time" if (checkpoints.seconds or 0) > 1 else ""
+            log.info("%s: all ranks stop here, with a checkpoint%s.", name, took)
             checkpoints.save(trainer)
             checkpoints.wait()
             log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
         else:
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
-            requeue()
+            REQUEUE.put_back()
         if (group := self._group()) is not None:
             dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
@@ -120,20 +144,3 @@ class StopTogether(Callback):
 
 def _checkpoints(trainer: Trainer) -> Checkpoints | None:
     return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
-
-
-def requeue() -> None:
-    """Puts this Slurm job back into the queue, so that it does not count as done."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None or "SLURM_STEP_ID" not in os.environ:
-        return
-    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
-        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-    except FileNotFoundError:  # in a container; scripts/slurm.sbatch does it from outside
-        return
-    if done.returncode == 0:
-        log.info("Slurm job %s is back in the queue.", job)
-    else:
-        log.warning("Slurm job %s could not be put back into the queue: %s", job, done.stderr.strip())

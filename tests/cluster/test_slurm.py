@@ -45,8 +45,9 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
 
 def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(alone, slurm, tmp_path):
     """And goes on each time, with one rank slower than the other and a slow disk. COMPLETED when it is, and not before."""
-    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.01, rank_1=0.5, disk=3)]
-    job = slurm.submit(*script, cwd=tmp_path, env=settings())
+    script = tmp_path / "job.sbatch"
+    script.write_text((ROOT / "scripts" / "slurm.sbatch").read_text().replace("USR1@60", "USR1@2"))
+    job = slurm.submit(str(script), *FIT[1:], slowly(0.01, rank_1=0.5, disk=3), cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
     def state() -> tuple[str, ...]:
@@ -72,6 +73,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
     trains(2, after="preemption")
     assert log.read_text().count("Stopped by SIGUSR1 after step") == 2
+    assert "A checkpoint takes 3 s, and after a signal this job has 2 s: it would be cut short." in log.read_text()
     slurm.lose_node(1)
     trains(3, "n[1,3]", after="a lost node")
     assert log.read_text().count("Goes on from") == 3
@@ -80,3 +82,37 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     wait_until(lambda: state()[0] == "COMPLETED", 10, why)
     assert step(tmp_path) == STEPS - 1
     assert_same_curve(tmp_path, alone)
+
+
+def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm, tmp_path):
+    """A time limit of a minute, and a disk that needs it alone: the job goes back before its time is over, and says why."""
+    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2, disk=60)]
+    job = slurm.submit("--time=1", "--signal=USR1@10", *script, cwd=tmp_path, env=settings())
+    log = tmp_path / f"slurm-{job}.log"
+
+    def why() -> str:
+        return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
+
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", 150, why)
+    (tmp_path / "hurry").touch()
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    assert f"before the end of Slurm job {job}, and the checkpoint takes longer: it is cut short" in log.read_text(), why()
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 150, why)
+    assert step(tmp_path) == STEPS - 1
+    assert not list(tmp_path.glob("lightning_logs/.requeues-*"))
+
+
+def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_path):
+    """SIGUSR1 in its start-up, each time."""
+    job = slurm.submit(str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2), cwd=tmp_path, env=settings())
+    log = tmp_path / f"slurm-{job}.log"
+
+    def why() -> str:
+        return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
+
+    for start in range(1, 4):
+        wait_until(lambda start=start: log.exists() and log.read_text().count("Run: ") == start, 120, why)
+        slurm.run("scancel", "--signal=USR1", job)
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 60, why)
+    assert "is NOT put back into the queue: it was started 3 times and came to no new checkpoint" in log.read_text(), why()
+    assert slurm.job(job)["Restarts"] == "2"

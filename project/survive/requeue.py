@@ -1,0 +1,134 @@
+"""The way back into Slurm's queue: in time, and not for ever.
+
+SIGUSR1 comes some seconds before Slurm ends the job (--signal=USR1@60, or a partition's GraceTime when it is preempted).
+Where a checkpoint, a step or the start-up takes longer than that, the job goes back as it is, shortly before its end, with the
+newest checkpoint that is there. A job that came back several times and has made no new checkpoint is not put back again.
+
+No other import than the standard library's: this waits from the first moment of the program on.
+"""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch counts in the same file
+_MARGIN = 10.0  # seconds before the end, or a quarter of what is left where that is less
+
+
+def in_job() -> bool:
+    return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" in os.environ
+
+
+def _scontrol(*words: str) -> str | None:
+    """What it prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
+    try:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        log.warning("scontrol %s: %s", " ".join(words), done.stderr.strip())
+        return None
+    return done.stdout
+
+
+def _job() -> str:
+    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
+
+
+def _seconds_left() -> float | None:
+    """Until Slurm ends this job, where it says so."""
+    found = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
+    return (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds() if found else None
+
+
+def lead() -> tuple[float, str] | None:
+    """Seconds from a signal to the end, as far as that is known before one comes, and what to set for more."""
+    if in_job():
+        script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
+        found = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
+        return (float(found[1]), "#SBATCH --signal=USR1@{}") if found else None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT={}"
+    return None
+
+
+class Requeue:
+    """Puts this job back into the queue, once; on rank 0."""
+
+    def __init__(self) -> None:
+        self.newest: Callable[[], Path | None] = lambda: None
+        """The newest checkpoint, from who knows it."""
+        self.doing: Callable[[], str] = lambda: "the start-up"
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._put = False
+
+    def when_noted(self, number: signal.Signals) -> None:
+        """From here on the job's time runs out."""
+        if number == signal.SIGUSR1 and in_job() and os.environ.get("SLURM_PROCID") == "0":
+            threading.Thread(target=self._before_the_end, name="requeue", daemon=True).start()
+
+    def _before_the_end(self) -> None:
+        left = _seconds_left()
+        if left is None or self._over.wait(left - max(2.0, min(_MARGIN, left / 4))):
+            return
+        log.warning(
+            "SIGUSR1 came %.0f s before the end of Slurm job %s, and %s takes longer: it is cut short. HINT: an earlier "
+            "signal, #SBATCH --signal=USR1@%.0f", left, _job(), self.doing(), max(60, 4 * left),
+        )  # fmt: skip
+        if not self.put_back() and not self.given_up:
+            os._exit(128 + signal.SIGUSR1)  # no scontrol here: who started us knows what that means
+
+    @property
+    def _marks(self) -> Path:
+        """The newest checkpoint at each requeueing, a line for each."""
+        return Path("lightning_logs") / f".requeues-{os.environ['SLURM_JOB_ID']}"
+
+    given_up = False
+
+    def put_back(self) -> bool:
+        """Whether the job is back in the queue."""
+        self._over.set()
+        with self._lock:
+            if self._put or self.given_up or not in_job():
+                return self._put
+            marks = ["none"]
+            with suppress(OSError):
+                marks += self._marks.read_text().split()
+            newest = self.newest()
+            mark = newest.name if newest else marks[-1]
+            if marks[-MOST:] == [mark] * MOST:
+                self.given_up = True
+                log.error(
+                    "Slurm job %s is NOT put back into the queue: it was started %d times and came to no new checkpoint. HINT: "
+                    "a longer --time, an earlier or later --signal=USR1@SECONDS, or checkpoints.every_n_minutes lower.",
+                    _job(), MOST,
+                )  # fmt: skip
+                return False
+            with suppress(OSError):
+                self._marks.parent.mkdir(exist_ok=True)
+                with self._marks.open("a") as file:
+                    file.write(f"{mark}\n")
+            self._put = _scontrol("requeue", _job()) is not None
+        if self._put:
+            log.info("Slurm job %s is back in the queue%s.", _job(), f" and will go on from {newest}" if newest else "")
+        return self._put
+
+    def forget(self) -> None:
+        """The run is finished."""
+        if in_job():
+            self._marks.unlink(missing_ok=True)
+
+
+REQUEUE = Requeue()
+"""This process's job."""
