@@ -132,6 +132,7 @@ class StopTogether(Callback):
             log.info("%s: all ranks stop here, with a checkpoint%s.", name, took)
             checkpoints.save(trainer)
             checkpoints.wait()
+            self._warn_of_a_short_lead(checkpoints.seconds)
             log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
         else:
             log.info("Stopped by %s.", name)

@@ -98,6 +98,15 @@ def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_pat
     assert run.wait(10) == 143
 
 
+def test_a_checkpoint_that_takes_longer_than_torchrun_waits_is_said_before_a_signal_comes(cli):
+    slow = json.dumps([{"class_path": "tests.probes.SlowDisk", "init_args": {"seconds": 1.5}}])
+    words = ("--trainer.max_epochs=1", f"--trainer.callbacks={slow}", "--checkpoints.every_n_steps=1", "--data.batch_size=8")
+    run = cli(*LONG, *words, "--data.global_batch_size=64", torchrun=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    assert run.code == 0, run.output
+    assert run.output.count("A checkpoint takes 2 s, and after a signal this job has 1 s: it would be cut short.") == 1
+    assert "HINT: TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60" in run.output
+
+
 def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
     """They don't compare notes at every step."""
     fault = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 300, "number": int(signal.SIGTERM)}}
