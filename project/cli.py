@@ -10,21 +10,22 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
-import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from project.bench import report
 from project.cluster.findings import verdict
-from project.cluster.launcher import LaunchError, detect, host, rank_said
+from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
+from project.config import HelpAll, Parser, SaveConfig, UsageError, condensed, expand, option, save_config
 from project.data import ImageData
 from project.guests import welcome
 from project.model import ImageClassifier
-from project.run import RUNS, open_run
+from project.run import RUNS, checked, open_beside, open_run, saved_config, weights
+from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints
 from project.survive.failure import hang_up
 from project.survive.failure import report as report_error
@@ -34,42 +35,9 @@ from project.watch.console import Progress, RankLogs, log_to, open_log
 
 log = logging.getLogger(__name__)
 
-CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
-
-
-_UNWRITABLE = "Unable to serialize instance"
-
-
-def _writable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _writable(v) for k, v in value.items() if not str(v).startswith(_UNWRITABLE)}
-    return value
-
-
 welcome()  # functions behind a class_path, whatever their signatures say
 
-
-class UsageError(ValueError):
-    """The command line or a config does not fit together."""
-
-
-class Parser(LightningArgumentParser):
-    """Says what is wrong without listing every flag there is, and takes no abbreviated flags."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Leaves out defaults that have no YAML form (functions, say): with what is left, the result is the same."""
-        text: str = super().dump(*args, **kwargs)
-        if _UNWRITABLE not in text:
-            return text
-        return str(yaml.safe_dump(_writable(yaml.safe_load(text)), sort_keys=False))
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(message, ex)
-        raise UsageError(message)
+EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
 
 
 class ProjectCLI(LightningCLI):
@@ -81,12 +49,24 @@ class ProjectCLI(LightningCLI):
         parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
         # `expand` has put the bases before the config that names them: what is parsed, printed and saved stands alone.
         parser.add_argument("--base", type=_resolved, help="In a config: the config or configs that it stands on.")
-        parser.add_argument("--run", type=str | None, default=None, help=f"Name of the run, its folder in {RUNS}/.")
+        parser.add_argument("--help_all", action=HelpAll, help="Show every key and exit.")
+        parser.add_argument(
+            "--run",
+            type=str | None,
+            default=None,
+            help=f"Name of the run, its folder in {RUNS}/; fit goes on with one that exists, test and so on take its weights.",
+        )
         parser.add_argument(
             "--resume",
             type=str,
             default="auto",
             help="A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never).",
+        )
+        parser.add_argument(
+            "--change",
+            type=str | None,
+            default=None,
+            help="Keys, with commas, that may differ from what a run that exists was trained with (see README.md).",
         )
         parser.add_argument(
             "--doctor",
@@ -121,6 +101,32 @@ class ProjectCLI(LightningCLI):
         path = settings.get("ckpt_path")
         if path and path not in ("best", "last") and not Path(path).is_file():
             raise ValueError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+        if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
+            raise ValueError(
+                f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
+                "that file; with --run, --ckpt_path may also be best or last."
+            )
+        trainer = settings.trainer
+        bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
+        if self.subcommand == "fit" and not bounded and not trainer.fast_dev_run:
+            raise ValueError(
+                "Nothing says how long to train. HINT: --config configs/ddp.yaml is a config to begin with; or set "
+                "trainer.max_epochs, trainer.max_steps or trainer.max_time."
+            )
+
+    def _set_seed(self) -> None:
+        seed = self.config[self.subcommand].seed_everything
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed_everything is a number from 0 to {2**32 - 1}, not {seed}.")
+        super()._set_seed()
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if "Problem with given class_path" not in str(error):
+                raise
+            raise ValueError(f"Something can't be made: {condensed(str(error))}") from error
 
     def _parse_ckpt_path(self) -> None:
         """Lightning lets the hyper-parameters saved in a checkpoint override the command line. Not here."""
@@ -131,39 +137,77 @@ class ProjectCLI(LightningCLI):
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()
-        begin = None
-        if launch.rank == 0:
-            self._run = open_run(root, settings.run, self._kind(), launch)
-            self.folder = self._run.folder
-            if self.subcommand != "fit" and (self.folder / "config.yaml").exists():
-                raise ValueError(
-                    f"There is a run {self.folder.name} already. HINT: choose another --run for its {self.subcommand}."
-                )
-            log_to(self.folder / "log.txt")
-            log.info("Run: %s", self.folder)
-            if self.subcommand == "fit":
-                begin = self._run.begin(self.config_dump, settings.resume)
+        self._saved: dict[str, Any] | None = None
+        self._begun = self._open(root, launch) if launch.rank == 0 else None
+        if launch.rank > 0 and self.subcommand in ("fit", *EVALUATING):
+            self.config_init[self.subcommand].ckpt_path = None  # rank 0 tells
+        trainer_settings = self.config_init[self.subcommand].trainer
+        configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}
+        ours: list[Callback] = []
         if settings.debug:
             loud(self.folder)
-            settings = self.config_init[self.subcommand].trainer
-            settings.callbacks = [*(settings.callbacks or []), RankLogs()]
+            ours.append(RankLogs())
+        if self.subcommand == "fit":
+            ours += [Changes(configuration), SaveConfig(self._saved)]
+        elif self.subcommand not in EVALUATING or trainer_settings.logger in (None, True):
+            kwargs["logger"] = False  # the dashboard is for training
+        given = trainer_settings.callbacks or []
+        trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
             kwargs.update(devices=1, num_nodes=1)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
-        trainer.configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}
-        if begin is not None:
-            self._resume(trainer, *begin)
+        trainer.configuration = configuration
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Checkpoints):
+                callback.facts["configuration"] = configuration
+        if self._begun is not None:
+            facts = self._begun[1]
+            trainer.loggers_go_on(facts["position"]["global_step"], facts.get("logged", ()))
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             trainer.loggers_go_on(0)
         return trainer
 
-    def _resume(self, trainer: Trainer, path: Path, facts: dict[str, Any]) -> None:
+    def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
+        """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it goes on from."""
+        settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
+        verb, path = str(self.subcommand), settings.get("ckpt_path")
+        named = path in ("best", "last")
+        how = (settings.checkpoints.monitor, settings.checkpoints.mode)
+        if verb == "fit":
+            self._run = open_run(root, settings.run, self._kind(), launch)
+        else:
+            if verb in EVALUATING and (path is None or named):
+                path = str(weights(root / RUNS / checked(settings.run), path, *how))
+                init.ckpt_path = path
+            self._run = open_beside(root, settings.run, self._kind(), verb, launch)
+        self.folder = self._run.folder
+        log_to(self.folder / "log.txt")
+        log.info("Run: %s", self.folder)
+        saved = {**self.config_dump, "run": None, "resume": "auto", "change": None, "base": None}
+        saved.pop("config", None)
+        if verb != "fit":
+            save_config(self.folder, {**saved, **({"ckpt_path": path} if verb in EVALUATING else {})})
+            return None
+        resume = settings.resume
+        if named:  # as --resume does
+            init.ckpt_path = self.config_dump["ckpt_path"] = None
+            resume = str(weights(self.folder, path, *how))
+        begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path)
+        if begun is not None:
+            found = begun[0]
+            self._resume(*begun)
+            # Where it began stays known: a checkpoint of another run, or nothing.
+            own = found.parent.absolute() == self.folder / "checkpoints"
+            saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(found)
+        self._saved = saved
+        return begun
+
+    def _resume(self, path: Path, facts: dict[str, Any]) -> None:
         at = facts["position"]
         self.config_init[self.subcommand].ckpt_path = str(path)
-        trainer.loggers_go_on(at["global_step"], facts.get("logged", ()))
         if facts["finished"]:
-            log.info("The run is finished: nothing is left to do, unless it was made longer.")
+            log.info("Takes up %s: the end of the run, after %d steps", path, at["global_step"])
         else:
             log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
 
@@ -198,14 +242,41 @@ class ProjectCLI(LightningCLI):
         log.info("The figures: %s, the picture: bench.svg beside it", self.folder / "bench.json")
 
     def _kind(self) -> str:
+        """The name of the config, or of the run that it was saved by."""
         configs = self.config[self.subcommand].config or []
-        stem = Path(str(configs[-1])).stem if configs else "default"
-        return stem if self.subcommand == "fit" else f"{stem}-{self.subcommand}"
+        path = Path(str(configs[-1] if configs else "default"))
+        return path.absolute().parent.name if path.name == "config.yaml" else path.stem
+
+    def after_validate(self) -> None:
+        self._note_metrics()
+
+    def after_test(self) -> None:
+        self._note_metrics()
+
+    def _note_metrics(self) -> None:
+        """VERB.json: what was found, and of which weights."""
+        if self.trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            path = self.folder / f"{self.subcommand}.json"
+            path.write_text(
+                json.dumps({"checkpoint": self.config_init[self.subcommand].ckpt_path, "metrics": metrics}, indent=1)
+            )
+            log.info("The figures: %s", path)
 
     def after_fit(self) -> None:
         trainer = self.trainer
         if not trainer.is_global_zero or trainer.interrupted:
             return
+        if self._begun is not None and trainer.global_step == self._begun[1]["position"]["global_step"]:
+            log.info(
+                "The run is finished, after %d steps: nothing was left to do. HINT: a larger trainer.max_epochs (or max_steps, "
+                "or max_time) makes it longer.",
+                trainer.global_step,
+            )
+        elif not trainer.global_step:
+            raise ValueError(
+                "Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches."
+            )
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
         saved = trainer.checkpoint_callback
         if isinstance(saved, Checkpoints) and saved.last:
@@ -233,54 +304,15 @@ def _resolved(base: object) -> None:
     return None
 
 
-def expand(argv: list[str]) -> list[str]:
-    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
-    expanded: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in ("-c", "--config"):
-            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
-        elif word.startswith("--config="):
-            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
-        else:
-            expanded.append(word)
-    return expanded
-
-
-def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
-    path = _find(name, above[-1] if above else None)
-    if path in above:
-        raise ValueError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
-    bases = content.get("base") or []
-    bases = [bases] if isinstance(bases, str) else bases
-    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
-
-
-def _find(name: str, asking: Path | None) -> Path:
-    """A config beside the one that names it, from here, or one that comes with the project."""
-    places = [asking.parent / name] if asking else [Path(name)]
-    if not Path(name).is_absolute():
-        plain = name.removeprefix("configs/")
-        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    raise ValueError(
-        f"There is no config {name!r}"
-        + (
-            f", which {asking} names as its base."
-            if asking
-            else ". HINT: those that come with the project are called configs/*.yaml."
-        )
-    )
+def run_config(argv: list[str]) -> list[str]:
+    """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
+    name = option(argv, "--run")
+    if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
+        return argv
+    root = Path(option(argv, "--trainer.default_root_dir") or ".")
+    config = root / RUNS / checked(name) / "config.yaml"
+    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
+    return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv
 
 
 def main() -> None:
@@ -290,12 +322,13 @@ def main() -> None:
     try:
         rank = detect().rank
         open_log(rank, host())
-        sys.argv[1:] = expand(sys.argv[1:])
+        sys.argv[1:] = expand(run_config(sys.argv[1:]))
+        Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
         ProjectCLI(
             ImageClassifier,
             ImageData,
             trainer_class=Trainer,
-            save_config_kwargs={"overwrite": True},  # every run has a folder of its own
+            save_config_callback=None,  # see SaveConfig
             parser_class=Parser,
             parser_kwargs={"prog": "python -m project"},
             auto_configure_optimizers=False,

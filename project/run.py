@@ -1,15 +1,17 @@
 """A run has a name and a folder of its own, lightning_logs/NAME; whoever names a run that exists goes on with it.
 
-Only rank 0 decides here; the others are told.
+What makes it this run and no other stands in one table, `KINDS`, which README.md repeats. Only rank 0 decides here; the others
+are told.
 """
 
 import fcntl
+import json
 import logging
 import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -21,22 +23,53 @@ log = logging.getLogger(__name__)
 
 RUNS = "lightning_logs"
 
-# A change of these makes it another run: the samples, their order, or what is trained.
-_IDENTITY = ("seed_everything", "data.source", "data.batch_size", "data.global_batch_size", "data.tail", "model.network")
-# These say where and how it runs, not what comes out.
-_CIRCUMSTANCE = (
-    *("base", "config", "run", "resume", "debug", "ckpt_path", "checkpoints", "weights_only"),
-    *("data.num_workers", "data.resident", "data.seed"),
-    *(f"trainer.{name}" for name in ("devices", "num_nodes", "accelerator", "logger", "callbacks", "profiler", "plugins")),
-    *(
-        "watchdog",
-        "trainer.default_root_dir",
-        "trainer.enable",
-        "trainer.log_every",
-        "trainer.strategy",
-        "trainer.accumulate_grad",
-    ),
-)
+Kind = Literal["free", "word", "never"]
+
+
+def _trainer(names: str) -> list[str]:
+    return [f"trainer.{name}" for name in names.split()]
+
+
+# A key stands for all that is below it (model.optimizer for model.optimizer.init_args.lr); the longest one that fits counts.
+_TABLE: dict[Kind, list[str]] = {
+    # A longer run, how often it is looked at and saved, and where and how it is computed.
+    "free": [
+        *_trainer("max_epochs min_epochs max_steps min_steps max_time"),
+        *_trainer("val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps limit_val_batches"),
+        *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
+        *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
+        *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
+        *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
+        *_trainer("model_registry overfit_batches"),
+        *("data.num_workers", "data.resident", "model.channels_last", "model.compile", "checkpoints", "watchdog"),
+        *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),
+    ],
+    # What is learned from here on.
+    "word": [
+        *("model.optimizer", "model.lr_scheduler", "model.lr_reference_batch", "model.lr_scaling", "model.lr_interval"),
+        *("model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
+        *_trainer("precision callbacks gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm"),
+    ],
+    # The samples, their order, what learns from them, and where it began.
+    "never": [
+        *("seed_everything", "data.seed", "data.source", "data.batch_size", "data.global_batch_size", "data.tail"),
+        *("trainer.limit_train_batches", "model.network", "model.optimizer.class_path", "ckpt_path"),
+    ],
+}
+KINDS: dict[str, Kind] = {key: kind for kind, keys in _TABLE.items() for key in keys}
+"""May a run that exists go on with another value? 'free': yes; 'word': if --change names the key; 'never': it's another run."""
+
+
+def kind_of(key: str) -> Kind:
+    """Of a configuration's key; one that nobody has thought of takes a word."""
+    parts = key.split(".")
+    fitting = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((KINDS[one] for one in fitting if one in KINDS), "word")
+
+
+def within(key: str, keys: list[str]) -> bool:
+    """Whether a key is one of these, or below one of them."""
+    return any(key == one or key.startswith(one + ".") for one in keys)
 
 
 class Run:
@@ -59,80 +92,215 @@ class Run:
                 "HINT: wait for it, stop it, or choose another --run."
             ) from None
 
-    def begin(self, config: dict[str, Any], resume: str) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to go on from and its facts, or None to begin at the beginning."""
+    def begin(
+        self, config: dict[str, Any], resume: str, change: str | None, start: str | None
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to go on from and its facts, or None to begin at the beginning.
+
+        `resume`: auto, never or a path; `change`: keys that may have another value than they had, with commas; `start`: a
+        checkpoint to begin from, where the run has none of its own.
+        """
+        words = _words(change)
         checkpoints = self.folder / "checkpoints"
         if resume == "never":
             if any(checkpoints.glob("step-*.ckpt")):
                 raise ValueError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        if resume != "auto":
-            return self._from_path(Path(resume))
-        if (found := newest_good(checkpoints)) is None:
-            return None
-        self._compare(config)
+        found = newest_good(checkpoints) if resume == "auto" else self._at(Path(resume))
+        if found is None and start is not None and facts_of(Path(start)).exists():
+            found = self._at(Path(start))
+        if found is not None:
+            if found[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
+                config = {**config, "ckpt_path": None}
+            self._compare(found[1], config, words)
+            if resume != "auto":
+                self._set_aside_later(found[0])
         return found
 
-    def _from_path(self, path: Path) -> tuple[Path, dict[str, Any]]:
+    def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
         if not path.is_file():
             raise ValueError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
-            facts = read_facts(path)
+            return path, read_facts(path)
         except ValueError as error:
             raise ValueError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
+
+    def _set_aside_later(self, path: Path) -> None:
         for newer in (self.folder / "checkpoints").glob("step-*.ckpt"):
             if newer.name > path.name:  # or the next 'auto' would go on from there
                 log.info("%s is of a later step and is set aside.", newer)
                 for part in (newer, facts_of(newer)):
                     part.replace(part.with_name(part.name + ".later"))
-        return path, facts
 
-    def _compare(self, config: dict[str, Any]) -> None:
-        """Says what differs from the configuration that the run began with, and refuses what makes it another run."""
-        try:
-            before = yaml.safe_load((self.folder / "config.yaml").read_text())
-        except (OSError, yaml.YAMLError):
+    def _compare(self, facts: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
+        """Says what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
+
+        Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.
+        """
+        before = facts.get("configuration") or saved_config(self.folder)
+        if before is None:
             return
         changes = differences(before, config)
-        if not changes:
-            return
-        text = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
-        if any(key.startswith(_IDENTITY) for key in changes):
+        never = [key for key in changes if kind_of(key) == "never"]
+        unsaid = [key for key in changes if kind_of(key) == "word" and not within(key, words)]
+        if never:
             raise ValueError(
-                f"The run {self.folder.name} began with another configuration: {text}. That makes it another run. "
-                "HINT: choose another --run, or go back to the old values."
+                f"The run {self.folder.name} was trained with another configuration: {_said(changes, never)}. That makes it "
+                "another run. HINT: choose another --run, or go back to the old value."
             )
-        log.warning("The configuration of the run has changed: %s", text)
+        if unsaid:
+            raise ValueError(
+                f"The run {self.folder.name} was trained with another configuration: {_said(changes, unsaid)}. HINT: if it is "
+                f"to go on so, say --change {','.join([*words, *unsaid])}; otherwise go back to the old value, or choose "
+                "another --run."
+            )
+        if changes:
+            log.warning("The configuration of the run has changed: %s", _said(changes, list(changes)))
+        if any(kind_of(key) == "word" for key in changes):
+            self._keep_config(facts["position"]["global_step"])
+
+    def _keep_config(self, step: int) -> None:
+        """What was trained up to here stays known."""
+        kept = self.folder / f"config-until-step-{step:09d}.yaml"
+        if (now := self.folder / "config.yaml").exists() and not kept.exists():
+            kept.write_bytes(now.read_bytes())
+
+
+def _words(change: str | None) -> list[str]:
+    """The keys that --change names."""
+    words = [word.strip() for word in (change or "").split(",") if word.strip()]
+    for word in words:
+        if kind_of(word) == "never":
+            raise ValueError(f"--change {word}: that would make it another run. HINT: choose another --run.")
+        if not any(within(word, [key]) or within(key, [word]) for key in KINDS):
+            raise ValueError(
+                f"--change {word}: there is no such key. HINT: name them in full, as in model.optimizer.init_args.lr."
+            )
+    return words
+
+
+def _said(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
+    return "; ".join(f"{key}: {changes[key][0]!r} -> {changes[key][1]!r}" for key in keys)
+
+
+def saved_config(folder: Path) -> dict[str, Any] | None:
+    """A run's config.yaml, where it can be read."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _argument(key: str) -> str:
+    """The argument that a key belongs to: trainer.max_epochs, data.source, run."""
+    parts = key.split(".")
+    return ".".join(parts[:2]) if parts[0] in ("trainer", "model", "data", "checkpoints", "watchdog") else parts[0]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations, by key, but for what has no say in the result."""
+    """What differs between two configurations and has a say in the result, by key."""
     old, new = flat(before), flat(now)
-    return {
+    known = {_argument(key) for key in old}  # another version of the project may have had fewer
+    changed = {
         key: (old.get(key), new.get(key))
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and not key.startswith(_CIRCUMSTANCE)
+        if old.get(key) != new.get(key) and kind_of(key) != "free" and _argument(key) in known
     }
+    if changed.get("ckpt_path", (None, ""))[1] is None:
+        del changed["ckpt_path"]  # said at the beginning, and no more needed
+    classes = [key.removesuffix("class_path") for key in changed if key.endswith(".class_path")]
+    # Of another class, all arguments are others.
+    return {key: both for key, both in changed.items() if not any(key.startswith(f"{one}init_args.") for one in classes)}
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
 
 
 def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
     """The run of this name, new or not. Without a name: the one that this launcher began, before it started us again."""
     runs = root / RUNS
     if name is not None:
-        if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-            raise ValueError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
-        return Run(runs / name)
+        return Run(runs / checked(name))
     if launch.name is not None:
         return Run(runs / f"{kind}-{launch.name}")
+    return Run(_new_folder(runs, kind))
+
+
+def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Launch) -> Run:
+    """Where what is not training leaves its results: in a folder of its own, within the run's if it is about a run."""
+    if name is not None and exists(folder := root / RUNS / checked(name)):
+        return Run(_new_folder(folder, verb))
+    return open_run(root, name, f"{kind}-{verb}", launch)
+
+
+def checked(name: str) -> str:
+    """The name of a run, if it can be one."""
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
+    return name
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a run in this folder."""
+    return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+
+
+def _new_folder(place: Path, kind: str) -> Path:
     stem = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1
     while True:
-        folder = runs / (stem if number == 1 else f"{stem}-{number}")
+        folder = place / (stem if number == 1 else f"{stem}-{number}")
         try:
             folder.mkdir(parents=True)  # making it is what takes the name
         except FileExistsError:
             number += 1
         except OSError:
-            return Run(folder)  # which says what is wrong
+            return folder  # `Run` says what is wrong
         else:
-            return Run(folder)
+            return folder
+
+
+# A run's weights -----------------------------------------------------------------------------------------------------
+
+
+def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> Path:
+    """A checkpoint of a run to look at: 'best' by a metric, 'last', or None: the best if there is one, else the newest.
+
+    Verified as for going on from it, and nothing is touched: the run may be going on.
+    """
+    newest = sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
+    rated: list[tuple[float, Path]] = []
+    if which != "last":
+        for path in reversed(newest):
+            value = _metrics(path).get(monitor)
+            if value is not None and value == value:
+                rated.append((value, path))
+        rated.sort(key=lambda one: one[0], reverse=mode == "max")  # of equals, the earliest
+        if which == "best" and not rated:
+            known = sorted({str(name) for path in newest for name in _metrics(path)})
+            raise ValueError(
+                f"No checkpoint of the run {folder.name} has the metric {monitor!r} (there are: {', '.join(known) or 'none'}), "
+                "by which the best is found. HINT: set checkpoints.monitor, or --ckpt_path last."
+            )
+    best = [path for _, path in rated]
+    for path in dict.fromkeys(best + ([] if which == "best" else newest)):
+        try:
+            facts = read_facts(path)
+        except (ValueError, OSError) as error:
+            log.warning("Checkpoint %s is not used: %s.", path, error)
+            continue
+        why = f"the best by {monitor}: {_metrics(path)[monitor]:.4f}" if path in best else "the newest"
+        log.info("Weights of %s, step %d (%s)", path, facts["position"]["global_step"], why)
+        return path
+    raise ValueError(
+        f"The run {folder.name} has no good checkpoint in {folder / 'checkpoints'}. HINT: --run takes the name of a run in "
+        f"{folder.parent}, --ckpt_path a file."
+    )
+
+
+def _metrics(path: Path) -> dict[str | None, float]:
+    try:
+        return dict(json.loads(facts_of(path).read_text()).get("metrics", {}))
+    except (OSError, ValueError):
+        return {}

@@ -12,19 +12,22 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -44,6 +47,7 @@ from project.contest import contest
 from project.data import ImageData
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst
+from project.survive.monitored import Monitored
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
@@ -60,6 +64,29 @@ from project.watch.predictions import PredictionWriter
 from project.watch.throughput import Throughput, flops, peak
 
 log = logging.getLogger(__name__)
+
+
+Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
+
+# The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
+_LEAST = {
+    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches"), 1),
+    **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
+    **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
+}
+
+
+def _refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
+    for name, least in _LEAST.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float)) and not value >= least:
+            raise ValueError(f"trainer.{name} is {least} at least, and not {value}.")
+        if name.startswith("limit_") and isinstance(value, float) and value > 1:
+            raise ValueError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
+    interval = settings.get("val_check_interval")
+    share = isinstance(interval, float)
+    if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):
+        raise ValueError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
 
 
 def cpu_precision(precision: str) -> tuple[str, str | None]:
@@ -119,16 +146,16 @@ class Trainer(pl.Trainer):
         self,
         *,
         accumulate_grad_batches: int | Literal["auto"] = "auto",
-        join_timeout: float = 300,
+        join_timeout: float = 300.0,
         shared_folder: bool = True,
         precision: str | int | None = None,
         gradient_compression: Compression = "none",
         nonfinite: Act = "stop",
-        accelerator: Any = "auto",
+        accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
-        logger: Any = None,
-        plugins: Any = None,
-        default_root_dir: Any = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        plugins: Plugin | list[Plugin] | None = None,
+        default_root_dir: str | Path | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool = False,
@@ -136,8 +163,14 @@ class Trainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
+        val_check_interval: int | float | str | dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
+        limits = (limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
+        kwargs["val_check_interval"] = val_check_interval
+        numbers: dict[str, Any] = {"accumulate_grad_batches": accumulate_grad_batches, "join_timeout": join_timeout}
+        numbers |= dict(zip((name for name in _LEAST if name.startswith("limit_")), limits, strict=True))
+        _refuse_odd_numbers({**kwargs, **numbers})
         launch = detect()
         settled, lines = launch.settle(kwargs)
         kwargs.update(settled)
@@ -189,6 +222,8 @@ class Trainer(pl.Trainer):
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
         own_loops(self)
+        self._setup_data = self.fit_loop.setup_data
+        self.fit_loop.setup_data = self._validate_between_steps  # type: ignore[method-assign]
         if launch.world_size and launch.world_size != self.world_size:
             raise ValueError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -237,6 +272,22 @@ class Trainer(pl.Trainer):
                 *(self.global_step, self.estimated_stepping_batches),
             )
         return results
+
+    def _validate_between_steps(self) -> None:
+        """Lightning counts the micro-batches of a rank: a share of them may end within a step."""
+        many = self.accumulate_grad_batches
+        try:
+            self._setup_data()
+        except ValueError as error:
+            if "`val_check_interval`" not in str(error):
+                raise
+            raise ValueError(
+                f"trainer.val_check_interval={self._wanted_val_interval} is more than the {self.fit_loop.max_batches // many} "
+                "steps of an epoch. HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
+            ) from error
+        interval, batches = self._wanted_val_interval, self.fit_loop.max_batches
+        if isinstance(interval, float) and isinstance(self.val_check_batch, int) and isinstance(batches, int):
+            self.val_check_batch = max(1, int(batches // many * interval)) * many
 
     # Before the ranks are connected ----------------------------------------------------------------------------------
 
@@ -287,7 +338,7 @@ class Trainer(pl.Trainer):
     # Verbs that are ours ---------------------------------------------------------------------------------------------
 
     def doctor(
-        self, model: LightningModule, datamodule: LightningDataModule, fast: bool = False, join_timeout: float = 30
+        self, model: LightningModule, datamodule: LightningDataModule, fast: bool = False, join_timeout: float = 30.0
     ) -> list[Finding]:
         """Examines the cluster: is it fit for this run? The findings are complete on rank 0, and lie in doctor.json.
 
@@ -404,7 +455,7 @@ def _with_ours(
         callbacks.append(CompressGradients(compression))
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
-    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch()]
+    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), Monitored()]
     return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]
 
 

@@ -1,5 +1,6 @@
 """The front door: configs, flags, folders; and what a user gets wrong is one line."""
 
+import json
 import subprocess
 import sys
 import time
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from project.cli import expand
 from project.cluster.launcher import Launch
+from project.config import expand
 from project.run import open_run
 from tests.conftest import ROOT, TINY, environment
 
@@ -32,35 +33,89 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
     assert list(run.curve("train/loss")) == [1, 2]
     assert list(run.curve("val/acc")) == [2]
 
-    # Nothing overwrites it, and what was saved is a config that runs.
-    for verb, resume in (("fit", "--resume=never"), ("validate", "--resume=auto")):
-        again = quick(verb, DDP, *TINY, "--run=first", resume)
-        assert again.code == 1
-        assert "choose another --run" in again.output
-    saved = quick("fit", f"--config={folder}/config.yaml", "--trainer.max_steps=1", "--run=second")
+    # Nothing overwrites it, nothing is left to do, and what was saved is a config that runs.
+    again = quick("fit", DDP, *TINY, "--run=first", "--resume=never")
+    assert again.code == 1
+    assert "choose another --run" in again.output
+    finished = quick("fit", "--run=first")
+    assert "after 2 steps: nothing was left to do" in finished.output
+    longer = quick("fit", "--run=first", "--trainer.max_epochs=2")
+    assert longer.code == 0
+    assert "nothing" not in longer.output
+    saved = quick("fit", f"--config={folder}/config.yaml", "--trainer.max_steps=1")
     assert saved.code == 0, saved.output
     assert len(saved.runs) == 2
+    assert saved.runs[1].name.startswith("first-")
 
 
-def test_validate_test_and_predict_from_a_checkpoint(quick, cli):
-    fitted = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=fitted")
-    checkpoint = f"--ckpt_path={fitted.folder}/lightning_logs/fitted/checkpoints/step-000000002.ckpt"
-    assert "test/acc" in quick("test", DDP, *TINY, checkpoint).output
-    assert "val/acc" in quick("validate", DDP, *TINY, checkpoint).output
-    predicted = cli("predict", DDP, *TINY, checkpoint, "--trainer.devices=2", "--run=predicted")
+def test_validate_test_and_predict_take_the_weights_of_a_run(quick, cli):
+    fitted = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", "--run=it", "--checkpoints.every_n_steps=1")
+    (folder,) = fitted.runs
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    best = max(json.loads(path.read_text())["metrics"].get("val/acc", 0) for path in (folder / "checkpoints").glob("*.json"))
+    checkpoint = max((folder / "checkpoints").glob("*.ckpt"))
+
+    validated = quick("validate", "--run=it")
+    assert f"val/acc {best:.4f}" in validated.output  # of the best, and neither of the last nor of none
+    assert "the newest" in quick("test", "--run=it", "--ckpt_path=last").output
+    assert f"val/acc {best:.4f}" in quick("validate", DDP, *TINY, "--run=it", "--ckpt_path=best").output
+    predicted = cli("predict", "--run=it", "--trainer.devices=2")
     assert predicted.code == 0, predicted.output
-    lines = (predicted.folder / "lightning_logs/predicted/predictions.csv").read_text().splitlines()
+    lines = next(folder.glob("predict-*/predictions.csv")).read_text().splitlines()
     assert lines[0] == "sample,label,confidence"
     assert [int(line.split(",")[0]) for line in lines[1:]] == list(range(101))
+    assert all(path.read_bytes() == content for path, content in before.items())  # the run is as it was
+    assert not [path for path in folder.rglob("events.*") if path not in before]  # nor is the dashboard littered
+    figures = json.loads(next(folder.glob("validate-*/validate.json")).read_text())
+    assert figures["metrics"]["val/acc"] == pytest.approx(best)
+    assert Path(figures["checkpoint"]).parent == folder / "checkpoints"
+
+    # By its path, a checkpoint is nobody's run.
+    assert "test/acc" in quick("test", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=apart").output
+    assert (folder.parent / "apart/test.json").exists()
+    for words, cause in (
+        ((), "test needs weights. HINT: --run NAME"),
+        (("--ckpt_path=best",), "test needs weights"),
+        (("--run=nope",), "The run nope has no good checkpoint"),
+        (("--run=it", "--checkpoints.monitor=val_acc", "--ckpt_path=best"), "has the metric 'val_acc' (there are: "),
+    ):
+        refused = quick("test", DDP, *TINY, *words)
+        assert refused.code == 1
+        assert cause in refused.output
+    assert not [path for path in folder.parent.iterdir() if path.name not in ("it", "apart")]
 
 
 MISTAKES = {
     "a config that is not there": (["fit", "--config=nope.yaml"], "no config 'nope.yaml'"),
-    "a typo in a flag": (["fit", DDP, "--trainer.max_epoch=3"], "unrecognized arguments: --trainer.max_epoch"),
-    "a typo in YAML": (["fit", "--config=typo.yaml"], "trainer.max_epoch"),
+    "a typo in a flag": (["fit", DDP, "--trainer.max_epoch=3"], "no key trainer.max_epoch. Did you mean trainer.max_epochs?"),
+    "a typo in YAML": (["fit", "--config=typo.yaml"], "typo.yaml, line 2: There is no key trainer.max_epoch. Did you mean"),
+    "a typo in a class": (["fit", DDP, "--data.source.trainsize=9"], "Did you mean data.source.init_args.train_size?"),
+    "a typo in a verb": (["fitt", DDP], "There is no 'fitt'. Did you mean fit?"),
+    "a word for a number": (["fit", DDP, "--trainer.max_epochs=many"], "trainer.max_epochs: Expected an int, and it is many"),
+    "no config": (["fit", "--run=x"], "Nothing says how long to train. HINT: --config configs/ddp.yaml"),
+    "a logger that is not installed": (["fit", DDP, "--trainer.logger=WandbLogger"], "Requirement 'wandb>=0.12.10' not met"),
+    "a metric that nobody logs": (
+        ["fit", DDP, "--checkpoints.monitor=val_acc"],
+        "val_acc: there is no such metric. Did you mean val/acc?",
+    ),
+    "a negative batch": (["fit", DDP, "--data.global_batch_size=-64"], "data.global_batch_size is a number of samples"),
+    "a negative margin": (["fit", DDP, "--data.crop_padding=-1"], "data.crop_padding is a number of pixels"),
+    "a negative learning rate": (
+        ["fit", DDP, "--model.optimizer.lr=-1"],
+        "model.optimizer can't be made: Invalid learning rate",
+    ),
+    "a negative limit": (["fit", DDP, "--trainer.limit_train_batches=-3"], "limit_train_batches is 0 at least"),
+    "a share of 5": (["fit", DDP, "--trainer.limit_val_batches=5.0"], "HINT: write 5"),
+    "an interval of nothing": (["fit", DDP, "--trainer.val_check_interval=0"], "a number of steps (10) or a share"),
+    "an interval beyond the epoch": (["fit", DDP, "--trainer.val_check_interval=99"], "more than the 2 steps of an epoch"),
+    "an interval of no steps": (["fit", DDP, "--trainer.log_every_n_steps=0"], "log_every_n_steps is 1 at least"),
+    "no time": (["fit", DDP, "--checkpoints.every_n_minutes=0"], "every_n_minutes is more than 0"),
+    "no epochs": (["fit", DDP, "--trainer.max_epochs=0"], "Not one step was trained"),
+    "a negative seed": (["fit", DDP, "--seed_everything=-1"], "seed_everything is a number from 0"),
+    "labels all smoothed": (["fit", DDP, "--model.label_smoothing=1"], "label_smoothing is a share"),
     "broken YAML": (["fit", "--config=broken.yaml"], "broken.yaml, line 2, column 1: this is not YAML"),
     "configs in a circle": (["fit", "--config=circle.yaml"], "stand on each other"),
-    "a scheduler without its optimiser": (["fit", DDP, "--lr_scheduler=StepLR"], "unrecognized arguments"),
+    "a scheduler without its optimiser": (["fit", DDP, "--lr_scheduler=StepLR"], "There is no key lr_scheduler."),
     "a device that is none": (["fit", DDP, "--trainer.devices=x"], "The trainer's settings don't work here"),
     "a class that is not there": (["fit", DDP, "--data.source=project.data.Nope"], "Nope"),
     "a world size that does not fit": (["fit", DDP, "--trainer.devices=3"], "ranks that fit: 1, 2, 4, 8"),
@@ -68,7 +123,10 @@ MISTAKES = {
     "a checkpoint that is not there": (["fit", DDP, "--ckpt_path=nope.ckpt"], "no checkpoint nope.ckpt"),
     "a checkpoint that is cut short": (["fit", DDP, "--ckpt_path=short.ckpt"], "can't be read as a checkpoint"),
     "a folder that is not there": (["fit", "--config=configs/imagefolder.yaml"], "No folder datasets/images/train"),
-    "too few classes": (["fit", DDP, "--model.network.init_args.num_classes=5"], "num_classes=10"),
+    "too few classes": (
+        ["fit", DDP, "--model.network.init_args.num_classes=5", "--trainer.num_sanity_val_steps=0"],
+        "num_classes=10",
+    ),
     "data smaller than a batch": (["fit", DDP, "--data.source.init_args.train_size=9"], "too few for a global batch"),
     "overfit_batches": (["fit", DDP, "--trainer.overfit_batches=2"], "configs/debug.yaml"),
 }
@@ -82,17 +140,19 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
     words, cause = MISTAKES[mistake]
     verb, config, *wrong = words
-    run = quick(verb, config, *(TINY if config == DDP else []), "--trainer.num_sanity_val_steps=0", *wrong)
+    run = quick(verb, config, *(TINY if config == DDP and verb == "fit" else []), *wrong)
     assert run.code in (1, 2), run.output
     assert cause in run.output
     assert "Traceback" not in run.output
     assert run.output.count("ERROR") == 1
+    assert not list(tmp_path.glob("lightning_logs/*/events.*"))  # what failed is not in the dashboard
 
 
 def test_a_checkpoint_does_not_override_the_command_line(quick):
     first = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=first", "--model.label_smoothing=0.2")
     checkpoint = first.folder / "lightning_logs/first/checkpoints/step-000000002.ckpt"
-    second = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", "--run=second", f"--ckpt_path={checkpoint}")
+    change = "--change=model.label_smoothing"
+    second = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", "--run=second", f"--ckpt_path={checkpoint}", change)
     assert second.code == 0, second.output
     saved = yaml.safe_load((first.folder / "lightning_logs/second/config.yaml").read_text())
     assert saved["model"]["label_smoothing"] == 0.0
@@ -107,12 +167,47 @@ def test_print_config_is_complete_and_stands_alone(quick):
     assert config["data"]["source"]["init_args"]["num_classes"] == 10  # a default
 
 
-def test_help_has_a_line_for_every_key(quick):
+def test_help_is_a_page_and_the_rest_on_request(quick):
     run = quick("fit", "--help")
     assert run.code == 0
-    for key in ("--data.global_batch_size", "--model.lr_scaling", "--trainer.accumulate_grad_batches", "--run"):
+    for key in ("--data.global_batch_size", "--model.lr_scaling", "--trainer.accumulate_grad_batches", "--run", "--help_all"):
         assert key in run.output
     assert "samples behind one optimiser step" in run.output
+    assert len(run.output.splitlines()) < 160
+    every = quick("fit", "--help_all")
+    assert every.code == 0
+    for key in ("--trainer.barebones", "--watchdog.factor", "--data.resident"):
+        assert key in every.output
+        assert key not in run.output
+
+
+def test_what_was_asked_for_is_shown(quick, tmp_path):
+    stop = {"monitor": "val/acc", "patience": 1, "stopping_threshold": 0.0, "mode": "max"}
+    run = quick(
+        *("fit", DDP, *TINY, "--trainer.max_epochs=3", "--trainer.profiler=simple", "--trainer.detect_anomaly=true"),
+        *("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv", "--model.lr_scheduler=null"),
+        f"--trainer.callbacks={json.dumps([{'class_path': 'EarlyStopping', 'init_args': stop}])}",
+        "--trainer.val_check_interval=0.5",
+    )
+    assert run.code == 0, run.output
+    assert "FIT Profiler Report" in run.output
+    assert "Error detected" not in run.output
+    assert "early stop  Stopping threshold reached" in run.output
+    assert "step 1  val/loss" in run.output  # half an epoch is a step, and not a part of one
+    assert "lr 0.02, 2 steps an epoch" in run.output
+    assert list((tmp_path / "csv").rglob("metrics.csv"))
+    assert (run.runs[0] / "config.yaml").exists()
+
+
+def test_a_metric_that_nobody_logs_costs_nothing_that_was_trained(quick, tmp_path):
+    run = quick(
+        "fit", DDP, *TINY, "--trainer.max_epochs=2", "--checkpoints.monitor=val_acc", "--trainer.num_sanity_val_steps=0"
+    )
+    assert run.code == 1
+    assert "Did you mean val/acc?" in run.output
+    assert list(run.runs[0].glob("checkpoints/step-000000002*.ckpt"))
+    goes_on = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", f"--run={run.runs[0].name}")
+    assert goes_on.code == 0, goes_on.output
 
 
 def test_bases_come_first_and_are_found_beside_the_config(tmp_path: Path):

@@ -71,6 +71,10 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"data.batch_size is a number of samples, not {batch_size}.")
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ValueError(f"data.global_batch_size is a number of samples, not {global_batch_size}.")
+        if crop_padding < 0:
+            raise ValueError(f"data.crop_padding is a number of pixels, not {crop_padding}.")
         if isinstance(num_workers, int) and num_workers < 0:
             raise ValueError(f"data.num_workers is a number of processes or 'auto', not {num_workers}.")
         self.source = source or Synthetic()

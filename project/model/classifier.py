@@ -1,7 +1,7 @@
 """ImageClassifier: loss, metrics, optimiser and schedule around any network that turns images into logits."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,13 +37,21 @@ def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> floa
     return ratio if scaling == "linear" else ratio**0.5
 
 
+def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
+    """An optimiser or a schedule; what it has against its settings is the user's to mend."""
+    try:
+        return make(of)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model.{name} can't be made: {error}") from error
+
+
 class ImageClassifier(LightningModule):
     """Trains a network to classify images.
 
     Args:
         network: the network: `class_path` of a class, or of a function that returns one.
         optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`.
-        lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`).
+        lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate as it is.
         lr_reference_batch: the global batch that the optimiser's learning rate is stated for.
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
         lr_interval: 'step' or 'epoch': when the schedule moves.
@@ -62,7 +70,7 @@ class ImageClassifier(LightningModule):
         self,
         network: nn.Module,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4),
-        lr_scheduler: LRSchedulerCallable = WarmupCosine,
+        lr_scheduler: LRSchedulerCallable | None = WarmupCosine,
         lr_reference_batch: int = 64,
         lr_scaling: Scaling = "linear",
         lr_interval: Literal["step", "epoch"] = "step",
@@ -80,6 +88,8 @@ class ImageClassifier(LightningModule):
             )
         if lr_reference_batch < 1:
             raise ValueError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing is a share of the target, from 0 to 1, not {label_smoothing}.")
         self.network, self.channels_last = network, channels_last
         if channels_last:
             nn.Module.to(network, memory_format=torch.channels_last)
@@ -186,7 +196,8 @@ class ImageClassifier(LightningModule):
         self._log_sent()
         if not self.trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             return  # max_steps ended the run inside an epoch; a longer one goes on with it
-        self._log_tally("train/{}_epoch", self.epoch_tally)
+        values = self._log_tally("train/{}_epoch", self.epoch_tally)
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
     # Validation, test, prediction -----------------------------------------------------------------------------------
 
@@ -209,10 +220,12 @@ class ImageClassifier(LightningModule):
         self._finish_evaluation("test")
 
     def _finish_evaluation(self, stage: str) -> None:
-        if self.trainer.sanity_checking:
+        if self.trainer.sanity_checking:  # for those who want to know which metrics there will be; no logger sees them
+            sums = Later(self.eval_tally.total(), self.trainer.world_size).read()
+            values = {f"{stage}/{name}": value for name, value in means(sums, self.eval_tally.guesses).items()}
             self.eval_tally.reset()
-            return
-        values = self._log_tally(stage + "/{}", self.eval_tally)
+        else:
+            values = self._log_tally(stage + "/{}", self.eval_tally)
         # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
 
@@ -227,7 +240,7 @@ class ImageClassifier(LightningModule):
     # Optimiser and schedule -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer(self.parameters())
+        optimizer = _made("optimizer", self.optimizer, self.parameters())
         pruned = any(isinstance(one, ModelPruning) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
@@ -235,7 +248,9 @@ class ImageClassifier(LightningModule):
         factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)
         for group in optimizer.param_groups:
             group["lr"] *= factor
-        scheduler = self.lr_scheduler(optimizer)
+        if self.lr_scheduler is None:
+            return optimizer  # type: ignore[no-any-return]
+        scheduler = _made("lr_scheduler", self.lr_scheduler, optimizer)
         if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
             raise ValueError(
                 f"model.lr_scheduler made {_described(scheduler)}, and not a torch.optim.lr_scheduler.LRScheduler. HINT: a "

@@ -197,6 +197,8 @@ class Checkpoints(Checkpoint):
         monitor: str | None = "val/acc",
         mode: str = "max",
     ) -> None:
+        if not every_n_minutes > 0:
+            raise ValueError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
         if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
             raise ValueError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -73,6 +73,7 @@ def hush(rank: int) -> None:
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # its report was asked for
     logging.captureWarnings(True)
     warnings.formatwarning = lambda message, *args, **kwargs: str(message).strip()
     warnings.simplefilter("default" if rank == 0 else "ignore")
@@ -84,7 +85,7 @@ def hush(rank: int) -> None:
         "Unable to serialize instance",
         "Couldn't infer the batch indices",
         "isinstance.treespec, LeafSpec",
-        "lr_scheduler.step.. before .optimizer.step",
+        "lr_scheduler.step... before .optimizer.step",
         "OMP_NUM_THREADS",
         "Checkpoint directory .* exists and is not empty",
         "your dataloader is not resumable",  # it is: the order of samples can start anywhere
@@ -222,6 +223,8 @@ class Progress(ProgressBar):
         lines = {}
         if last := _show(trainer, "val/"):
             lines["validation"] = last
+        elif learned := _show(trainer, "train/", "_epoch"):
+            lines["last epoch"] = learned
         if self._training:
             parts = [f"{self._trained / self._training:,.0f} samples/s", f"{trainer.global_step} steps"]
             parts.append(str(timedelta(seconds=round(self._training))))
@@ -229,6 +232,9 @@ class Progress(ProgressBar):
                 if isinstance(one, Throughput):
                     parts += [f"{share:.0%} {name}" for name, share in one.shares.items()]
             lines["training"] = ", ".join(parts)
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, EarlyStopping) and one.stopping_reason_message:
+                lines["early stop"] = one.stopping_reason_message.strip()
         return lines
 
 
@@ -258,6 +264,7 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _show(trainer: Trainer, stage: str) -> str:
-    metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(stage)}
+def _show(trainer: Trainer, stage: str, ending: str = "") -> str:
+    found = trainer.callback_metrics.items()
+    metrics = {name.removesuffix(ending): value for name, value in found if name.startswith(stage) and name.endswith(ending)}
     return "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

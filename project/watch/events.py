@@ -5,6 +5,7 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -12,6 +13,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
 log = logging.getLogger(__name__)
+
+_HEAD = 128  # bytes of a file in which nothing is yet but its version
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
@@ -29,7 +32,7 @@ class Events(TensorBoardLogger):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="")
-        self._failing = False
+        self._failing, self._logged = False, False
         self._latest: list[tuple[int, str, float]] = []  # what was logged for the latest steps
         self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
         threading.excepthook = _thread_failed
@@ -56,6 +59,7 @@ class Events(TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         def write() -> None:
+            self._logged = True
             # One event with all values: an event each takes the writer's thread as many turns.
             single = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
             single = {name: value for name, value in single.items() if not self._known(step, name)}
@@ -88,8 +92,14 @@ class Events(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._experiment is not None:
-            self._try(lambda: self.experiment.close())
+        if self._experiment is None:
+            return
+        writer: Any = self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
+        file = Path(writer.event_writer._file_name)
+        self._try(lambda: self.experiment.close())
+        if not self._logged and file.exists() and file.stat().st_size <= _HEAD:
+            file.unlink()  # a run that failed before its first step has nothing to show in the dashboard
+            self._experiment = None
 
     def _try(self, write: Callable[[], object]) -> None:
         try:

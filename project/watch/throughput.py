@@ -278,7 +278,9 @@ def flops(network: Any, shape: Sequence[int]) -> float:
             shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
         images = torch.empty(2, *shape, device="meta", dtype=next(network.parameters()).dtype)
         twin = copy.deepcopy(network, shapes)
-        with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+        # What has no values has no anomalies either.
+        unwatched = torch.autograd.set_detect_anomaly(False)
+        with unwatched, torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
             twin(images).sum().backward()
     except Exception as error:  # a network may do what can't be done without values
         log.debug("The operations of this network can't be counted: %s", error)

@@ -196,7 +196,7 @@ def test_a_changed_configuration_is_named(quick, tmp_path):
     refused = quick(*FIT, stop, "--seed_everything=5")
     assert refused.code == 1
     assert "seed_everything: 0 -> 5" in refused.output
-    goes_on = quick(*FIT, stop, "--model.label_smoothing=0.1", "--data.num_workers=1")
+    goes_on = quick(*FIT, stop, "--model.label_smoothing=0.1", "--change=model.label_smoothing", "--data.num_workers=1")
     assert goes_on.code == 0
     assert "The configuration of the run has changed: model.label_smoothing: 0.0 -> 0.1" in goes_on.output
     finished = quick(*FIT, stop, "--model.label_smoothing=0.1")

@@ -1,0 +1,274 @@
+"""YAML on YAML (`base:`), flags, and the parser: what is read, what is shown of it, and what is said where it is wrong."""
+
+import argparse
+import difflib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
+
+
+class UsageError(ValueError):
+    """The command line or a config does not fit together."""
+
+
+class SaveConfig(Callback):
+    """Writes config.yaml when training begins, and not before: it says what was trained, and runs again as it is."""
+
+    def __init__(self, config: dict[str, Any] | None) -> None:
+        self.config = config
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self.config is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            save_config(Path(trainer.default_root_dir), self.config)
+
+
+def save_config(folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.yaml, whole or not at all."""
+    part = folder / ".config.yaml.part"
+    part.write_text(yaml.safe_dump(config, sort_keys=False))
+    part.replace(folder / "config.yaml")
+
+
+# Configs on configs --------------------------------------------------------------------------------------------------
+
+
+def expand(argv: list[str]) -> list[str]:
+    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
+    expanded: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("-c", "--config"):
+            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
+        elif word.startswith("--config="):
+            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
+        else:
+            expanded.append(word)
+    return expanded
+
+
+def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
+    path = _find(name, above[-1] if above else None)
+    if path in above:
+        raise ValueError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
+    bases = content.get("base") or []
+    bases = [bases] if isinstance(bases, str) else bases
+    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
+
+
+def _find(name: str, asking: Path | None) -> Path:
+    """A config beside the one that names it, from here, or one that comes with the project."""
+    places = [asking.parent / name] if asking else [Path(name)]
+    if not Path(name).is_absolute():
+        plain = name.removeprefix("configs/")
+        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise ValueError(
+        f"There is no config {name!r}"
+        + (
+            f", which {asking} names as its base."
+            if asking
+            else ". HINT: those that come with the project are called configs/*.yaml."
+        )
+    )
+
+
+def option(argv: list[str], *names: str) -> str | None:
+    """The value of a flag on a command line, the last one."""
+    found = None
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        for name in names:
+            if word == name:
+                found = following
+            elif word.startswith(name + "="):
+                found = word.partition("=")[2]
+    return found
+
+
+# The parser ----------------------------------------------------------------------------------------------------------
+
+_UNWRITABLE = "Unable to serialize instance"
+
+# What `fit --help` shows; the rest is on request.
+_MATTERS = (
+    *("config", "run", "resume", "change", "doctor", "debug", "seed_everything", "ckpt_path"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
+    *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),
+    *("trainer.val_check_interval", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.log_every_n_steps"),
+    *("trainer.gradient_clip_val", "trainer.logger", "trainer.callbacks", "trainer.nonfinite"),
+    *("model.network", "model.optimizer", "model.lr_scheduler", "model.lr_scaling", "model.lr_reference_batch"),
+    *("model.label_smoothing", "model.compile", "data.source", "data.batch_size", "data.global_batch_size"),
+    *("data.crop_padding", "data.flip", "data.num_workers", "checkpoints.every_n_steps", "checkpoints.every_n_minutes"),
+    *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
+)
+_HELP = """\
+usage: {prog} {verb} --config CONFIG [--KEY VALUE ...]
+
+{about} The keys that matter, each with its default; they may stand in a config, too. See also
+  {prog} {verb} --help_all                 every key
+  {prog} {verb} --data.source.help CLASS   what a class takes, for each key that takes a class_path
+  {prog} {verb} --config X --print_config  a configuration, complete
+Complete, commented configs: configs/*.yaml.
+"""
+
+
+class HelpAll(argparse._HelpAction):
+    """--help_all: every key there is."""
+
+    def __call__(self, parser: Any, *args: Any, **kwargs: Any) -> None:
+        print(parser.format_all_help(), end="")
+        parser.exit()
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong without listing every flag there is, and takes no abbreviated flags."""
+
+    configs: list[Path] = []  # noqa: RUF012, because the verbs' parsers share it: those that were named, bases first
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def format_all_help(self) -> str:
+        return str(super().format_help())
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Leaves out defaults that have no YAML form (functions, say): with what is left, the result is the same."""
+        text: str = super().dump(*args, **kwargs)
+        if _UNWRITABLE not in text:
+            return text
+        return str(yaml.safe_dump(_writable(yaml.safe_load(text)), sort_keys=False))
+
+    def format_help(self, *args: Any) -> str:
+        """Of a verb, a page with what matters."""
+        actions = {action.dest: action for action in self._actions}
+        if "trainer.max_epochs" not in actions:
+            return str(super().format_help(*args))
+        prog, _, verb = self.prog.replace(" [options]", "").rpartition(" ")
+        lines = [_HELP.format(prog=prog, verb=verb, about=self.description)]
+        for key in _MATTERS:
+            if key in actions:
+                default = self.get_default(key)
+                default = getattr(default, "class_path", default)  # of a class, its name
+                says = (actions[key].help or "").split("Default:")[0].partition("\n\n")[0].replace("``", "")
+                lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
+                lines += textwrap.wrap(textwrap.shorten(says, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        return "\n".join(lines) + "\n"
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        raise UsageError(self._plain(message))
+
+    # What is wrong, in a line ----------------------------------------------------------------------------------------
+
+    def _plain(self, message: str) -> str:
+        keys = re.findall(r"does not accept option '([\w.]+)'", message)
+        if message.startswith("unrecognized arguments: "):
+            keys = re.findall(r"--([\w.]+)", message)
+            if not keys:
+                return f"{message}. HINT: a key is written --KEY VALUE, as in --trainer.max_epochs 3."
+        if keys:
+            return " ".join(self._unknown(key, self._keys()) for key in keys)
+        if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
+            verbs = re.findall(r"\w+", choice[2])
+            return f"There is no {choice[1]!r}{_meant(choice[1], verbs) or '.'} Choose from {', '.join(verbs)}."
+        found = re.match(r'Parser key "([\w.]+)"', message)
+        if not found:
+            return message.strip()
+        key = found[1]
+        if wrong := re.search(r"Option '(\w+)' is not accepted", message):
+            classes = re.findall(r"class_path[ ']*[=:]?[ ']+([\w.]+)'", message)
+            return self._unknown(f"{key}.init_args.{wrong[1]}", _arguments(key, classes))
+        return f"{self._where(key)}{key}: {condensed(message)}"
+
+    def _unknown(self, key: str, known: Iterable[str]) -> str:
+        return f"{self._where(key)}There is no key {key}{_meant(key, known) or '.'}"
+
+    def _where(self, key: str) -> str:
+        """The config, and the line in it, that says something under a key."""
+        if option(sys.argv, f"--{key}") is not None:
+            return ""
+        for path in reversed(self.configs):
+            node: Any = yaml.compose(path.read_text())
+            line, parts = None, key.split(".")
+            while parts and isinstance(node, yaml.MappingNode):
+                pair = next((pair for pair in node.value if pair[0].value == parts[0]), None)
+                if pair is None:
+                    break
+                line, node = pair[0].start_mark.line + 1, pair[1]
+                parts.pop(0)
+            if line is not None and not parts:
+                return f"{path}, line {line}: "
+        return ""
+
+    def _keys(self) -> list[str]:
+        parsers = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+        return [action.dest for one in parsers for action in one._actions]
+
+
+def condensed(message: str) -> str:
+    """Of a value that fits none of several types: what is wrong with the class that it names, or each type's complaint."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
+    noise = r"Parser key|Subtypes:|Errors:|Given value|Does not validate|Expected a path|Expected a <class 'NoneType'>"
+    says = [line for line in lines if line and not re.match(noise, line)]
+    for at, line in enumerate(says):
+        if line.startswith("Problem with given class_path"):
+            reason = [one for one in says[at + 1 :] if not one.startswith(("Expected a", "Problem with"))]
+            return f"{line.removeprefix('Problem with given class_path ').strip(':')}: {' '.join(reason)}"
+    text = "; ".join(dict.fromkeys(re.sub(r"<class '([\w.]+)'>", r"\1", one) for one in says))
+    text = text.replace("Expected a int", "Expected an int")
+    return text if value is None or value in text else f"{text}, and it is {value}"
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _writable(v) for k, v in value.items() if not str(v).startswith(_UNWRITABLE)}
+    return value
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """What may have been meant; of a class's arguments, those that there are."""
+    place, _, last = word.rpartition(".")
+    beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == place]
+    if near := difflib.get_close_matches(last, beside, n=1):
+        return f". Did you mean {place}{'.' * bool(place)}{near[0]}?"
+    if near := difflib.get_close_matches(word, list(known), n=1, cutoff=0.7 if place else 0.6):
+        return f". Did you mean {near[0]}?"
+    return f". There are: {', '.join(beside)}." if place.endswith("init_args") and beside else ""
+
+
+def _arguments(key: str, classes: list[str]) -> list[str]:
+    """The keys of a class's arguments, of those that an error message names."""
+    found: list[str] = []
+    for name in classes:
+        module, _, attribute = name.rpartition(".")
+        try:
+            parameters = inspect.signature(getattr(import_module(module), attribute)).parameters
+        except (ImportError, AttributeError, ValueError, TypeError):
+            continue
+        found += [f"{key}.init_args.{one}" for one in parameters if one not in ("params", "kwargs", "args")]
+    return found

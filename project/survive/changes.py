@@ -1,0 +1,104 @@
+"""Changes: what a run was trained with travels in its checkpoints; another optimiser setting or schedule really takes effect.
+
+A checkpoint brings its learning rate, weight decay and schedule back with it. Where the configuration has others (the run's
+identity allows it and the user said so, see `project.run`), they take over here: the optimiser keeps what it has gathered
+(momentum, say), and the new schedule is where it would be had it been there from the beginning. ReduceLROnPlateau, which lives
+on metrics, begins anew.
+"""
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+log = logging.getLogger(__name__)
+
+_STEERING = ("optimizer", "lr_scheduler", "lr_reference_batch", "lr_scaling", "lr_interval")
+
+
+class Changes(Callback):
+    """Compares what a checkpoint was trained with and what is to be trained.
+
+    Args:
+        configuration: the resolved one.
+    """
+
+    def __init__(self, configuration: Mapping[str, Any]) -> None:
+        self.configuration: dict[str, Any] = json.loads(json.dumps(configuration, default=str))
+        self._moves: int | None = None  # of the schedule so far; None: nothing has changed
+        self._fresh: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["configuration"], checkpoint["global_batch"] = self.configuration, _global_batch(trainer)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._moves = None
+        if trainer.state.fn != "fit" or "configuration" not in checkpoint:
+            return
+        before, now = checkpoint["global_batch"], _global_batch(trainer)
+        if before != now:
+            raise ValueError(
+                f"The checkpoint is of a run with a global batch of {before}, and this would be one of {now}. "
+                f"HINT: set data.global_batch_size={before}; it then stays on any number of ranks."
+            )
+        old, new = checkpoint["configuration"]["model"], self.configuration["model"]
+        if any(old.get(key, new[key]) != new[key] for key in _STEERING):
+            at = checkpoint["position"]
+            moves = at["global_step"] if new["lr_interval"] == "step" else at["epoch"]
+            if old["lr_interval"] == new["lr_interval"]:
+                moves = next((state.get("last_epoch", moves) for state in checkpoint["lr_schedulers"]), moves)
+            checkpoint["lr_schedulers"] = []  # it may be another class
+            self._moves = moves
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Just before the optimiser's state is restored."""
+        if self._moves is not None:
+            groups = trainer.optimizers[0].param_groups
+            self._fresh = [copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in groups]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Just after."""
+        if self._moves is None:
+            return
+        optimizer, moves, self._moves = trainer.optimizers[0], self._moves, None
+        for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
+            group.update(fresh)
+        _check_state(optimizer)
+        for config in trainer.lr_scheduler_configs:
+            if not isinstance(config.scheduler, ReduceLROnPlateau):
+                for _ in range(moves):
+                    config.scheduler.step()
+        log.info("From step %d on the learning rate is %g.", trainer.global_step, optimizer.param_groups[0]["lr"])
+
+
+def _global_batch(trainer: Trainer) -> int | None:
+    batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
+    return batch
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    """Refuses settings that need more than the optimiser has gathered (Adam's amsgrad, say), by trying them on a twin."""
+    for group in optimizer.param_groups:
+        parameter = next((one for one in group["params"] if optimizer.state.get(one)), None)
+        if parameter is None:
+            continue
+        twin = nn.Parameter(torch.zeros_like(parameter))
+        twin.grad = torch.zeros_like(parameter)
+        try:
+            probe = type(optimizer)([{**group, "params": [twin]}])  # type: ignore[call-arg]
+            probe.step()
+        except Exception as error:  # an optimiser that takes other arguments, or wants a closure
+            log.debug("The optimiser's state can't be checked: %s", error)
+            continue
+        if missing := probe.state[twin].keys() - optimizer.state[parameter].keys():
+            raise ValueError(
+                f"The optimiser's new settings need {', '.join(sorted(map(str, missing)))}, which it has not gathered so far. "
+                "HINT: go back to the old settings, or choose another --run."
+            )
