@@ -154,10 +154,10 @@ class Watchdog(Callback):
         self._folder = Path(folders[0])
         self._answered = now = time.monotonic()
         self._heard = {member.rank: (now, self._beat()) for member in members}
-        self._channel = channel
         others = [member.address for member in members if member.rank != self._rank]
         known = {"rank": self._rank, "secret": channel.secret, "addresses": others}
         self._tell_warden(json.dumps({**known, "file": f"{self._folder}/hang-rank{self._rank}.txt"}))
+        self._channel = channel
 
     def _watch_over(self) -> None:
         """Starts this rank's warden."""

@@ -196,12 +196,12 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str)
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert rank.stdout is not None
-    facts = [str(rank.pid), started(rank.pid), rank.stdout.readline().strip(), str(tmp_path / "hang.txt"), "rank 3 on h2"]
+    facts = [str(rank.pid), started(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", ""]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", warden.__file__, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as beside:
         assert beside.stdin is not None
-        beside.stdin.write(b"1\n")
+        beside.stdin.write(json.dumps({"file": str(tmp_path / "hang.txt")}).encode() + b"\n1\n")
         beside.stdin.flush()
         assert rank.wait(20) == -signal.SIGKILL
         assert beside.stderr is not None
