@@ -40,7 +40,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
         *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
-        *_trainer("model_registry overfit_batches"),
+        *_trainer("model_registry overfit_batches shared_folder"),
         *("data.num_workers", "data.resident", "model.channels_last", "model.compile", "checkpoints", "watchdog"),
         *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),
     ],
@@ -54,6 +54,7 @@ _TABLE: dict[Kind, list[str]] = {
     "never": [
         *("seed_everything", "data.seed", "data.source", "data.batch_size", "data.global_batch_size", "data.tail"),
         *("trainer.limit_train_batches", "model.network", "model.optimizer.class_path", "ckpt_path"),
+        *("model.init_from", "model.init_prefix"),
     ],
 }
 KINDS: dict[str, Kind] = {key: kind for kind, keys in _TABLE.items() for key in keys}
