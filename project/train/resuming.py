@@ -1,8 +1,8 @@
 """What of a run lies in its checkpoint beside weights and optimiser, and how it is put back.
 
-Rank 0 chooses the checkpoint. Each rank's own states are in it, where they differ from rank 0's. The settings of optimisers
-and schedules are the configuration's: where that has changed since the run began (a longer run, say), the new ones are taken,
-and only what has happened since (how far a schedule is) comes from the checkpoint.
+Rank 0 chooses the checkpoint. Each rank's own states are in it, where they differ from rank 0's. The settings of a schedule are
+the configuration's: where they have changed since the run began, as the length of a longer run does, today's are taken, and
+only what has happened since (how far the schedule is) comes from the checkpoint.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Resuming(_CheckpointConnector):
     """Saves and restores more than Lightning's."""
 
-    _as_built: dict[str, Any] | None = None
-    """The states of optimisers and schedules as the configuration has them, before any step."""
+    _as_built: list[dict[str, Any]] | None = None
+    """The states of the schedules as the configuration has them, before any step."""
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
 
@@ -38,7 +38,7 @@ class Resuming(_CheckpointConnector):
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
             refuse_made_later(self.trainer.lightning_module, self._made_of)
-            checkpoint["as_built"] = self._as_built
+            checkpoint["schedules_as_built"] = self._as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in self.trainer.callback_metrics.items()
             }
@@ -84,49 +84,27 @@ class Resuming(_CheckpointConnector):
         """Called in every fit, resumed or not, when optimisers and schedules are there."""
         trainer = self.trainer
         self._made_of = shapes(trainer.lightning_module)
-        self._as_built = {
-            "optimizers": [deepcopy(one.state_dict()["param_groups"]) for one in trainer.optimizers],
-            "schedules": [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        }
+        self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)
         if self._loaded_checkpoint and "callback_metrics" in self._loaded_checkpoint:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
 
-    def restore_optimizers(self) -> None:
-        then = self._built_then("optimizers", len(self.trainer.optimizers))
-        super().restore_optimizers()
-        if then is None or self._as_built is None:
-            return
-        for optimizer, before, now in zip(self.trainer.optimizers, then, self._as_built["optimizers"], strict=True):
-            for group, old, new in zip(optimizer.param_groups, before, now, strict=False):
-                for name in old.keys() & new.keys() - {"params"}:
-                    if not _same(old[name], new[name]):
-                        moved = name == "lr" and old["lr"]  # a schedule may have moved it since
-                        group[name] = group["lr"] * new["lr"] / old["lr"] if moved else new[name]
-
     def restore_lr_schedulers(self) -> None:
         saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]
-        then = self._built_then("schedules", len(self.trainer.lr_scheduler_configs))
-        if then is None or self._as_built is None or len(saved) != len(then):
+        then: list[Any] | None = self._loaded_checkpoint.get("schedules_as_built")
+        if then is None or self._as_built is None or not len(saved) == len(then) == len(self._as_built):
             super().restore_lr_schedulers()
             return
         changed = []
-        for config, state, before, now in zip(
-            self.trainer.lr_scheduler_configs, saved, then, self._as_built["schedules"], strict=True
-        ):
+        for config, state, before, now in zip(self.trainer.lr_scheduler_configs, saved, then, self._as_built, strict=True):
             merged = merge(state, before, now)
             config.scheduler.load_state_dict(merged)
             if not _same(merged, state):
                 changed.append(config.scheduler)
                 _follow(config.scheduler)
         self._doubt(changed)
-
-    def _built_then(self, name: str, count: int) -> list[Any] | None:
-        """As the run began, if it was built of as many parts as now."""
-        built: list[Any] | None = self._loaded_checkpoint.get("as_built", {}).get(name)
-        return built if built is not None and len(built) == count else None
 
     def _doubt(self, changed: list[Any]) -> None:
         """A schedule that has come to its end leaves nothing for the steps that were added."""
