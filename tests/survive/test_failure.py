@@ -79,7 +79,8 @@ def test_an_error_in_a_loader_process_is_its_ranks(cli):
 )
 def test_a_loader_process_that_is_killed_is_named_and_not_the_network(quick, how, what, cgroup):
     """It ends while the network computes, and there torch raises its error."""
-    words = ("--data.source.train.init_args.on=0", f"--data.source.train.init_args.how={how}", "--data.num_workers=1")
+    words = ("--data.source.train.init_args.on=0", "--data.source.train.init_args.at=255", "--data.num_workers=1")
+    words += (f"--data.source.train.init_args.how={how}",)
     words += CRAMPED if how == "hog" else ()
     run = quick(*(one for one in BROKEN if ".network" not in one), *words, "--model.network=tests.probes.Slow", timeout=60)
     assert run.code == 1
