@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
@@ -400,3 +400,15 @@ class GrowsLater(torch.nn.Module):
         if not hasattr(self, "scale"):
             self.scale = torch.nn.Parameter(torch.ones(()))
         return self.head(images.flatten(1)) * self.scale
+
+
+class TimeIsUp(Callback):
+    """trainer.max_time is used up in this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            for timer in (one for one in trainer.callbacks if isinstance(one, Timer)):
+                timer.load_state_dict({"time_elapsed": {"train": 1e9, "sanity_check": 0.0, "validate": 0.0, "test": 0.0}})

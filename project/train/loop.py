@@ -66,13 +66,19 @@ class Steps(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._validation_due:
             return True
-        if self.trainer.should_stop and self.is_out_of_time():
-            # Lightning would validate before it stops. But where the time is over is chance, and the curve's points are not.
+        if self.trainer.should_stop and (self._should_accumulate() or self.is_out_of_time()):
+            # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
+            # and the points of a curve are not.
             self.trainer.should_stop = False
             due = super()._should_check_val_fx(data_fetcher)
             self.trainer.should_stop = True
             return due
         return super()._should_check_val_fx(data_fetcher)
+
+    @property
+    def done(self) -> bool:
+        """Who asks for the end within a step gets it after that step."""
+        return super().done and not (self.trainer.should_stop and self._should_accumulate())
 
     def is_out_of_time(self) -> bool:
         """Asked when training is about to stop, by all ranks; rank 0's clock counts."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -20,12 +19,18 @@ def shapes(module: nn.Module) -> Shapes:
     return found
 
 
-def refuse_made_later(module: LightningModule, at_start: Shapes) -> None:
-    """A ValueError names a tensor that was made, or a parameter that was given another shape, since the fit began."""
-    for name, shape in shapes(module).items():
+def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
+    """A ValueError names a tensor that was made, or a parameter that was given another shape, since the fit began.
+
+    `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.
+    """
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            continue
+        shape = tuple(value.shape)
         if name not in at_start:
             problem = f"{name} was made while the run was going on"
-        elif shape is not None and at_start[name] not in (None, shape):
+        elif at_start[name] not in (None, shape):
             problem = f"{name} has changed its shape while the run was going on, from {at_start[name]} to {shape}"
         else:
             continue

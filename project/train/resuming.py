@@ -37,7 +37,7 @@ class Resuming(_CheckpointConnector):
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
-            refuse_made_later(self.trainer.lightning_module, self._made_of)
+            refuse_made_later(checkpoint["state_dict"], self._made_of)
             checkpoint["schedules_as_built"] = self._as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in self.trainer.callback_metrics.items()
