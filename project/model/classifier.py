@@ -257,7 +257,13 @@ class ImageClassifier(LightningModule):
                 "function gets the optimiser and returns its schedule."
             )
         if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
-            scheduler.total_steps = int(self.trainer.estimated_stepping_batches)
+            steps = self.trainer.estimated_stepping_batches
+            if not 0 <= steps < float("inf"):
+                raise ValueError(
+                    "The learning rate of WarmupCosine ends with the run, and nothing says when that is. HINT: set "
+                    "trainer.max_steps, trainer.max_epochs, or model.lr_scheduler.init_args.total_steps."
+                )
+            scheduler.total_steps = int(steps)
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = scheduler.monitor

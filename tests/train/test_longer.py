@@ -52,6 +52,13 @@ def test_a_schedule_that_is_too_short_is_refused(quick):
     assert "Traceback" not in refused.output
 
 
+def test_a_cosine_without_an_end_is_refused(quick):
+    refused = fit(quick, "--trainer.max_epochs=-1", "--trainer.max_time=00:01:00:00")
+    assert refused.code == 1
+    assert "WarmupCosine ends with the run, and nothing says when that is" in refused.output
+    assert "Traceback" not in refused.output
+
+
 def test_out_of_time(quick, tmp_path):
     """It says so, saves, and goes on with more of it: the curve is that of a run which had all the time there is."""
     up = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.TimeIsUp", "init_args": {"step": 6}}])
