@@ -1,6 +1,7 @@
 """Callbacks and datasets that tests plug in by class_path, to look inside a run that goes on in other processes."""
 
 import atexit
+import io
 import json
 import os
 import shutil
@@ -158,7 +159,7 @@ class Fault(Callback):
             save, fault = torch.save, self
 
             def struck(value: Any, file: Any) -> None:
-                if trainer.global_step >= fault.step and not fault.mark.exists():
+                if not isinstance(file, io.BytesIO) and trainer.global_step >= fault.step and not fault.mark.exists():
                     file.write(b"half a checkpoint")
                     file.flush()
                     fault._signal()
@@ -220,7 +221,7 @@ class SlowDisk(Callback):
         save = torch.save
 
         def slow(*args: Any) -> None:
-            if not Path("hurry").exists():
+            if not isinstance(args[1], io.BytesIO) and not Path("hurry").exists():
                 time.sleep(self.seconds)
             save(*args)
 
