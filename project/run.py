@@ -35,7 +35,7 @@ _TABLE: dict[Kind, list[str]] = {
     # A longer run, how often it is looked at and saved, and where and how it is computed.
     "free": [
         *_trainer("max_epochs min_epochs max_steps min_steps max_time"),
-        *_trainer("val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps limit_val_batches"),
+        *_trainer("val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps callbacks limit_val_batches"),
         *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
@@ -48,7 +48,7 @@ _TABLE: dict[Kind, list[str]] = {
     "word": [
         *("model.optimizer", "model.lr_scheduler", "model.lr_reference_batch", "model.lr_scaling", "model.lr_interval"),
         *("model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
-        *_trainer("precision callbacks gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm"),
+        *_trainer("precision gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm"),
     ],
     # The samples, their order, what learns from them, and where it began.
     "never": [

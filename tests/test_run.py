@@ -73,7 +73,7 @@ def test_another_learning_rate_takes_a_word_and_then_takes_effect(quick, tmp_pat
 
     # Killed before the first checkpoint with it: it has not been trained with, and is not forgotten either.
     kill = STOP[:-1] + ', {"class_path": "tests.probes.Fault", "init_args": {"step": 4}}]'
-    callbacks = "--change=model.optimizer,trainer.callbacks"
+    callbacks = "--change=model.optimizer"
     killed = quick(*FIT, kill, lr, callbacks)
     assert killed.code == -signal.SIGKILL, killed.output
     assert "HINT: if it is to go on so" in quick(*FIT, STOP, lr).output
