@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,23 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
     """TensorBoard's writing thread leaves its OSError to the next call, which reports it: no traceback in between."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
+
+
+def _put_before_now(folder: Path) -> None:
+    """TensorBoard reads files by the time in their names. The clock may have been ahead when they were written: they get an
+    earlier one, or what they hold would be read after what is logged from now on, and shown again.
+    """
+    files = sorted(folder.glob("events.out.tfevents.*"), reverse=True)
+    latest = int(time.time()) - 1
+    for file in files:
+        *start, stamp, rest = file.name.split(".", 4)
+        if not stamp.isdigit():
+            continue
+        if int(stamp) > latest:
+            file.rename(file.with_name(".".join((*start, f"{latest:010d}", rest))))
+            latest -= 1
+        else:
+            latest = int(stamp)
 
 
 class Events(TensorBoardLogger):
@@ -47,6 +65,7 @@ class Events(TensorBoardLogger):
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
         the last one; and what its start had logged before it was saved is logged by its start again.
         """
+        _put_before_now(Path(self.log_dir))
         self._kwargs["purge_step"] = step
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)

@@ -36,3 +36,24 @@ def test_a_run_that_goes_on_has_each_point_once(tmp_path):
     assert shown["train/loss"] == [(3, 1.0), (4, 0.5)]
     assert [(step, round(value, 3)) for step, value in shown["lr"]] == [(3, 0.1), (3, 0.5)]
     assert shown["it/loss"] == [(3, 0.5)]
+
+
+def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
+    """Two starts lie an hour in the future, then the clock is right again."""
+    for start in (0, 1):
+        ahead = Events(str(tmp_path))
+        if start:
+            ahead.goes_on(3, [])
+        for step in range(start * 3, start * 3 + 5):
+            ahead.log_metrics({"train/loss": float(start)}, step=step)
+        ahead.finalize("success")
+        (file,) = (one for one in tmp_path.glob("events.*") if not one.name.endswith("ahead"))
+        stamp = int(file.name.split(".")[3]) + 3600 + start
+        file.rename(tmp_path / f"events.out.tfevents.{stamp}.host.1.{start}.ahead")
+    back = Events(str(tmp_path))
+    back.goes_on(6, [])
+    for step in (6, 7):
+        back.log_metrics({"train/loss": 2.0}, step=step)
+    back.finalize("success")
+    shown = [(one.step, one.value) for one in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
+    assert shown == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
