@@ -20,6 +20,7 @@ from project.data.synthetic import SyntheticImages
 from project.model import ImageClassifier, MiniResNet
 from project.model.classifier import lr_factor
 from project.model.later import Later
+from project.train.made_later import make_room
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_of_another_network_says_what_differs():
     module = ImageClassifier(MiniResNet(widths=(4,)))
     other = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
     with pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"):
-        module.on_load_checkpoint({"state_dict": other})
+        make_room(module, other)
 
 
 def test_the_means_of_an_epoch_go_on_from_a_checkpoint():
