@@ -35,9 +35,7 @@ _TABLE: dict[Kind, list[str]] = {
     # A longer run, how often it is looked at and saved, and where and how it is computed.
     "free": [
         *_trainer("max_epochs min_epochs max_steps min_steps max_time"),
-        *_trainer(
-            "val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps limit_val_batches"
-        ),
+        *_trainer("val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps limit_val_batches"),
         *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
