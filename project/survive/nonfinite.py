@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.cluster.launcher import host
-from project.survive.checkpoints import Checkpoints
+from project.survive.checkpoints import checkpoints_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class NonFinite(Callback):
         self._late = pl_module.device.type == "cuda"
         self._one = torch.ones((), device=pl_module.device)
         self._unread.clear()  # of a fit that failed
-        if (checkpoints := _checkpoints(trainer)) and self.settle not in checkpoints.before_save:
+        if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
         if self._late and self.act == "skip" and _scaler(trainer) is None and not _skips_by_itself(trainer.optimizers[0]):
             log.info(
@@ -211,7 +211,7 @@ class NonFinite(Callback):
 
     def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
         """All ranks end here. `before`: the step has not been taken, so this is a state to go on from."""
-        checkpoints = _checkpoints(trainer)
+        checkpoints = checkpoints_of(trainer)
         if checkpoints and before and _finite(trainer.lightning_module):
             checkpoints.save(trainer)
         if checkpoints:
@@ -231,10 +231,6 @@ def _scaler(trainer: Trainer) -> Any:
 def _skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether it heeds `found_inf`, which GradScaler leaves on an optimiser that is fused."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _checkpoints(trainer: Trainer) -> Checkpoints | None:
-    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
 
 
 def _finite(module: LightningModule) -> bool:

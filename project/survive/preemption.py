@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.survive.checkpoints import Checkpoints
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.requeue import REQUEUE, lead
 from project.survive.signals import EXIT_CODES, Signals
 
@@ -43,7 +43,7 @@ class StopTogether(Callback):
         self._lead: tuple[float, str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero and (checkpoints := _checkpoints(trainer)) is not None:
+        if stage == "fit" and trainer.is_global_zero and (checkpoints := checkpoints_of(trainer)) is not None:
             REQUEUE.newest = lambda: checkpoints.last
             REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
         if trainer.world_size > 1 and self._group() is None:
@@ -51,7 +51,7 @@ class StopTogether(Callback):
 
     def _compare(self, trainer: Trainer) -> tuple[int, bool]:
         """The signal that any rank had noted at the last step, or 0, and whether any rank's clock says to save."""
-        checkpoints = _checkpoints(trainer)
+        checkpoints = checkpoints_of(trainer)
         mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue)
         if (group := self._group()) is None:
             return mine
@@ -109,12 +109,12 @@ class StopTogether(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if (saving := _checkpoints(trainer)) is not None:
+        if (saving := checkpoints_of(trainer)) is not None:
             self._warn_of_a_short_lead(saving.seconds)
         number, overdue = self._compare(trainer)
         if number:
             self._stop(trainer, number)
-        if overdue and (checkpoints := _checkpoints(trainer)):
+        if overdue and (checkpoints := checkpoints_of(trainer)):
             checkpoints.save(trainer)
 
     def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class StopTogether(Callback):
 
     def _stop(self, trainer: Trainer, number: int) -> None:
         name = signal.Signals(number).name
-        checkpoints = _checkpoints(trainer)
+        checkpoints = checkpoints_of(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and checkpoints:
             took = f", which took {checkpoints.seconds:.0f} s the last time" if (checkpoints.seconds or 0) > 1 else ""
             log.info("%s: all ranks stop here, with a checkpoint%s.", name, took)
