@@ -217,6 +217,8 @@ class Trainer(pl.Trainer):
         }
         self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches
+        # Samples behind one optimiser step, where the data is ours to count. A callback may accumulate more for an epoch.
+        self.global_batch: int | None = None
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
         if isinstance(self.strategy, DDPStrategy):
@@ -235,14 +237,6 @@ class Trainer(pl.Trainer):
         for logger in self.loggers:
             if isinstance(logger, Events):
                 logger.goes_on(step, logged)
-
-    @property
-    def global_batch(self) -> int | None:
-        """Samples behind one optimiser step, where the data is ours to count."""
-        data = getattr(self, "datamodule", None)
-        if not isinstance(data, ImageData):
-            return None
-        return data.batch_size * self.world_size * self.accumulate_grad_batches
 
     @property
     def least_seconds(self) -> float:
@@ -412,6 +406,7 @@ class Trainer(pl.Trainer):
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
             self.accumulate_grad_batches = data.accumulation(self.world_size, wanted) if self.training else 1
+            self.global_batch = data.batch_size * self.world_size * self.accumulate_grad_batches
             if isinstance(self._wanted_val_interval, int):  # Lightning counts the micro-batches of a rank
                 self.val_check_interval = self._wanted_val_interval * self.accumulate_grad_batches
             if dev_steps := int(getattr(self, "fast_dev_run", 0)):
@@ -420,7 +415,7 @@ class Trainer(pl.Trainer):
                 if self._wanted_limits.get(stage) == 0:
                     setattr(self, f"limit_{stage}_batches", 0)
         else:
-            self.accumulate_grad_batches = 1 if wanted == "auto" else wanted
+            self.accumulate_grad_batches, self.global_batch = 1 if wanted == "auto" else wanted, None
 
 
 def _gather(mine: Any) -> list[Any]:

@@ -14,7 +14,10 @@ CONFIGS = {
     "vit": SHORT,
     "debug": (),
     "profile": (),
-    "imagefolder": (*SHORT, "--data.source.root=images", "--data.batch_size=2", "--data.global_batch_size=4"),
+    "imagefolder": (
+        *(*SHORT, "--data.source.root=images", "--model.network.init_args.num_classes=2"),
+        *("--data.batch_size=2", "--data.global_batch_size=4"),
+    ),
     "bench": SHORT,
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }

@@ -21,6 +21,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from project.cluster.slurm import scontrol
+
 log = logging.getLogger(__name__)
 
 
@@ -259,10 +261,9 @@ def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
 @cache
 def _slurm_hosts(names: str) -> list[str]:
     try:
-        done = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True, timeout=10)
+        return scontrol("show", "hostnames", names).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.split()
 
 
 def _reachable(node: str) -> str:
@@ -273,8 +274,8 @@ def _reachable(node: str) -> str:
     except OSError:
         pass
     try:
-        shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True).stdout
-    except FileNotFoundError:  # in a container, say
+        shown = scontrol("show", "node", node).stdout
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # in a container, say
         shown = ""
     if (found := re.search(r"\bNodeAddr=(\S+)", shown)) is None or found[1] == node:
         raise ValueError(

@@ -18,6 +18,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from project.cluster.slurm import scontrol
+
 log = logging.getLogger(__name__)
 
 MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch counts in the same file
@@ -31,7 +33,7 @@ def in_job() -> bool:
 def _scontrol(*words: str) -> str | None:
     """What it prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
     try:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=30)
+        done = scontrol(*words)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode:
