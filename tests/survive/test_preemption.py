@@ -56,6 +56,7 @@ def test_a_terminal_that_is_closed_stops_with_a_checkpoint(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.execvpe(words[0], words, environment(TERM="xterm"))
     seen = b""
     while b"epoch 0" not in seen:
