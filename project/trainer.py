@@ -89,14 +89,26 @@ def _refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
 
 
+def _fast_in_bf16() -> bool:
+    """By what this CPU has, and not by a measurement: all ranks must find the same. Measured: an AMD EPYC with AVX512_BF16 is
+    2.2 times as fast as in fp32, an Intel Xeon with that and without AMX 0.7 times.
+    """
+    has = torch.cpu.get_capabilities()
+    if has.get("architecture") != "x86_64":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(has.get("amx_bf16")) or (bool(has.get("avx512_bf16")) and "Intel" not in str(has.get("cpu_name")))
+
+
 def cpu_precision(precision: str) -> tuple[str, str | None]:
     """The precision to use where there is no GPU, and why it is another than the one asked for."""
     if precision not in ("16-mixed", "16", "bf16-mixed", "bf16", "16-true"):
         return precision, None
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if precision.startswith("bf16") and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return precision, None  # asked for by name
+    if _fast_in_bf16():
         taken, reason = "bf16-mixed", "there is no GPU, and this CPU computes in bf16"
     else:
-        taken, reason = "32-true", "there is no GPU, and this CPU has no bf16"
+        taken, reason = "32-true", "there is no GPU, and this CPU is faster so"
     return taken, None if taken == precision else reason
 
 
@@ -136,8 +148,8 @@ class Trainer(pl.Trainer):
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
         shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
             checkpoint to go on from is sent to the others.
-        precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU the 16-bit ones are bf16, or fp32 where
-            the CPU has no bf16.
+        precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU fp16 is bf16, or fp32 where the CPU is
+            faster so.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
     """
