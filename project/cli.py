@@ -335,7 +335,7 @@ def main() -> None:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        if isinstance(error, LaunchError) and rank > 0:
+        if isinstance(error, (LaunchError, UsageError)) and rank > 0:
             time.sleep(10)  # srun and torchrun end all when one has: not before rank 0 has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
