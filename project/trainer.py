@@ -54,6 +54,7 @@ from project.survive.signals import SIGNALS
 from project.survive.watchdog import Watchdog
 from project.train.batch_norm import StepStatistics
 from project.train.epochs import own_loops
+from project.train.loaders import Loaders
 from project.train.position import out_of_time
 from project.train.resuming import Resuming
 from project.train.rng import ChanceByMicroBatch
@@ -144,7 +145,9 @@ class Trainer(pl.Trainer):
         limit_predict_batches: the same for prediction.
         val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float).
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
-            data.global_batch_size and the number of ranks.
+            the global batch and the number of ranks.
+        global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
+            what the loader's batch_size, the number of ranks and accumulate_grad_batches amount to.
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
         shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
             checkpoint to go on from is sent to the others.
@@ -158,6 +161,7 @@ class Trainer(pl.Trainer):
         self,
         *,
         accumulate_grad_batches: int | Literal["auto"] = "auto",
+        global_batch_size: int | None = None,
         join_timeout: float = 300.0,
         shared_folder: bool = True,
         precision: str | int | None = None,
@@ -229,10 +233,12 @@ class Trainer(pl.Trainer):
         }
         self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches
-        # Samples behind one optimiser step, where the data is ours to count. A callback may accumulate more for an epoch.
         self.global_batch: int | None = None
+        """Samples behind one optimiser step, where they can be counted."""
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
+        by_stage = {**self._wanted_limits, "predict": self._wanted_limits["test"]}
+        self._data_connector: Loaders = Loaders(self, global_batch_size, accumulate_grad_batches, by_stage, self._settled)
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
         own_loops(self)
@@ -413,21 +419,28 @@ class Trainer(pl.Trainer):
     def _settle_data(self) -> None:
         """What the launcher and the number of ranks say, in the terms of the data and of Lightning's loops."""
         data: LightningDataModule | None = getattr(self, "datamodule", None)
-        wanted = self._wanted_accumulation
+        self._data_connector.start_over()
+        self.accumulate_grad_batches, self.global_batch = 1, None
+        for stage in ("train", "val", "test", "predict"):  # done by the loaders, and so none of Lightning's business
+            if self._wanted_limits.get(stage) == 0:
+                setattr(self, f"limit_{stage}_batches", 0)
         if isinstance(data, ImageData):
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
-            self.accumulate_grad_batches = data.accumulation(self.world_size, wanted) if self.training else 1
-            self.global_batch = data.batch_size * self.world_size * self.accumulate_grad_batches
-            if isinstance(self._wanted_val_interval, int):  # Lightning counts the micro-batches of a rank
-                self.val_check_interval = self._wanted_val_interval * self.accumulate_grad_batches
-            if dev_steps := int(getattr(self, "fast_dev_run", 0)):
-                self.limit_train_batches = dev_steps * self.accumulate_grad_batches
-            for stage in ("train", "val", "test", "predict"):  # done by the data, and so none of Lightning's business
-                if self._wanted_limits.get(stage) == 0:
-                    setattr(self, f"limit_{stage}_batches", 0)
-        else:
-            self.accumulate_grad_batches, self.global_batch = 1 if wanted == "auto" else wanted, None
+            if self.training:
+                self._settled(data.accumulation(self.world_size, self._wanted_accumulation), data.batch_size)
+        elif self.training and self._wanted_accumulation != "auto":
+            self._settled(self._wanted_accumulation, None)
+
+    def _settled(self, accumulation: int, micro_batch: int | None) -> None:
+        """Lightning counts the micro-batches of a rank."""
+        self.accumulate_grad_batches = accumulation
+        if micro_batch is not None:  # a callback may accumulate more for an epoch
+            self.global_batch = micro_batch * self.world_size * accumulation
+        if isinstance(self._wanted_val_interval, int):
+            self.val_check_interval = self._wanted_val_interval * accumulation
+        if dev_steps := int(getattr(self, "fast_dev_run", 0)):
+            self.limit_train_batches = dev_steps * accumulation
 
 
 def _gather(mine: Any) -> list[Any]:

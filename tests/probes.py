@@ -20,6 +20,8 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
+from project.train.micro_batch import micro_batch
+
 
 class Record(Callback):
     """Writes what a rank saw to record-RANK.json in the working directory."""
@@ -42,7 +44,7 @@ class Record(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.steps.setdefault(trainer.global_step, []).extend(batch["sample"].tolist())
-        self.weights.append(batch["weight"])
+        self.weights.append(micro_batch(trainer).weight)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.reductions.append(self._reduced)
@@ -204,7 +206,12 @@ class Ledger(Callback):
         self.pause, self.rank = pause, rank
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        line = {"pid": os.getpid(), "step": trainer.global_step, "key": batch["key"], "samples": batch["sample"].tolist()}
+        line = {
+            "pid": os.getpid(),
+            "step": trainer.global_step,
+            "key": micro_batch(trainer).key,
+            "samples": batch["sample"].tolist(),
+        }
         with Path(f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self.rank in (None, trainer.global_rank) and not Path("hurry").exists():

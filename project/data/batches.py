@@ -12,15 +12,16 @@ import random
 import struct
 import traceback
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import NotRequired
 
+from project.data.dealing import DealtLoader
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
 from project.data.order import Key, Order, chance
 
@@ -41,12 +42,6 @@ class Batch(TypedDict):
     """The samples' numbers in their dataset."""
     file: NotRequired[list[str]]
     """In a prediction: the files that the samples come from, where that is known."""
-    key: Key
-    """(epoch, step within the epoch, number within the step)."""
-    chance: int
-    """The seed of all that is drawn at random for this micro-batch."""
-    weight: float
-    """What the mean loss of this micro-batch counts for in its step: 1.0 except in a shorter last step."""
 
 
 class InMemory(Dataset[tuple[Tensor, Tensor]]):
@@ -140,17 +135,7 @@ class MicroBatches(Dataset[Batch]):
             bound = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, images[0].nbytes))
             self._at_once = max(1, bound // self.order.micro_batch)
         cut = [part.split(sizes) for part in (images, labels, samples)]  # type: ignore[no-untyped-call]
-        batches = [
-            Batch(
-                image=image,
-                label=label,
-                sample=sample,
-                key=key,
-                chance=chance(self.order.seed or 0, key),
-                weight=self.order.weight(*key[1:]),
-            )
-            for key, image, label, sample in zip(keys, *cut, strict=True)
-        ]
+        batches = [Batch(image=image, label=label, sample=sample) for image, label, sample in zip(*cut, strict=True)]
         if not self.labelled:
             for batch in batches:
                 files = [file_of(self.dataset, number) for number in batch["sample"].tolist()]
@@ -253,12 +238,12 @@ def _of_a_file(error: Exception) -> bool:
     return isinstance(error, OSError) or (decoding and isinstance(error, _BAD_FILE))
 
 
-class MicroBatchLoader(DataLoader[Batch]):
+class MicroBatchLoader(DealtLoader):
     """A DataLoader of micro-batches, without what torch's own iterator does in between, where it would do nothing for them."""
 
-    def __iter__(self) -> Any:
+    def _batches(self) -> Iterable[Any]:
         if self.num_workers or self.pin_memory:
-            return map(_or_raise, super().__iter__())
+            return map(_or_raise, super()._batches())
         return map(self.dataset.__getitem__, self.sampler)  # otherwise it takes as long again as picking the images
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from project.data.augment import Normalise, crop_and_flip
 from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
+from project.data.batching import accumulation
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order
@@ -83,7 +84,6 @@ class ImageData(LightningDataModule):
         self.num_workers, self.resident, self.seed = num_workers, resident, seed
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
         self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
-        self._start = (0, 0)
         self._dataset = cache(self._open)  # each split is read once
         self._unseen: set[str] = set()  # splits whose first batch is yet to come
         self._whole = cache(self._read_whole)
@@ -117,27 +117,8 @@ class ImageData(LightningDataModule):
 
     def accumulation(self, world_size: int, wanted: int | Literal["auto"]) -> int:
         """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks."""
-        at_once = self.batch_size * world_size
-        if self.global_batch_size is None:
-            return 1 if wanted == "auto" else wanted
-        count, rest = divmod(self.global_batch_size, at_once)
-        if rest or not count:
-            whole = self.global_batch_size // self.batch_size
-            fitting = [n for n in range(1, whole + 1) if self.global_batch_size % (self.batch_size * n) == 0]
-            sizes = f"ranks that fit: {', '.join(map(str, fitting))}; " if fitting else ""
-            nearest = max(1, round(self.global_batch_size / at_once)) * at_once
-            raise ValueError(
-                f"{world_size} rank(s) with micro-batches of {self.batch_size} can't make a global batch of "
-                f"{self.global_batch_size} ({sizes}nearest global batch for {world_size} rank(s): {nearest}). "
-                f"HINT: set data.global_batch_size={nearest}, or change data.batch_size."
-            )
-        if wanted not in ("auto", count):
-            raise ValueError(
-                f"data.global_batch_size={self.global_batch_size} on {world_size} rank(s) with micro-batches of "
-                f"{self.batch_size} takes accumulate_grad_batches={count}, not {wanted}. "
-                "HINT: set trainer.accumulate_grad_batches=auto, or leave out data.global_batch_size."
-            )
-        return count
+        where = "data.global_batch_size data.batch_size"
+        return accumulation(self.global_batch_size, self.batch_size, world_size, wanted, where)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
@@ -155,11 +136,7 @@ class ImageData(LightningDataModule):
         self._unseen = set(splits)
 
     def train_dataloader(self) -> MicroBatchLoader:
-        loader = self._loader("train", self.train_order())
-        assert isinstance(loader.sampler, MicroBatchSampler)
-        loader.sampler.start_at(*self._start)
-        self._start = (0, 0)
-        return loader
+        return self._loader("train", self.train_order())
 
     def train_order(self) -> Order:
         """The order of the training samples in this run."""
@@ -172,11 +149,7 @@ class ImageData(LightningDataModule):
                 f"{order.size} training images are too few for a global batch of {order.global_batch}. "
                 "HINT: set data.batch_size or data.global_batch_size lower."
             )
-        return replace(order, limit=_limited(order.steps, self.limits.get("train")))
-
-    def start_at(self, epoch: int, step: int) -> None:
-        """Training goes on from here, with the next loader that is made."""
-        self._start = epoch, step
+        return order.limited(self.limits.get("train"))
 
     def val_dataloader(self) -> MicroBatchLoader | list[Any]:
         return self._eval_loader("val") if self.source.has("val") else []
@@ -214,9 +187,12 @@ class ImageData(LightningDataModule):
         held = self._whole(split)
         order = replace(order, share=order.micro_batches // self.trainer.world_size)
         workers = 0 if held else self.workers
+        keys = MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size)
         return MicroBatchLoader(
-            self._micro_batches(held or self._dataset(split), split, order),
-            sampler=MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size),
+            keys,
+            self.seed,
+            dataset=self._micro_batches(held or self._dataset(split), split, order),
+            sampler=keys,
             batch_size=None,  # an item is a micro-batch already, of tensors
             collate_fn=_as_it_is,
             num_workers=workers,
@@ -258,7 +234,7 @@ class ImageData(LightningDataModule):
         if self._unseen:
             self._look_at(batch)
         if self.trainer.training and (self.crop_padding or self.flip):
-            images = crop_and_flip(images, batch["sample"], batch["key"][0], self.seed, self.crop_padding, self.flip)
+            images = crop_and_flip(images, batch["sample"], self.trainer.current_epoch, self.seed, self.crop_padding, self.flip)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
         label = batch["label"]

@@ -7,7 +7,7 @@ once: nothing is stored, nothing is shuffled.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Literal
@@ -81,8 +81,8 @@ class Order:
     """How `size` samples fall into steps and micro-batches.
 
     What is left for the last step is spread evenly over its micro-batches (`tail: keep`), or left out of this epoch
-    (`tail: drop`). Fewer than two samples for each micro-batch are joined to the step before instead, because a batch
-    norm can't work with one. Either way no sample stands twice in an epoch, and none is made up to fill a batch.
+    (`tail: drop`). Fewer than `least` samples for each micro-batch are joined to the step before instead: a batch norm
+    can't work with one. Either way no sample stands twice in an epoch, and none is made up to fill a batch.
 
     Args:
         size: samples in the dataset.
@@ -92,6 +92,7 @@ class Order:
         tail: 'keep' or 'drop'.
         limit: steps of an epoch that are taken, if fewer than there are.
         share: neighbouring micro-batches of a step that one rank reads; by default all.
+        least: samples that a micro-batch of the last step must have.
     """
 
     size: int
@@ -101,6 +102,7 @@ class Order:
     tail: Literal["keep", "drop"] = "keep"
     limit: int | None = None
     share: int | None = None
+    least: int = 2
 
     @cached_property
     def global_batch(self) -> int:
@@ -114,8 +116,14 @@ class Order:
     @cached_property
     def _steps(self) -> int:
         full, left = divmod(self.size, self.global_batch)
-        alone = self.tail == "keep" and left >= 2 * self.micro_batches
+        alone = self.tail == "keep" and left >= self.least * self.micro_batches
         return full + alone if full else int(self.tail == "keep" and left > 0)
+
+    def limited(self, limit: int | float | None) -> "Order":
+        """The same, of which so many steps are taken (an int), or such a share of them (a float)."""
+        if limit is None:
+            return self
+        return replace(self, limit=limit if isinstance(limit, int) else int(self._steps * limit))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step: from, to."""
@@ -186,6 +194,10 @@ class MicroBatchSampler(DistributedSampler[Key]):
         """That epoch begins there. Lightning makes its first iterator before it says which epoch it is."""
         self.set_epoch(epoch)
         self._start = epoch, step
+
+    def start_over(self) -> None:
+        """The next pass begins at its beginning, also within the same epoch."""
+        self._start = None
 
     def set_epoch(self, epoch: int) -> None:
         if self._start and self._start[0] != epoch:

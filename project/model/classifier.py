@@ -146,8 +146,7 @@ class ImageClassifier(LightningModule):
             self._look_at(logits)
         loss = self.loss(logits, batch["label"])
         self._step_notes.append(note(logits, batch["label"], loss))
-        # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
-        return loss if batch["weight"] == 1.0 else loss * batch["weight"]
+        return loss
 
     def on_after_backward(self) -> None:
         self._log_sent()  # the ranks have met since

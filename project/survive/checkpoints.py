@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.survive.readable import check, plain_values
-from project.train.position import Position, out_of_time, position, put, within_epoch
+from project.train.position import out_of_time, position, within_epoch
 
 log = logging.getLogger(__name__)
 
@@ -369,17 +369,3 @@ class Checkpoints(Checkpoint):
             if path not in keep:
                 path.unlink(missing_ok=True)
                 facts_of(path).unlink(missing_ok=True)
-
-    # Back ------------------------------------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == "fit":
-            checkpoint["position"] = position(trainer).state_dict()
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != "fit" or "position" not in checkpoint:
-            return
-        at = Position(**checkpoint["position"])
-        data: Any = getattr(trainer, "datamodule", None)
-        put(checkpoint["loops"]["fit_loop"], at, trainer.accumulate_grad_batches, data.train_order().steps)
-        data.start_at(at.epoch, at.step)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from project.cluster.launcher import host
 from project.survive.checkpoints import checkpoints_of
+from project.train.micro_batch import MicroBatch, micro_batch
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +31,22 @@ _SHOWN = 64  # samples of a micro-batch
 
 
 @dataclass
-class MicroBatch:
-    """One whose loss is not finite, and where it was made."""
+class Fault:
+    """A micro-batch whose loss is not finite, and where it was made."""
 
     rank: int
     host: str
     number: str
-    samples: list[int]
+    samples: list[int] | None
     loss: float
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.samples[:_SHOWN]))
+        where = f"{self.loss} on rank {self.rank}, {self.host}, in micro-batch {self.number}"
+        if self.samples is None:
+            return where
         more = len(self.samples) - _SHOWN
-        return (
-            f"{self.loss} on rank {self.rank}, {self.host}, in micro-batch {self.number}, samples {shown}"
-            f"{f' and {more} more' if more > 0 else ''}"
-        )
+        shown = ", ".join(map(str, self.samples[:_SHOWN]))
+        return f"{where}, samples {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 @dataclass
@@ -54,8 +55,7 @@ class Step:
 
     number: int
     epoch: int
-    batches: list[tuple[int, Tensor]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     flag: Any = None
     ready: Any = None
 
@@ -109,11 +109,10 @@ class NonFinite(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = Step(trainer.global_step + 1, trainer.current_epoch)
             trainer.skipped = False  # type: ignore[attr-defined]
-        self._step.batches.append((batch["key"][2] + 1, batch["sample"]))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
-        self._step.losses.append(value)
+        self._step.losses.append((micro_batch(trainer), value))
         spoil = value * 0  # 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
         loss.register_hook(lambda gradient: gradient + spoil)  # type: ignore[no-untyped-call]
 
@@ -237,17 +236,17 @@ def _finite(module: LightningModule) -> bool:
     return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
-def _own(trainer: Trainer, step: Step) -> list[MicroBatch]:
+def _own(trainer: Trainer, step: Step) -> list[Fault]:
     """This rank's micro-batches whose loss is not finite."""
     total = trainer.world_size * trainer.accumulate_grad_batches
     return [
-        MicroBatch(trainer.global_rank, host(), f"{number} of {total}", samples.tolist(), loss.item())
-        for (number, samples), loss in zip(step.batches, step.losses, strict=True)
+        Fault(trainer.global_rank, host(), f"{one.key[2] + 1} of {total}", one.samples, loss.item())
+        for one, loss in step.losses
         if not loss.isfinite()
     ]
 
 
-def _exchange(trainer: Trainer, mine: list[MicroBatch]) -> list[MicroBatch]:
+def _exchange(trainer: Trainer, mine: list[Fault]) -> list[Fault]:
     if trainer.world_size == 1:
         return mine
     parts: list[Any] = [None] * trainer.world_size
@@ -261,7 +260,7 @@ def _parameters(module: LightningModule) -> list[str]:
     return [name for name, gradient in reversed(named) if not gradient.isfinite().all()]
 
 
-def _describe(step: Step, found: list[MicroBatch], parameters: list[str]) -> str:
+def _describe(step: Step, found: list[Fault], parameters: list[str]) -> str:
     which = f"step {step.number} (epoch {step.epoch})"
     if found:
         more = f"; and {len(found) - 3} more micro-batches" if len(found) > 3 else ""
@@ -273,7 +272,7 @@ def _describe(step: Step, found: list[MicroBatch], parameters: list[str]) -> str
     return f"{text}: that of {', '.join(parameters[:3])}{more}."
 
 
-def _hint(trainer: Trainer, found: list[MicroBatch]) -> str:
+def _hint(trainer: Trainer, found: list[Fault]) -> str:
     everywhere = len(found) == trainer.world_size * trainer.accumulate_grad_batches > 1
     if everywhere:
         return (

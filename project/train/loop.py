@@ -6,13 +6,17 @@ What is done here, and in which order, is what Lightning does. Where something i
 Lightning's own loop does it.
 """
 
+import logging
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -20,10 +24,15 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from project.data.dealing import DealtLoader
+from project.train.micro_batch import MicroBatch, micro_batch
 from project.train.position import out_of_time, timers
+
+log = logging.getLogger(__name__)
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -32,8 +41,38 @@ _TAKES_OVER = (
 )
 
 
+class _Weighted(_AutomaticOptimization):
+    """Lightning's own way through a micro-batch, with the micro-batch's weight."""
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        result = super()._training_step(kwargs)
+        weight = micro_batch(self.trainer).weight
+        if weight != 1.0 and result.closure_loss is not None:
+            result.closure_loss = result.closure_loss * weight
+        return result
+
+
+class _Named:
+    """The batches of a loader, each noted as the one at hand before anybody sees it."""
+
+    def __init__(self, fetcher: _DataFetcher, note: Callable[[Any], None]) -> None:
+        self._fetcher, self._note = fetcher, note
+
+    @property
+    def done(self) -> bool:
+        return self._fetcher.done
+
+    def __next__(self) -> Any:
+        found = next(self._fetcher)
+        self._note(found[0])
+        return found
+
+
 class Steps(_TrainingEpochLoop):
     """The steps of an epoch."""
+
+    micro_batch = MicroBatch()
+    """The one at hand."""
 
     _results: Any
     _within = False
@@ -41,6 +80,10 @@ class Steps(_TrainingEpochLoop):
     _validation_due = False
     """The run goes on with the validation that follows the last step."""
     _out_of_time: bool | None = None
+
+    def __init__(self, trainer: Trainer, **settings: Any) -> None:
+        super().__init__(trainer, **settings)
+        self.automatic_optimization = _Weighted(trainer)
 
     # Where a run goes on ---------------------------------------------------------------------------------------------
 
@@ -97,6 +140,9 @@ class Steps(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         self._usual, self._out_of_time = self._is_usual(data_fetcher), None
+        self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
+        self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
@@ -135,11 +181,13 @@ class Steps(_TrainingEpochLoop):
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if not self._usual:
-            super().advance(data_fetcher)
+            whole = isinstance(data_fetcher, _DataLoaderIterDataFetcher)  # the module takes the batches by itself
+            super().advance(data_fetcher if whole else _Named(data_fetcher, self._note))  # type: ignore[arg-type]
             return
         trainer, progress, logged = self.trainer, self.batch_progress, self._results
         batch, _, _ = next(data_fetcher)
         number = progress.current.ready
+        self._note(batch)
         progress.is_last_batch = data_fetcher.done
         batch = self._before(self._precision.convert_input(batch), 0)
         batch = self._after(self._transfer(batch, self._strategy.root_device, 0), 0)
@@ -169,6 +217,20 @@ class Steps(_TrainingEpochLoop):
         if logged:
             trainer._logger_connector.update_train_step_metrics()
 
+    def _note(self, batch: Any) -> None:
+        """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
+        found = None
+        for loader in self._dealt:
+            if loader.taken:
+                key = loader.taken.popleft()
+                found = found or MicroBatch(key, loader.seed, loader.keys.order)
+        if found is None:
+            many, trainer = self.trainer.accumulate_grad_batches, self.trainer
+            step, number = divmod(self.batch_progress.current.ready, many)
+            key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
+            found = MicroBatch(key, self._run_seed, counted=_size(batch))
+        self.micro_batch = found
+
     def _gradient(self, batch: Any, number: int) -> dict[str, Any]:
         """Forwards and backwards."""
         micro_batches = self.trainer.accumulate_grad_batches
@@ -184,7 +246,12 @@ class Steps(_TrainingEpochLoop):
             count.increment_started()
             self._optimizer.zero_grad()
             count.increment_completed()
-        loss = outputs["loss"] if micro_batches == 1 else outputs["loss"] / micro_batches
+        # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
+        loss, weight = outputs["loss"], self.micro_batch.weight
+        if weight != 1.0:
+            loss = loss * weight
+        if micro_batches != 1:
+            loss = loss / micro_batches
         outputs["loss"] = loss.detach()
         self._strategy.pre_backward(loss)
         if self._scaler is not None:
@@ -239,6 +306,13 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
+
+
+def _size(batch: Any) -> int:
+    """The samples of a batch: the length of the first tensor in it."""
+    found: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
+    return found[0] if found else 0
 
 
 def _steps_once(optimizer: Optimizer) -> bool:

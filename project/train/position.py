@@ -19,6 +19,12 @@ class Position:
     epoch: int
     step: int
     global_step: int
+    micro_batches: int
+    """Done in this epoch, over all ranks."""
+    total_micro_batches: int
+    """Done since the run began, over all ranks."""
+    epoch_over: bool = False
+    """All micro-batches of this epoch are done."""
     validation_due: bool = False
     begun: bool = False
     """The hooks at the start of this epoch have been called."""
@@ -33,18 +39,25 @@ def position(trainer: Trainer) -> Position:
     And just before the optimiser takes a step, which then is not done.
     """
     loop = trainer.fit_loop
-    batches: Any = loop.epoch_loop.batch_progress.current
+    progress = loop.epoch_loop.batch_progress
+    batches: Any = progress.current
     taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
     # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
-    step = batches.started // trainer.accumulate_grad_batches - int(taken.ready > taken.completed)
+    many, undone = trainer.accumulate_grad_batches, int(taken.ready > taken.completed)
+    step = batches.started // many - undone
+    micro_batches = (batches.started - undone * many) * trainer.world_size
+    ever: Any = progress.total
+    total = (ever.started - undone * many) * trainer.world_size
+    over = batches.started >= trainer.num_training_batches
     epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed
-        return Position(epochs.processed, step, trainer.global_step, bool(trainer.validating), begun)
-    if batches.started >= trainer.num_training_batches:  # the epoch is over
-        return Position(epochs.processed, 0, trainer.global_step)
+        at = epochs.processed, step, trainer.global_step, micro_batches, total
+        return Position(*at, epoch_over=over, validation_due=bool(trainer.validating), begun=begun)
+    if over:
+        return Position(epochs.processed, 0, trainer.global_step, 0, total)
     # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
-    return Position(epochs.processed - 1, step, trainer.global_step, begun=True)
+    return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, begun=True)
 
 
 def within_epoch(trainer: Trainer) -> bool:
@@ -62,15 +75,14 @@ def out_of_time(trainer: Trainer) -> bool:
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
-def put(fit_loop: dict[str, Any], at: Position, accumulation: int, steps_per_epoch: int) -> None:
+def put(fit_loop: dict[str, Any], at: Position, world_size: int) -> None:
     """Rewrites the saved state of Lightning's fit loop so that it goes on from a position."""
-    done, total = at.step * accumulation, (at.epoch * steps_per_epoch + at.step) * accumulation
     begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]
     for name in ("ready", "started", "processed", "completed"):
-        batches["current"][name] = done
-        batches["total"][name] = total
-    batches["is_last_batch"] = at.step == steps_per_epoch
+        batches["current"][name] = at.micro_batches // world_size
+        batches["total"][name] = at.total_micro_batches // world_size
+    batches["is_last_batch"] = at.epoch_over
 
     for counters in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
         counters["ready"] = counters["started"] = at.epoch + int(begun)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
+from project.train.position import Position, position, put
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class Resuming(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        if self.trainer.state.fn == "fit" and not weights_only:
+            checkpoint["position"] = position(self.trainer).state_dict()
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
             refuse_made_later(checkpoint["state_dict"], self._made_of)
@@ -64,6 +67,8 @@ class Resuming(_CheckpointConnector):
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         self.read(checkpoint_path, weights_only)
+        if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
+            self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
         if not states:
             return
@@ -74,6 +79,19 @@ class Resuming(_CheckpointConnector):
                 "The states of callbacks differ between the %d ranks of the checkpoint: all %d now go on with rank 0's.",
                 *(len(states), self.trainer.world_size),
             )
+
+    def _put(self) -> None:
+        """Loops and loaders go on where the run was, also on another number of ranks."""
+        try:
+            at = Position(**self._loaded_checkpoint["position"])
+        except TypeError:
+            raise ValueError(
+                f"{self._ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
+                "model.init_from=THIS FILE begins a new run with its weights."
+            ) from None
+        put(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
+        loaders: Any = self.trainer._data_connector
+        loaders.start_at(at.epoch, at.micro_batches)
 
     def restore_model(self) -> None:
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from project.train.micro_batch import micro_batch
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._seen += len(batch["label"])
+        self._seen += micro_batch(trainer).size
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step

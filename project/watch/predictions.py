@@ -5,6 +5,7 @@ Where the samples' files are known, each line names its own.
 
 import csv
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 log = logging.getLogger(__name__)
+
+_COLUMNS = ("sample", "label", "confidence")
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -25,7 +28,9 @@ class PredictionWriter(BasePredictionWriter):
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *args: Any, **kwargs: Any
     ) -> None:
-        columns = [prediction[name].tolist() for name in ("sample", "label", "confidence")]
+        if not isinstance(prediction, Mapping) or not {*_COLUMNS} <= prediction.keys():
+            return  # of another kind: trainer.predict returns them
+        columns = [prediction[name].tolist() for name in _COLUMNS]
         files = prediction.get("file", [""] * len(columns[0]))
         self._rows.extend(zip(*columns, files, strict=True))
 
@@ -34,10 +39,10 @@ class PredictionWriter(BasePredictionWriter):
         if trainer.world_size > 1:
             parts = [None] * trainer.world_size
             dist.all_gather_object(parts, self._rows)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and any(parts):
             path = Path(trainer.default_root_dir) / "predictions.csv"
             rows = sorted(row for part in parts for row in part)
-            columns = ["sample", "label", "confidence"] + ["file"] * any(file for *_, file in rows)
+            columns = [*_COLUMNS] + ["file"] * any(file for *_, file in rows)
             with path.open("w", newline="") as opened:
                 writer = csv.writer(opened)
                 writer.writerow(columns)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from project.cluster.launcher import host
+from project.train.micro_batch import micro_batch
 from project.watch.stragglers import Stragglers, Times, excess
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Throughput(Callback):
     ) -> None:
         if self._step is None:
             return
-        self._step.samples += len(batch["label"])
+        self._step.samples += micro_batch(trainer).size
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._step.end = self._last_end = self._now()
@@ -251,7 +252,8 @@ class Throughput(Callback):
             self.shares["gradient sync"] = self._spent[1] / self._seconds
 
     def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        self._flops = flops(getattr(module, "network", None), batch["image"].shape[1:])
+        if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
+            self._flops = flops(getattr(module, "network", None), images.shape[1:])
         self._peak = peak(trainer)
 
 

@@ -1,0 +1,31 @@
+"""Micro-batch x ranks x accumulation = global batch."""
+
+from typing import Literal
+
+
+def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted: int | Literal["auto"], where: str) -> int:
+    """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks.
+
+    `where`: the keys of the global batch and of the micro-batch, for messages.
+    """
+    if global_batch is None:
+        return 1 if wanted == "auto" else wanted
+    name, size = where.split()
+    at_once = micro_batch * ranks
+    count, rest = divmod(global_batch, at_once)
+    if rest or not count:
+        fitting = [n for n in range(1, global_batch // micro_batch + 1) if global_batch % (micro_batch * n) == 0]
+        sizes = f"ranks that fit: {', '.join(map(str, fitting))}; " if fitting else ""
+        nearest = max(1, round(global_batch / at_once)) * at_once
+        raise ValueError(
+            f"{ranks} rank(s) with micro-batches of {micro_batch} can't make a global batch of "
+            f"{global_batch} ({sizes}nearest global batch for {ranks} rank(s): {nearest}). "
+            f"HINT: set {name}={nearest}, or change {size}."
+        )
+    if wanted not in ("auto", count):
+        raise ValueError(
+            f"{name}={global_batch} on {ranks} rank(s) with micro-batches of "
+            f"{micro_batch} takes accumulate_grad_batches={count}, not {wanted}. "
+            f"HINT: set trainer.accumulate_grad_batches=auto, or leave out {name}."
+        )
+    return count

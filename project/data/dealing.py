@@ -1,0 +1,162 @@
+"""Any DataLoader over a map-style dataset, dealt out in this project's order: the same global batches on any number of ranks.
+
+What belongs to the user stays as it is: the dataset, `collate_fn`, the batch size (which is the micro-batch), the worker
+processes, pinned memory, whether the samples are shuffled, and whether what is left at the end of an epoch is dropped. What
+is replaced is the sampler, as Lightning replaces it by a DistributedSampler.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+
+from project.data.order import Key, MicroBatchSampler, Order, chance
+
+
+class DealtLoader(DataLoader[Any]):
+    """A DataLoader that knows which micro-batch it gives: `taken` has the keys of those that were given, oldest first.
+
+    Args:
+        keys: the keys of this rank's micro-batches.
+        seed: of all that is drawn at random for a micro-batch.
+        settings: those of a DataLoader.
+    """
+
+    def __init__(self, keys: MicroBatchSampler, seed: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.keys, self.seed = keys, seed
+        self.taken: deque[Key] = deque()
+
+    def __iter__(self) -> Any:
+        return self._note(self._batches())  # the loader's processes start now, and not with the first batch
+
+    def _batches(self) -> Iterable[Any]:
+        return super().__iter__()
+
+    def _note(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for key, batch in zip(self.keys, batches):  # noqa: B905, because a loader may have been stopped in between
+            self.taken.append(key)
+            yield batch
+        self.keys.start_over()
+
+
+class Samples(list[int]):
+    """The samples of a micro-batch, and the seed of what a dataset draws at random for them."""
+
+    seed = 0
+
+
+class _MicroBatches:
+    """In place of a loader's batch sampler, or of its sampler where the dataset gives whole batches."""
+
+    def __init__(self, sampler: MicroBatchSampler, seed: int) -> None:
+        self.sampler, self.seed = sampler, seed
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Samples]:
+        for key in self.sampler:
+            samples = Samples(self.sampler.order.indices(key).tolist())
+            samples.seed = chance(self.seed, key)
+            yield samples
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset. What it draws at random is a function of the micro-batch, in whatever process it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # not there yet, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, Samples):
+            return self.dataset[index]
+        with _seeded(index.seed):
+            return self.dataset[index[0]]
+
+    def __getitems__(self, samples: Samples) -> Any:
+        with _seeded(samples.seed):
+            if getattr(self.dataset, "__getitems__", None):
+                return self.dataset.__getitems__(list(samples))
+            return [self.dataset[number] for number in samples]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    if get_worker_info() is not None:
+        _seed(seed)
+        yield
+        return
+    # In the process that trains, others draw numbers, too.
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    _seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def why_not(loader: DataLoader[Any]) -> str | None:
+    """Why a DataLoader can't be dealt out, if it can't."""
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return "its dataset can only be read from its beginning"
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not torch.utils.data.BatchSampler:
+        return f"it has a batch sampler of its own ({type(batches).__name__})"
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    )
+    return None if plain else f"it has a sampler of its own ({type(sampler).__name__})"
+
+
+def micro_batch_of(loader: DataLoader[Any]) -> int:
+    """Samples that one process puts through the network at once; a dataset that gives whole batches gives one."""
+    return loader.batch_size or 1
+
+
+def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int) -> DealtLoader:
+    """The same loader, which gives this rank's micro-batches of an order."""
+    keys = MicroBatchSampler(order, rank, world_size)
+    batches: Any = _MicroBatches(keys, seed)
+    settings = {} if loader.batch_size is None else {"batch_sampler": batches}
+    if loader.num_workers:
+        settings |= {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
+        settings |= {"persistent_workers": loader.persistent_workers, "timeout": loader.timeout}
+    if loader.batch_size is None:
+        settings |= {"batch_size": None, "sampler": batches}
+    return DealtLoader(
+        keys,
+        seed,
+        dataset=SeededDataset(loader.dataset),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **settings,
+    )

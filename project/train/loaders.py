@@ -1,0 +1,136 @@
+"""Which loader becomes what: training and evaluation loaders are dealt out in this project's order wherever they can be."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader
+
+from project.data.batching import accumulation
+from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
+from project.data.order import Order
+from project.train.batch_norm import batch_norms
+
+log = logging.getLogger(__name__)
+
+Limit = int | float | None
+
+
+def limited(count: int, limit: Limit) -> int:
+    """Lightning's limits: an int is a number, a float a share."""
+    if limit is None:
+        return count
+    return min(count, limit) if isinstance(limit, int) else int(count * limit)
+
+
+class Loaders(_DataConnector):
+    """Lightning's, which hands every loader through `_prepare_dataloader` when a loop begins to use it.
+
+    Args:
+        trainer: the Trainer.
+        global_batch: samples behind one optimiser step, over all ranks, if that is given.
+        wanted: the accumulation that was asked for.
+        limits: of training in steps, of evaluation in micro-batches over all ranks; by name of the stage.
+        settled: told the accumulation when it is known, which is when the first training loader is.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        global_batch: int | None,
+        wanted: int | Literal["auto"],
+        limits: dict[str, Limit],
+        settled: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(trainer)
+        self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
+        self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._counted = False
+        self._said: set[str] = set()
+
+    def start_over(self) -> None:
+        """Another fit, or another verb."""
+        self._start, self._counted = (0, 0), False
+
+    def start_at(self, epoch: int, micro_batches: int) -> None:
+        """Training goes on from here, with the next loaders that are made: so many micro-batches are done, over all ranks."""
+        self._start = epoch, micro_batches
+
+    def _put(self, loader: DealtLoader) -> DealtLoader:
+        epoch, done = self._start
+        order = loader.keys.order
+        loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
+        return loader
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        training = mode == RunningStage.TRAINING
+        if isinstance(dataloader, DealtLoader):
+            return self._put(dataloader) if training else dataloader
+        if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
+            self._leave(dataloader, training, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
+
+    def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
+        trainer, size = self.trainer, micro_batch_of(loader)
+        if not self._counted:
+            count = accumulation(
+                self.global_batch, size, trainer.world_size, self.wanted, "trainer.global_batch_size batch_size"
+            )
+            self._counted = True
+            self.settled(count, size)
+        seed = _seed(loader)
+        order = Order(
+            len(loader.dataset),  # type: ignore[arg-type]
+            size,
+            trainer.world_size * trainer.accumulate_grad_batches,
+            seed if _shuffles(loader) else None,
+            "drop" if loader.drop_last else "keep",
+            share=trainer.accumulate_grad_batches,
+            least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
+        )
+        return self._put(deal(loader, order.limited(self.limits["train"]), trainer.global_rank, trainer.world_size, seed))
+
+    def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
+        """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
+        trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
+        stage = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}.get(mode, "val")
+        batches = limited(-(-count // size), self.limits[stage])
+        seed = _seed(loader)
+        order = Order(
+            *(min(count, batches * size), size, trainer.world_size, seed if _shuffles(loader) else None),
+            "drop" if loader.drop_last else "keep",
+            least=1,
+        )
+        dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed)
+        if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
+            inner: Any = dealt.batch_sampler
+            wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted
+            object.__setattr__(dealt, "batch_sampler", wrapped)
+        return dealt
+
+    def _leave(self, loader: object, training: bool, why: str | None) -> None:
+        """Said once: what can't be promised of a loader that is left as it is."""
+        if not training or why is None or type(loader).__name__ in self._said or not self.trainer.is_global_zero:
+            return
+        self._said.add(type(loader).__name__)
+        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        log.info(
+            "The training loader (%s) gives its samples in its own order: %s. Another number of ranks is another run%s",
+            type(loader).__name__,
+            why,
+            "." if stateful else ", and one that was stopped within an epoch begins that epoch's data anew.",
+        )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    return hasattr(loader.sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
+
+
+def _seed(loader: DataLoader[Any]) -> int:
+    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    return generator.initial_seed() % 2**63 if generator is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -1,0 +1,50 @@
+"""What the Trainer knows of the micro-batch at hand. The module sees the batch that its `collate_fn` made, and no more."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+
+from project.data.order import Key, Order, chance
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Names a micro-batch, and tells what follows from its name."""
+
+    key: Key = (0, 0, 0)
+    """(epoch, step within the epoch, number within the step)."""
+    run_seed: int = 0
+    order: Order | None = None
+    """The order that it was dealt out in; None where a loader has one of its own."""
+    counted: int = 0
+    """Its samples, as far as they can be counted, where there is no order."""
+
+    @property
+    def seed(self) -> int:
+        """Of all that is drawn at random for it."""
+        return chance(self.run_seed, self.key)
+
+    @property
+    def weight(self) -> float:
+        """What its mean loss counts for in its step: 1.0 except in a shorter last step."""
+        return 1.0 if self.order is None else self.order.weight(*self.key[1:])
+
+    @property
+    def samples(self) -> list[int] | None:
+        """Their numbers in the dataset, where they are known."""
+        return None if self.order is None else self.order.indices(self.key).tolist()
+
+    @property
+    def size(self) -> int:
+        """How many samples it has."""
+        if self.order is None:
+            return self.counted
+        low, high = self.order.micro_span(*self.key[1:])
+        return high - low
+
+
+def micro_batch(trainer: Trainer) -> MicroBatch:
+    """The one that this rank trains on."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return cast(MicroBatch, loop.micro_batch)
