@@ -1,3 +1,17 @@
-"""Train an image classifier on one machine or on many: the same YAML, the same run."""
+"""Train any LightningModule on one machine or on many: the same YAML, the same run."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from project.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`from project import Trainer`; nothing heavy is imported until it is used."""
+    if name == "Trainer":
+        from project.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

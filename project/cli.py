@@ -20,13 +20,13 @@ from rich.console import Console
 from project.bench import report
 from project.cluster.findings import verdict
 from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
-from project.config import HelpAll, Parser, SaveConfig, UsageError, condensed, expand, option, save_config
+from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, expand, option, save_config
 from project.data import ImageData
 from project.guests import welcome
 from project.model import ImageClassifier
 from project.run import RUNS, checked, open_beside, open_run, saved_config, weights
 from project.survive.changes import Changes
-from project.survive.checkpoints import Checkpoints
+from project.survive.checkpoints import Checkpoints, metric
 from project.survive.failure import hang_up
 from project.survive.failure import report as report_error
 from project.survive.watchdog import Watchdog
@@ -41,7 +41,7 @@ EVALUATING = ("validate", "test", "predict")  # they look at weights that are th
 
 
 class ProjectCLI(LightningCLI):
-    """LightningCLI for ImageClassifier and ImageData."""
+    """LightningCLI for any LightningModule and LightningDataModule; where none is named, for ImageClassifier and ImageData."""
 
     trainer: Trainer
 
@@ -86,13 +86,11 @@ class ProjectCLI(LightningCLI):
         return {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench")}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.set_defaults(
-            {
-                "model.network": {"class_path": "project.model.MiniResNet"},
-                "data.source": {"class_path": "project.data.Synthetic"},
-            }
-        )
-        parser.link_arguments("seed_everything", "data.seed")
+        if self._model_class is ImageClassifier:
+            parser.set_defaults({"model.network": {"class_path": "project.model.MiniResNet"}})
+        if self._datamodule_class is ImageData:
+            parser.set_defaults({"data.source": {"class_path": "project.data.Synthetic"}})
+            parser.link_arguments("seed_everything", "data.seed")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
 
@@ -173,7 +171,7 @@ class ProjectCLI(LightningCLI):
         settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
-        how = (settings.checkpoints.monitor, settings.checkpoints.mode)
+        how = (metric(settings.checkpoints.monitor), settings.checkpoints.mode)
         if verb == "fit":
             self._run = open_run(root, settings.run, self._kind(), launch)
         else:
@@ -324,9 +322,11 @@ def main() -> None:
         open_log(rank, host())
         sys.argv[1:] = expand(run_config(sys.argv[1:]))
         Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
+        own_model, own_data = brought(sys.argv[1:])
         ProjectCLI(
-            ImageClassifier,
-            ImageData,
+            LightningModule if own_model else ImageClassifier,
+            None if own_data else ImageData,
+            subclass_mode_model=own_model,
             trainer_class=Trainer,
             save_config_callback=None,  # see SaveConfig
             parser_class=Parser,

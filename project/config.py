@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,6 +104,24 @@ def option(argv: list[str], *names: str) -> str | None:
             elif word.startswith(name + "="):
                 found = word.partition("=")[2]
     return found
+
+
+def brought(argv: list[str]) -> tuple[bool, bool]:
+    """Whether a LightningModule and a LightningDataModule of the user's own are named, by the configs or on the command line.
+
+    A module of one's own may have its loaders itself: then there is no `data`, and that is the user's own, too.
+    """
+    configs = [following for word, following in pairwise(argv) if word == "--config"]
+    sections: list[dict[str, Any]] = [yaml.safe_load(Path(one).read_text()) or {} for one in configs]
+
+    def named(key: str) -> bool:
+        values = [section.get(key) for section in sections]
+        in_config = any(isinstance(value, str) or (isinstance(value, dict) and "class_path" in value) for value in values)
+        return in_config or option(argv, f"--{key}", f"--{key}.class_path") is not None
+
+    model = named("model")
+    data_at_all = any(section.get("data") for section in sections) or any(word.startswith("--data.") for word in argv)
+    return model, named("data") or (model and not data_at_all)
 
 
 # The parser ----------------------------------------------------------------------------------------------------------

@@ -41,18 +41,28 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
         *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
         *_trainer("callbacks model_registry overfit_batches shared_folder"),
-        *("data.num_workers", "data.resident", "model.channels_last", "model.compile", "checkpoints", "watchdog"),
+        *(
+            "data.num_workers",
+            "data.init_args.num_workers",
+            "data.resident",
+            "model.channels_last",
+            "model.compile",
+            "checkpoints",
+            "watchdog",
+        ),
+        "data.init_args.num_workers",
         *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),
     ],
     # What is learned from here on.
     "word": [
         *("model.optimizer", "model.lr_scheduler", "model.lr_reference_batch", "model.lr_scaling", "model.lr_interval"),
-        *("model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
+        *("model.init_args", "model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
         *_trainer("precision gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm"),
     ],
     # The samples, their order, what learns from them, and where it began.
     "never": [
         *("seed_everything", "data.seed", "data.source", "data.batch_size", "data.global_batch_size", "data.tail"),
+        *("model.class_path", "data.class_path", "data.init_args", "trainer.global_batch_size"),
         *("trainer.limit_train_batches", "model.network", "model.optimizer.class_path", "ckpt_path"),
         *("model.init_from", "model.init_prefix"),
     ],

@@ -55,6 +55,7 @@ from project.survive.watchdog import Watchdog
 from project.train.batch_norm import StepStatistics
 from project.train.epochs import own_loops
 from project.train.loaders import Loaders
+from project.train.logged import Logged
 from project.train.position import out_of_time
 from project.train.resuming import Resuming
 from project.train.rng import ChanceByMicroBatch
@@ -237,6 +238,7 @@ class Trainer(pl.Trainer):
         """Samples behind one optimiser step, where they can be counted."""
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
+        self._logger_connector = Logged(self)
         by_stage = {**self._wanted_limits, "predict": self._wanted_limits["test"]}
         self._data_connector: Loaders = Loaders(self, global_batch_size, accumulate_grad_batches, by_stage, self._settled)
         if isinstance(self.strategy, DDPStrategy):

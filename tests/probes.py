@@ -23,6 +23,11 @@ from torch.utils.data import Dataset
 from project.train.micro_batch import micro_batch
 
 
+def _samples(trainer: Trainer, batch: Any) -> list[int]:
+    """What came; of data that doesn't say it, what should have come."""
+    return batch["sample"].tolist() if "sample" in batch else micro_batch(trainer).samples or []
+
+
 class Record(Callback):
     """Writes what a rank saw to record-RANK.json in the working directory."""
 
@@ -43,7 +48,7 @@ class Record(Callback):
         return allreduce_hook(None, bucket)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.steps.setdefault(trainer.global_step, []).extend(batch["sample"].tolist())
+        self.steps.setdefault(trainer.global_step, []).extend(_samples(trainer, batch))
         self.weights.append(micro_batch(trainer).weight)
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -51,7 +56,7 @@ class Record(Callback):
         self._reduced = 0
 
     def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, *_: Any) -> None:
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking and "sample" in batch:
             self.evaluated.update(batch["sample"].tolist())
 
     def on_test_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, *_: Any) -> None:

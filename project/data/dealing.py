@@ -46,16 +46,17 @@ class DealtLoader(DataLoader[Any]):
 
 
 class Samples(list[int]):
-    """The samples of a micro-batch, and the seed of what a dataset draws at random for them."""
+    """The samples of a micro-batch, and the seed of what a dataset draws at random for them, together or `each`."""
 
     seed = 0
+    each = False
 
 
 class _MicroBatches:
     """In place of a loader's batch sampler, or of its sampler where the dataset gives whole batches."""
 
-    def __init__(self, sampler: MicroBatchSampler, seed: int) -> None:
-        self.sampler, self.seed = sampler, seed
+    def __init__(self, sampler: MicroBatchSampler, seed: int, each: bool) -> None:
+        self.sampler, self.seed, self.each = sampler, seed, each
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -66,7 +67,7 @@ class _MicroBatches:
     def __iter__(self) -> Iterator[Samples]:
         for key in self.sampler:
             samples = Samples(self.sampler.order.indices(key).tolist())
-            samples.seed = chance(self.seed, key)
+            samples.seed, samples.each = (self.seed if self.each else chance(self.seed, key)), self.each
             yield samples
 
 
@@ -88,13 +89,18 @@ class SeededDataset(Dataset[Any]):
         if not isinstance(index, Samples):
             return self.dataset[index]
         with _seeded(index.seed):
-            return self.dataset[index[0]]
+            return self._one(index, index[0])
 
     def __getitems__(self, samples: Samples) -> Any:
         with _seeded(samples.seed):
             if getattr(self.dataset, "__getitems__", None):
                 return self.dataset.__getitems__(list(samples))
-            return [self.dataset[number] for number in samples]
+            return [self._one(samples, number) for number in samples]
+
+    def _one(self, samples: Samples, number: int) -> Any:
+        if samples.each:
+            _seed(chance(samples.seed, (0, 0, number)))
+        return self.dataset[number]
 
 
 @contextmanager
@@ -139,10 +145,14 @@ def micro_batch_of(loader: DataLoader[Any]) -> int:
     return loader.batch_size or 1
 
 
-def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int) -> DealtLoader:
-    """The same loader, which gives this rank's micro-batches of an order."""
+def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> DealtLoader:
+    """The same loader, which gives this rank's micro-batches of an order.
+
+    `each`: what the dataset draws at random follows from the sample, and not from the micro-batch. In an evaluation, samples
+    meet in other micro-batches on another number of ranks.
+    """
     keys = MicroBatchSampler(order, rank, world_size)
-    batches: Any = _MicroBatches(keys, seed)
+    batches: Any = _MicroBatches(keys, seed, each)
     settings = {} if loader.batch_size is None else {"batch_sampler": batches}
     if loader.num_workers:
         settings |= {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}

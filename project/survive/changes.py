@@ -33,6 +33,7 @@ class Changes(Callback):
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration: dict[str, Any] = json.loads(json.dumps(configuration, default=str))
         self._moves: int | None = None  # of the schedule so far; None: nothing has changed
+        self._batch: int | None = None  # the global batch of the checkpoint
         self._fresh: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -42,17 +43,14 @@ class Changes(Callback):
         self._moves = None
         if trainer.state.fn != "fit" or "configuration" not in checkpoint:
             return
-        before, now = checkpoint["global_batch"], _global_batch(trainer)
-        if before != now:
-            raise ValueError(
-                f"The checkpoint is of a run with a global batch of {before}, and this would be one of {now}. "
-                f"HINT: set data.global_batch_size={before}; it then stays on any number of ranks."
-            )
-        old, new = checkpoint["configuration"]["model"], self.configuration["model"]
-        if any(old.get(key, new[key]) != new[key] for key in _STEERING):
+        self._batch = checkpoint["global_batch"]
+        old, new = checkpoint["configuration"].get("model") or {}, self.configuration.get("model") or {}
+        # Of a model of one's own, nobody here knows which of its arguments steer the optimiser.
+        steering = ("init_args",) if "class_path" in new else _STEERING
+        if any(old.get(key, new.get(key)) != new.get(key) for key in steering):
             at = checkpoint["position"]
-            moves = at["global_step"] if new["lr_interval"] == "step" else at["epoch"]
-            if old["lr_interval"] == new["lr_interval"]:
+            moves = at["epoch"] if new.get("lr_interval") == "epoch" else at["global_step"]
+            if old.get("lr_interval") == new.get("lr_interval"):
                 moves = next((state.get("last_epoch", moves) for state in checkpoint["lr_schedulers"]), moves)
             checkpoint["lr_schedulers"] = []  # it may be another class
             self._moves = moves
@@ -64,7 +62,14 @@ class Changes(Callback):
             self._fresh = [copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in groups]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Just after."""
+        """Just after; and now the loaders have said how large their batches are."""
+        before, now, self._batch = self._batch, _global_batch(trainer), None
+        if before not in (None, now):
+            key = "data" if "global_batch_size" in (self.configuration.get("data") or {}) else "trainer"
+            raise ValueError(
+                f"The checkpoint is of a run with a global batch of {before}, and this would be one of {now}. "
+                f"HINT: set {key}.global_batch_size={before}; it then stays on any number of ranks."
+            )
         if self._moves is None:
             return
         optimizer, moves, self._moves = trainer.optimizers[0], self._moves, None

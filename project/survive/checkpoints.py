@@ -175,6 +175,11 @@ def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
+def metric(monitor: str | None) -> str | None:
+    """The name of the metric that `checkpoints.monitor` means."""
+    return "val/acc" if monitor == "auto" else monitor
+
+
 class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
@@ -185,7 +190,7 @@ class Checkpoints(Checkpoint):
         every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
         every_n_minutes: save when so much time has passed since the last.
         keep_last: so many of the newest are kept.
-        monitor: the metric by which the best is kept, too.
+        monitor: the metric by which the best is kept, too; 'auto' is val/acc, where there is one.
         mode: 'max' if more of the metric is better, 'min' if less.
     """
 
@@ -194,7 +199,7 @@ class Checkpoints(Checkpoint):
         every_n_steps: int | None = None,
         every_n_minutes: float = 10.0,
         keep_last: int = 2,
-        monitor: str | None = "val/acc",
+        monitor: str | None = "auto",
         mode: str = "max",
     ) -> None:
         if not every_n_minutes > 0:
@@ -202,7 +207,8 @@ class Checkpoints(Checkpoint):
         if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
             raise ValueError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
-        self.monitor, self.mode = monitor, mode
+        self.monitor, self.mode = metric(monitor), mode
+        self.needs_metric = monitor not in (None, "auto")
         self.facts: dict[str, Any] = {}  # what else belongs to the run: set by who knows
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None

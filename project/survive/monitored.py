@@ -45,7 +45,7 @@ class Monitored(Callback):
 def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = getattr(callback, "monitor", None)
-        if isinstance(name, str):
+        if isinstance(name, str) and not (isinstance(callback, Checkpoints) and not callback.needs_metric):
             yield "checkpoints" if isinstance(callback, Checkpoints) else type(callback).__name__, name
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor:

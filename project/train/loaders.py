@@ -106,7 +106,7 @@ class Loaders(_DataConnector):
             "drop" if loader.drop_last else "keep",
             least=1,
         )
-        dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed)
+        dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted

@@ -143,6 +143,9 @@ class Steps(_TrainingEpochLoop):
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
+        if not self.trainer.lightning_module.automatic_optimization:
+            strategy = self.trainer.strategy  # which is what `manual_backward` calls
+            strategy.backward = partial(self._weigh, type(strategy).backward.__get__(strategy))
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
@@ -230,6 +233,14 @@ class Steps(_TrainingEpochLoop):
             key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
             found = MicroBatch(key, self._run_seed, counted=_size(batch))
         self.micro_batch = found
+
+    def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = self.micro_batch.weight
+        return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+
+    def teardown(self) -> None:
+        self.trainer.strategy.__dict__.pop("backward", None)
+        super().teardown()
 
     def _gradient(self, batch: Any, number: int) -> dict[str, Any]:
         """Forwards and backwards."""

@@ -200,10 +200,10 @@ class Progress(ProgressBar):
             return
         self._speed_since = self._resumed_at = time.monotonic()
         where = f"epoch {trainer.current_epoch}  step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
-        log.info("%s%s", where, _show(trainer, "val/"))
+        log.info("%s%s", where, _show(trainer, "val"))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        log.info(_show(trainer, "test/"))
+        log.info(_show(trainer, "test"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause(trainer)
@@ -222,9 +222,9 @@ class Progress(ProgressBar):
     def summary(self, trainer: Trainer) -> dict[str, str]:
         """What there is to say about a finished fit."""
         lines = {}
-        if last := _show(trainer, "val/"):
+        if last := _show(trainer, "val"):
             lines["validation"] = last
-        elif learned := _show(trainer, "train/", "_epoch"):
+        elif learned := _show(trainer, "train", "_epoch"):
             lines["last epoch"] = learned
         if self._training:
             parts = [f"{self._trained / self._training:,.0f} samples/s", f"{trainer.global_step} steps"]
@@ -242,13 +242,12 @@ class Progress(ProgressBar):
 def _plan(trainer: Trainer, module: LightningModule) -> str:
     """hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
     ranks, accumulation = trainer.world_size, trainer.accumulate_grad_batches
-    micro_batch = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    global_batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
     nodes = trainer.num_nodes
     shape = f"{_count(nodes, 'host', 'hosts')} x {_count(ranks // nodes, 'process', 'processes')}"
-    if micro_batch:
-        shape += (
-            f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {micro_batch * ranks * accumulation}"
-        )
+    if global_batch:
+        micro_batch = global_batch // (ranks * accumulation)
+        shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
     parts = [shape]
     if trainer.optimizers:
         group = trainer.optimizers[0].param_groups[0]
@@ -256,7 +255,8 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     for config in trainer.lr_scheduler_configs:
         if warmup := getattr(config.scheduler, "warmup_steps", 0):
             parts.append(f"warm-up {warmup} steps")
-    parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
+    if trainer.num_training_batches != float("inf"):
+        parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
     parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")
     return ", ".join(parts)
 

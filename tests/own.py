@@ -1,0 +1,85 @@
+"""Modules and data of somebody who knows nothing of this project, and what they saw."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Points(Dataset[dict[str, Any]]):
+    """Items that are no images, with noise that is drawn anew each time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        point = torch.randn(6, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"name": f"point {index}", "point": point + 0.1 * torch.randn(6), "sum": point.sum(0, keepdim=True)}
+
+
+class PointsData(LightningDataModule):
+    def __init__(self, size: int = 50, batch_size: int = 2, num_workers: int = 0) -> None:
+        super().__init__()
+        self.size, self.settings = size, {"batch_size": batch_size, "num_workers": num_workers}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Points(self.size), shuffle=True, **self.settings)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(Points(7), **self.settings), DataLoader(Points(11), **self.settings)]
+
+
+class Regression(LightningModule):
+    """Dropout, a schedule by epoch, and means over an epoch."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.lr = lr
+        self.network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return nn.functional.mse_loss(self.network(batch["point"]), batch["sum"])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        with Path(f"seen-{self.trainer.global_rank}.txt").open("a") as file:
+            file.write(f"{self.trainer.global_step} {' '.join(name.split()[1] for name in batch['name'])}\n")
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
+
+
+class Duel(Regression):
+    """Two networks with an optimiser each, which the module steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(6, 1).double()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        for optimizer, loss in ((first, self.loss(batch)), (second, self.critic(batch["point"]).square().mean())):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+        self.log("loss", loss, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        one = torch.optim.AdamW(self.network.parameters(), lr=self.lr)
+        other = torch.optim.SGD(self.critic.parameters(), lr=self.lr, momentum=0.9)
+        return [one, other], [torch.optim.lr_scheduler.ExponentialLR(one, 0.7)]
