@@ -161,7 +161,8 @@ class ProjectCLI(LightningCLI):
                 callback.facts["configuration"] = configuration
         if self._begun is not None:
             facts = self._begun[1]
-            trainer.loggers_go_on(facts["position"]["global_step"], facts.get("logged", ()))
+            at = facts["position"]
+            trainer.loggers_go_on(min(at["global_step"], at["logged_steps"]), facts.get("logged", ()))
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             trainer.loggers_go_on(0)
         return trainer

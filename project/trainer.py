@@ -66,6 +66,7 @@ from project.watch.predictions import PredictionWriter
 from project.watch.throughput import Throughput, flops, peak
 
 log = logging.getLogger(__name__)
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
 Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
@@ -207,12 +208,18 @@ class Trainer(pl.Trainer):
                 "configs/debug.yaml does."
             )
 
+        bare = bool(kwargs.get("barebones"))
+        wanted = [
+            kind
+            for kind, given in ((Progress, enable_progress_bar), (Checkpoints, enable_checkpointing), (Throughput, None))
+            if given is not False and not bare
+        ]
         try:
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=_with_ours(callbacks, enable_checkpointing, enable_progress_bar, nonfinite, gradient_compression),
-                logger=Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
+                callbacks=_with_ours(callbacks, wanted, nonfinite, gradient_compression),
+                logger=None if bare else Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1,
@@ -459,20 +466,14 @@ def _on_cpu(accelerator: Any) -> bool:
 
 
 def _with_ours(
-    given: Sequence[Callback] | Callback | None,
-    checkpointing: bool | None,
-    progress: bool | None,
-    nonfinite: Act,
-    compression: Compression,
+    given: Sequence[Callback] | Callback | None, wanted: Sequence[type[Callback]], nonfinite: Act, compression: Compression
 ) -> list[Callback]:
-    """The user's callbacks, and ours where the user has none of the kind."""
+    """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
-    if progress is not False and not any(isinstance(one, AnyProgressBar) for one in callbacks):
-        callbacks.append(Progress())
-    if checkpointing is not False and not any(isinstance(one, AnyCheckpoint) for one in callbacks):
-        callbacks.append(Checkpoints())
-    if not any(isinstance(one, Throughput) for one in callbacks):
-        callbacks.append(Throughput())
+    for kind in wanted:
+        alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
+        if not any(isinstance(one, alike) for one in callbacks):
+            callbacks.append(kind())
     if compression != "none":
         callbacks.append(CompressGradients(compression))
     # First, so that what the others do counts as progress or as a hang, and not as what was before.

@@ -219,7 +219,7 @@ class Checkpoints(Checkpoint):
         self._validated = False
         self._saved_at = (-1, False)
         self._saved_time = time.monotonic()
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._before_validation: Record | None = None
         self._ended_at: int | None = None
@@ -266,6 +266,21 @@ class Checkpoints(Checkpoint):
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.wait()
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+
+    @property
+    def best_model_path(self) -> str:
+        """As Lightning's ModelCheckpoint has it: '' where there is none."""
+        return str(self.best[1]) if self.best else self.last_model_path
+
+    @property
+    def last_model_path(self) -> str:
+        return str(self.last) if self.last else ""
+
     # Before others change what is to be saved ------------------------------------------------------------------------
 
     def validation_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -299,6 +314,7 @@ class Checkpoints(Checkpoint):
         # '-' sorts before '.': when the validation is over, the checkpoint without it is no longer the newest.
         due = "-validation" if at.validation_due else ""
         path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
+        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._writer.submit(self._write, path, copy, facts)
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
@@ -307,12 +323,14 @@ class Checkpoints(Checkpoint):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if not trainer.is_global_zero:
             return {}, {}
+        # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.
+        first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
         for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
             if flush := getattr(logger, "flush", None):
                 flush()
             if since := getattr(logger, "since", None):
-                logged += since(at.global_step)
+                logged += since(first)
         facts = {
             **self.facts,
             "position": at.state_dict(),

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from project.data.dealing import DealtLoader
+from project.train.logged import Results
 from project.train.micro_batch import MicroBatch, micro_batch
 from project.train.position import out_of_time, timers
 
@@ -74,16 +76,18 @@ class Steps(_TrainingEpochLoop):
     micro_batch = MicroBatch()
     """The one at hand."""
 
-    _results: Any
     _within = False
     """The run goes on within the epoch."""
     _validation_due = False
     """The run goes on with the validation that follows the last step."""
     _out_of_time: bool | None = None
+    _learned = False
+    """A micro-batch of this step had a loss."""
 
     def __init__(self, trainer: Trainer, **settings: Any) -> None:
         super().__init__(trainer, **settings)
         self.automatic_optimization = _Weighted(trainer)
+        self._results = Results(training=True)
 
     # Where a run goes on ---------------------------------------------------------------------------------------------
 
@@ -248,15 +252,22 @@ class Steps(_TrainingEpochLoop):
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
         output = self._strategy.training_step(batch, number) if self._index else self._strategy.training_step(batch)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if not isinstance(outputs.get("loss"), Tensor):
-            raise ValueError("training_step must return a loss, or a dict with a loss in it, for every micro-batch.")
+        if output is not None and not isinstance(outputs.get("loss"), Tensor):
+            raise MisconfigurationException(
+                "In automatic optimization, training_step must return a Tensor, a dict where the 'loss' key needs to be "
+                "present, or None, which leaves the micro-batch out."
+            )
         if number % micro_batches == 0:
+            self._learned = False
             count = self.automatic_optimization.optim_progress.optimizer.zero_grad
             count.increment_ready()
             self._tell("on_before_zero_grad", self._optimizer)
             count.increment_started()
             self._optimizer.zero_grad()
             count.increment_completed()
+        if output is None:
+            return {}
+        self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
         if weight != 1.0:
@@ -276,6 +287,9 @@ class Steps(_TrainingEpochLoop):
     def _step(self) -> None:
         count = self.automatic_optimization.optim_progress.optimizer.step
         count.increment_ready()
+        if not self._learned:  # no micro-batch of this step had a loss
+            count.increment_completed()
+            return
         if self._scaler is not None and not getattr(self._optimizer, "_step_supports_amp_scaling", False):
             self._scaler.unscale_(self._optimizer)
         self._tell("on_before_optimizer_step", self._optimizer)

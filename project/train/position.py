@@ -23,6 +23,8 @@ class Position:
     """Done in this epoch, over all ranks."""
     total_micro_batches: int
     """Done since the run began, over all ranks."""
+    logged_steps: int
+    """Steps as `self.log` counts them: once, where a module steps several optimisers."""
     epoch_over: bool = False
     """All micro-batches of this epoch are done."""
     validation_due: bool = False
@@ -48,16 +50,17 @@ def position(trainer: Trainer) -> Position:
     micro_batches = (batches.started - undone * many) * trainer.world_size
     ever: Any = progress.total
     total = (ever.started - undone * many) * trainer.world_size
+    logged = loop.epoch_loop._batches_that_stepped
     over = batches.started >= trainer.num_training_batches
     epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed
-        at = epochs.processed, step, trainer.global_step, micro_batches, total
+        at = epochs.processed, step, trainer.global_step, micro_batches, total, logged
         return Position(*at, epoch_over=over, validation_due=bool(trainer.validating), begun=begun)
     if over:
-        return Position(epochs.processed, 0, trainer.global_step, 0, total)
+        return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
     # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
-    return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, begun=True)
+    return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, logged, begun=True)
 
 
 def within_epoch(trainer: Trainer) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from project.train.logged import Results
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, position, put
 
@@ -38,6 +39,7 @@ class Resuming(_CheckpointConnector):
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self.trainer.state.fn == "fit" and not weights_only:
             checkpoint["position"] = position(self.trainer).state_dict()
+            checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
             refuse_made_later(checkpoint["state_dict"], self._made_of)
@@ -89,9 +91,16 @@ class Resuming(_CheckpointConnector):
                 f"{self._ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
+        if at.step:
+            self._logged().go_on(self._loaded_checkpoint["logged_sums"], self.trainer.global_rank, self.trainer.world_size)
         put(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
+
+    def _logged(self) -> Results:
+        results: Any = self.trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, Results)
+        return results
 
     def restore_model(self) -> None:
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 log = logging.getLogger(__name__)
 
 _HEAD = 128  # bytes of a file in which nothing is yet but its version
+_LATEST = 2000  # values that may have been logged for the step at hand and the one before
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
@@ -51,7 +52,7 @@ class Events(TensorBoardLogger):
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="")
         self._failing, self._logged = False, False
-        self._latest: list[tuple[int, str, float]] = []  # what was logged for the latest steps
+        self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
         threading.excepthook = _thread_failed
 
@@ -98,8 +99,7 @@ class Events(TensorBoardLogger):
 
     def _note(self, step: int | None, values: Mapping[str, float]) -> None:
         if step is not None:
-            kept = [entry for entry in self._latest if entry[0] >= step - 1]
-            self._latest = [*kept, *((step, name, float(value)) for name, value in values.items())]
+            self._latest.extend((step, name, float(value)) for name, value in values.items())
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, *args: Any, **kwargs: Any) -> None:

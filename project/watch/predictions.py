@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
 _COLUMNS = ("sample", "label", "confidence")
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(Callback):
     """Collects sample, label, confidence and perhaps file from all ranks, and rank 0 writes them."""
 
     def __init__(self) -> None:
-        super().__init__(write_interval="batch")
         self._rows: list[tuple[int, int, float, str]] = []
 
-    def write_on_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *args: Any, **kwargs: Any
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        prediction = outputs
         if not isinstance(prediction, Mapping) or not {*_COLUMNS} <= prediction.keys():
             return  # of another kind: trainer.predict returns them
         columns = [prediction[name].tolist() for name in _COLUMNS]
