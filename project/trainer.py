@@ -202,12 +202,6 @@ class Trainer(pl.Trainer):
         if _on_cpu(accelerator):
             keep_freed_memory()
 
-        if kwargs.get("overfit_batches"):
-            raise ValueError(
-                "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
-                "configs/debug.yaml does."
-            )
-
         bare = bool(kwargs.get("barebones"))
         wanted = [
             kind
@@ -240,6 +234,7 @@ class Trainer(pl.Trainer):
             "test": limit_test_batches if limit_test_batches is not None else limit_predict_batches,
         }
         self._wanted_val_interval = self.val_check_interval
+        self._overfit: int | float = kwargs.get("overfit_batches") or 0
         self._wanted_accumulation = accumulate_grad_batches
         self.global_batch: int | None = None
         """Samples behind one optimiser step, where they can be counted."""
@@ -434,6 +429,11 @@ class Trainer(pl.Trainer):
             if self._wanted_limits.get(stage) == 0:
                 setattr(self, f"limit_{stage}_batches", 0)
         if isinstance(data, ImageData):
+            if self._overfit:
+                raise ValueError(
+                    "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
+                    "configs/debug.yaml does."
+                )
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
             if self.training:
@@ -450,6 +450,8 @@ class Trainer(pl.Trainer):
             self.val_check_interval = self._wanted_val_interval * accumulation
         if dev_steps := int(getattr(self, "fast_dev_run", 0)):
             self.limit_train_batches = dev_steps * accumulation
+        elif isinstance(self._overfit, int) and self._overfit:
+            self.limit_train_batches = self._overfit * accumulation
 
 
 def _gather(mine: Any) -> list[Any]:

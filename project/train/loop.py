@@ -24,6 +24,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -196,6 +197,9 @@ class Steps(_TrainingEpochLoop):
         number = progress.current.ready
         self._note(batch)
         progress.is_last_batch = data_fetcher.done
+        if batch is None:
+            self._pass_over(number)
+            return
         batch = self._before(self._precision.convert_input(batch), 0)
         batch = self._after(self._transfer(batch, self._strategy.root_device, 0), 0)
         progress.increment_ready()
@@ -223,6 +227,25 @@ class Steps(_TrainingEpochLoop):
         progress.increment_completed()
         if logged:
             trainer._logger_connector.update_train_step_metrics()
+
+    def _pass_over(self, number: int) -> None:
+        """The loader gave None: a micro-batch of no samples."""
+        rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        progress = self.batch_progress
+        progress.increment_ready()
+        progress.increment_started()
+        if number % self.trainer.accumulate_grad_batches == 0:
+            self._optimizer.zero_grad()
+            self._learned = False
+        if not (accumulates := self._should_accumulate()):
+            self._step()
+        progress.increment_processed()
+        if not accumulates:
+            self._move_schedules(number + 1)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._tell("on_train_batch_end", {}, None, number)
+        progress.increment_completed()
 
     def _note(self, batch: Any) -> None:
         """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
@@ -266,6 +289,7 @@ class Steps(_TrainingEpochLoop):
             self._optimizer.zero_grad()
             count.increment_completed()
         if output is None:
+            rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
