@@ -21,7 +21,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.noted: signal.Signals | None = None
-        self.at_first: Callable[[signal.Signals], None] = lambda number: None
+        self.at_first: Callable[[signal.Signals], None] | None = None
         """Called with the first one, as soon as it is noted."""
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -50,7 +50,8 @@ class Signals:
         now = time.monotonic()
         if self.noted is None:
             self.noted, self._since = signal.Signals(number), now
-            self.at_first(self.noted)
+            if self.at_first is not None:
+                self.at_first(self.noted)
         elif now - self._since > _SAME:
             os._exit(EXIT_CODES[signal.Signals(number)])  # with the code that a first one leads to: no launcher sees a crash
 

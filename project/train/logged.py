@@ -78,4 +78,5 @@ class Logged(_LoggerConnector):
         results: Any = self.trainer._results
         for metric in results.values():
             if metric.is_tensor and metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = metric.cumulated_batch_size.double()
+                dtype = metric.value.dtype if metric.value.is_floating_point() else torch.float32
+                metric.cumulated_batch_size = metric.cumulated_batch_size.to(dtype)

@@ -23,8 +23,8 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -150,7 +150,7 @@ class Steps(_TrainingEpochLoop):
         log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
         if not self.trainer.lightning_module.automatic_optimization:
             strategy = self.trainer.strategy  # which is what `manual_backward` calls
-            strategy.backward = partial(self._weigh, type(strategy).backward.__get__(strategy))
+            strategy.backward = partial(self._weigh, strategy.backward)
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
