@@ -231,7 +231,8 @@ class Trainer(pl.Trainer):
         self._wanted_limits = {
             "train": limit_train_batches,
             "val": limit_val_batches,
-            "test": limit_test_batches if limit_test_batches is not None else limit_predict_batches,
+            "test": limit_test_batches,
+            "predict": limit_predict_batches,
         }
         self._wanted_val_interval = self.val_check_interval
         self._overfit: int | float = kwargs.get("overfit_batches") or 0
@@ -241,8 +242,9 @@ class Trainer(pl.Trainer):
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
         self._logger_connector = Logged(self)
-        by_stage = {**self._wanted_limits, "predict": self._wanted_limits["test"]}
-        self._data_connector: Loaders = Loaders(self, global_batch_size, accumulate_grad_batches, by_stage, self._settled)
+        self._data_connector: Loaders = Loaders(
+            self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled
+        )
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
         own_loops(self)

@@ -128,6 +128,8 @@ def _seed(seed: int) -> None:
 
 def why_not(loader: DataLoader[Any]) -> str | None:
     """Why a DataLoader can't be dealt out, if it can't."""
+    if type(loader) is not DataLoader:
+        return "it is of a class of its own"
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return "its dataset can only be read from its beginning"
     batches = loader.batch_sampler

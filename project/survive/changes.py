@@ -58,8 +58,9 @@ class Changes(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Just before the optimiser's state is restored."""
         if self._moves is not None:
-            groups = trainer.optimizers[0].param_groups
-            self._fresh = [copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in groups]
+            self._fresh = [
+                copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in _groups(trainer)
+            ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Just after; and now the loaders have said how large their batches are."""
@@ -72,15 +73,21 @@ class Changes(Callback):
             )
         if self._moves is None:
             return
-        optimizer, moves, self._moves = trainer.optimizers[0], self._moves, None
-        for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
+        moves, self._moves = self._moves, None
+        for group, fresh in zip(_groups(trainer), self._fresh, strict=True):
             group.update(fresh)
-        _check_state(optimizer)
+        for optimizer in trainer.optimizers:
+            _check_state(optimizer)
         for config in trainer.lr_scheduler_configs:
             if not isinstance(config.scheduler, ReduceLROnPlateau):
                 for _ in range(moves):
                     config.scheduler.step()
-        log.info("From step %d on the learning rate is %g.", trainer.global_step, optimizer.param_groups[0]["lr"])
+        lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(group["lr"] for group in _groups(trainer)))
+        log.info("From step %d on the learning rate is %s.", trainer.global_step, lrs)
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _global_batch(trainer: Trainer) -> int | None:

@@ -22,6 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.train.loop import Steps
 from project.train.position import within_epoch
+from project.train.rng import seed_for_all
 from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
 
@@ -54,6 +55,11 @@ class Epochs(_FitLoop):
             self.epoch_loop.goes_on(self._within)
             self.restarting = False
         super().reset()
+
+    def setup_data(self) -> None:
+        epochs: Any = self.epoch_progress.current
+        seed_for_all(self.trainer, epochs.processed)
+        super().setup_data()
 
     def on_advance_start(self) -> None:
         if not self._within:

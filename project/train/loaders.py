@@ -17,6 +17,8 @@ from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
 
+_STAGES = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}  # others are training or validation
+
 Limit = int | float | None
 
 
@@ -71,18 +73,36 @@ class Loaders(_DataConnector):
         if isinstance(dataloader, DealtLoader):
             return self._put(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
-            self._leave(dataloader, training, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
+    def _settle(self, size: int | None) -> None:
+        """The first training loader says how large a micro-batch is."""
+        if self._counted:
+            return
+        self._counted = True
+        trainer = self.trainer
+        if size is None:
+            if self.global_batch is not None:
+                raise ValueError(
+                    "trainer.global_batch_size needs a training loader with a batch_size. HINT: set "
+                    "trainer.accumulate_grad_batches instead."
+                )
+            return
+        keys = "trainer.global_batch_size batch_size"
+        count = accumulation(self.global_batch, size, trainer.world_size, self.wanted, keys)
+        if count > 1 and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
+                f"global batch of {self.global_batch} takes {count} of {size} on each of {trainer.world_size} rank(s). HINT: set the "
+                f"loader's batch_size to {size * count}."
+            )
+        self.settled(count, size)
+
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
-        if not self._counted:
-            count = accumulation(
-                self.global_batch, size, trainer.world_size, self.wanted, "trainer.global_batch_size batch_size"
-            )
-            self._counted = True
-            self.settled(count, size)
+        self._settle(size)
         seed = _seed(loader)
         order = Order(
             len(loader.dataset),  # type: ignore[arg-type]
@@ -98,14 +118,12 @@ class Loaders(_DataConnector):
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
         """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
-        stage = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}.get(mode, "val")
-        batches = limited(-(-count // size), self.limits[stage])
+        if loader.drop_last:
+            count -= count % size
+        batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
-        order = Order(
-            *(min(count, batches * size), size, trainer.world_size, seed if _shuffles(loader) else None),
-            "drop" if loader.drop_last else "keep",
-            least=1,
-        )
+        whole = min(count, batches * size)
+        order = Order(whole, size, trainer.world_size, seed if _shuffles(loader) else None, least=1)
         dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler
@@ -113,17 +131,28 @@ class Loaders(_DataConnector):
             object.__setattr__(dealt, "batch_sampler", wrapped)
         return dealt
 
-    def _leave(self, loader: object, training: bool, why: str | None) -> None:
-        """Said once: what can't be promised of a loader that is left as it is."""
-        if not training or why is None or type(loader).__name__ in self._said or not self.trainer.is_global_zero:
+    def _leave(self, loader: object, mode: RunningStage, why: str | None) -> None:
+        """Lightning deals with it. Said once: what can't be promised of a loader that is left as it is."""
+        trainer, stage = self.trainer, _STAGES.get(mode, "val")
+        limit = self.limits[stage]
+        if mode == RunningStage.TRAINING:
+            stage = "train"
+            self._settle(getattr(loader, "batch_size", None))
+            limit = self.limits[stage]
+            if isinstance(limit, int):
+                limit *= trainer.accumulate_grad_batches
+        elif isinstance(limit, int):
+            limit = -(-limit // trainer.world_size)
+        if limit is not None:
+            setattr(trainer, f"limit_{stage}_batches", limit)
+        if why is None or stage in self._said or not trainer.is_global_zero:
             return
-        self._said.add(type(loader).__name__)
+        self._said.add(stage)
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         log.info(
-            "The training loader (%s) gives its samples in its own order: %s. Another number of ranks is another run%s",
-            type(loader).__name__,
-            why,
-            "." if stateful else ", and one that was stopped within an epoch begins that epoch's data anew.",
+            "The %s loader (%s) gives its samples in its own order: %s. On another number of ranks they are others%s",
+            *(stage, type(loader).__name__, why),
+            "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
         )
 
 

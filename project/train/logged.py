@@ -1,18 +1,27 @@
 """What `self.log` logs: its means over an epoch count each sample once, also those of a resumed run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
 
 from project.data.dealing import DealtLoader
 from project.train.micro_batch import micro_batch
 
-Sums = dict[str, list[tuple[Tensor, Tensor]]]
-"""By what was logged: each rank's sum, or largest or smallest value, of the epoch so far, and the samples that are in it."""
+Sums = dict[str, dict[str, Any]]
+"""By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and the
+number of samples in it (`ranks`)."""
+
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
 class Results(_ResultCollection):
@@ -20,16 +29,7 @@ class Results(_ResultCollection):
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.from_before: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        if key in self.from_before:
-            metric: Any = self[key]
-            before, samples = self.from_before.pop(key)
-            metric.value = before.to(metric.value.device)
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = samples.to(metric.cumulated_batch_size.device)
-        super().update_metrics(key, value, batch_size)
+        self._from_before: tuple[Sums, int, int] | None = None
 
     def sums(self, ranks: int) -> Sums:
         """Of all ranks, which must call this together."""
@@ -43,16 +43,42 @@ class Results(_ResultCollection):
         if ranks > 1:
             everybodys = [None] * ranks
             dist.all_gather_object(everybodys, mine)
-        return {key: [one[key] for one in everybodys] for key in mine if all(key in one for one in everybodys)}
+        made: Sums = {}
+        for key in mine:
+            if all(key in one for one in everybodys):
+                meta: Any = self[key].meta
+                made[key] = {
+                    "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
+                    "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+                    "ranks": [one[key] for one in everybodys],
+                }
+        return made
 
     def go_on(self, sums: Sums, rank: int, ranks: int) -> None:
-        """On another number of ranks, what was summed up is rank 0's."""
-        for key, of_ranks in sums.items():
+        """With the next epoch that begins."""
+        self._from_before = sums, rank, ranks
+
+    def put_back(self, device: torch.device, sync: Callable[..., Any]) -> None:
+        """What was summed up on another number of ranks is rank 0's now."""
+        if self._from_before is None:
+            return
+        (sums, rank, ranks), self._from_before = self._from_before, None
+        for key, one in sums.items():
+            of_ranks = one["ranks"]
             if len(of_ranks) == ranks:
-                self.from_before[key] = of_ranks[rank]
-            elif rank == 0 and all(samples for _, samples in of_ranks):
-                values, samples = zip(*of_ranks, strict=True)
-                self.from_before[key] = torch.stack(values).sum(0), torch.stack(samples).sum(0)
+                value, samples = of_ranks[rank]
+            else:
+                how = {"max": torch.amax, "min": torch.amin}.get(one["meta"]["reduce_fx"], torch.sum)
+                value, samples = (how(torch.stack(parts), 0) for parts in zip(*of_ranks, strict=True))
+                if rank and how is torch.sum:
+                    value, samples = torch.zeros_like(value), torch.zeros_like(samples)
+            meta = _Metadata(**one["meta"])
+            meta.sync = _Sync(fn=sync if one["sync"]["_should"] else _Sync.no_op, **one["sync"])
+            metric: Any = _ResultMetric(meta, is_tensor=True)
+            metric.value = value
+            if meta.is_mean_reduction:
+                metric.cumulated_batch_size = samples
+            self[key] = metric.to(device)
 
 
 class Logged(_LoggerConnector):

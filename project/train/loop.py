@@ -7,7 +7,6 @@ Lightning's own loop does it.
 """
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -34,6 +33,7 @@ from project.data.dealing import DealtLoader
 from project.train.logged import Results
 from project.train.micro_batch import MicroBatch, micro_batch
 from project.train.position import out_of_time, timers
+from project.train.rng import run_seed, seed_for_all
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class _Named:
 
 class Steps(_TrainingEpochLoop):
     """The steps of an epoch."""
+
+    _results: Results
 
     micro_batch = MicroBatch()
     """The one at hand."""
@@ -143,10 +145,12 @@ class Steps(_TrainingEpochLoop):
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        seed_for_all(self.trainer, self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
+        self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         self._usual, self._out_of_time = self._is_usual(data_fetcher), None
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
-        self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
         if not self.trainer.lightning_module.automatic_optimization:
             strategy = self.trainer.strategy  # which is what `manual_backward` calls
@@ -330,10 +334,22 @@ class Steps(_TrainingEpochLoop):
     def _move_schedules(self, number: int) -> None:
         """Those that move with the steps; Lightning moves those of an epoch or of a metric."""
         for config in self._schedules:
-            if number % config.frequency == 0:
+            if number // self.trainer.accumulate_grad_batches % config.frequency == 0:
                 self.scheduler_progress.increment_ready()
                 config.scheduler.step()
                 self.scheduler_progress.increment_completed()
+
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Lightning counts a rank's micro-batches where a frequency is one of steps."""
+        of_steps = [one for one in self.trainer.lr_scheduler_configs if one.interval == "step"]
+        many = self.trainer.accumulate_grad_batches
+        for config in of_steps:
+            config.frequency *= many
+        try:
+            super()._update_learning_rates(interval, update_plateau_schedulers)
+        finally:
+            for config in of_steps:
+                config.frequency //= many
 
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""

@@ -91,7 +91,7 @@ class Resuming(_CheckpointConnector):
                 f"{self._ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
-        if at.step:
+        if at.begun:
             self._logged().go_on(self._loaded_checkpoint["logged_sums"], self.trainer.global_rank, self.trainer.world_size)
         put(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
@@ -114,7 +114,7 @@ class Resuming(_CheckpointConnector):
         self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)
-        if self._loaded_checkpoint and "callback_metrics" in self._loaded_checkpoint:
+        if trainer.state.fn == "fit" and "callback_metrics" in self._loaded_checkpoint:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
 

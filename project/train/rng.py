@@ -1,19 +1,41 @@
 """Random numbers in the network (dropout, say): a function of the micro-batch, not of the rank or of what was before."""
 
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.data.order import chance
 from project.train.micro_batch import micro_batch
+
+_BETWEEN = 1 << 40  # no micro-batch has this number
+
+
+def seed_for_all(trainer: Trainer, epoch: int) -> None:
+    """The same on all ranks, and in a run that goes on: samplers of one's own draw an epoch's order when it begins."""
+    _seed(trainer, chance(run_seed(), (epoch, 0, _BETWEEN)))
+
+
+def run_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def _seed(trainer: Trainer, seed: int) -> None:
+    # Not torch.manual_seed: where there is a CUDA build and no GPU, it formats a stack trace each time (0.5 ms).
+    torch.default_generator.manual_seed(seed)
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 class ChanceByMicroBatch(Callback):
     """Seeds PyTorch's generators before each micro-batch that is trained on."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Not torch.manual_seed: where there is a CUDA build and no GPU, it formats a stack trace each time (0.5 ms).
-        seed = micro_batch(trainer).seed
-        torch.default_generator.manual_seed(seed)
-        if pl_module.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        _seed(trainer, micro_batch(trainer).seed)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
+        _seed(trainer, chance(run_seed(), (trainer.current_epoch, batch_idx, _BETWEEN)))

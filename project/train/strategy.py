@@ -49,7 +49,11 @@ def share_in_order(strategy: DDPStrategy) -> None:
     """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
     strategy._setup_model = partial(_wrap, strategy)  # type: ignore[method-assign]
     if strategy.world_size == 1:
-        strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
+        strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
+
+
+def _share_with_nobody() -> None:
+    pass
 
 
 def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
