@@ -44,7 +44,26 @@ TINY = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what takes long: real hosts, Slurm, whole trainings")
     parser.addoption("--faults", action="store_true", help="all faults, not just a few of each kind (a quarter of an hour)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, what takes long is left out, unless it was asked for by its file or its name."""
+    asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
+    if config.getoption("--all") or config.getoption("--faults") or asked:
+        return
+    left = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")]
+    items[:] = [item for item in items if item not in set(left)]
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return (
+        None
+        if config.getoption("--all")
+        else "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
+    )
 
 
 def took(what: str, seconds: float) -> None:

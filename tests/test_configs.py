@@ -27,6 +27,7 @@ def test_all_configs_are_tested():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == CONFIGS.keys() | {"ddp", "digits"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_runs(quick, tmp_path, name):
     for split in ("train", "val"):
@@ -57,12 +58,14 @@ def accuracy(output: str, tag: str) -> float:
     return float(re.findall(rf"{tag} ([\d.]+)", output)[-1])
 
 
+@pytest.mark.slow
 def test_the_main_config_reaches_the_accuracy_that_its_difficulty_allows(cli):
     run = cli("fit", "--config=configs/ddp.yaml", "--trainer.devices=2", timeout=400)
     assert run.code == 0, run.output
     assert accuracy(run.output, "val/acc") == pytest.approx(SyntheticImages(1, difficulty=0.1).best_accuracy, abs=0.02)
 
 
+@pytest.mark.slow
 def test_digits_reach_98_percent(quick, tmp_path):
     fitted = quick("fit", "--config=configs/digits.yaml", "--run=digits")
     checkpoint = max((tmp_path / "lightning_logs/digits/checkpoints").glob("*.ckpt"))

@@ -15,6 +15,8 @@ from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
 from tests.conftest import ROOT, environment, since_struck, took
 
+pytestmark = pytest.mark.slow
+
 
 def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str) -> subprocess.Popen[bytes]:
     """scripts/launch.sh on a host; h1 has the store. What it prints goes to HOST.txt."""

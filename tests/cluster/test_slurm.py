@@ -4,9 +4,13 @@ import json
 import sys
 import time
 
+import pytest
+
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
 from tests.conftest import ROOT, environment, took
+
+pytestmark = pytest.mark.slow
 
 
 def settings() -> dict[str, str]:

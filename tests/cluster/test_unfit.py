@@ -18,6 +18,8 @@ from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, assert_same_curve
 from tests.conftest import TINY, environment, took
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = ("doctor", "--config=configs/ddp.yaml", *TINY, "--data.batch_size=8", "--data.global_batch_size=48", "--run=it")
 FAST = "--fast=true"
 

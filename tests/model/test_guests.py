@@ -12,6 +12,8 @@ from project.model import ImageClassifier
 from project.trainer import Trainer
 from tests.model.guests import Half, Plain
 
+pytestmark = pytest.mark.slow
+
 RUN = (
     *("fit", "--config=configs/ddp.yaml", "--trainer.precision=32-true", "--trainer.max_steps=3", "--data.num_workers=0"),
     *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=96", "--data.source.init_args.val_size=16"),

@@ -15,6 +15,8 @@ import pytest
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run
 
+pytestmark = pytest.mark.slow
+
 PASS_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # as scripts/launch.sh does
 SLOW = {"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.02}}
 WORDS = (*FIT, "--trainer.callbacks=" + json.dumps([SLOW]), "--trainer.devices=2")

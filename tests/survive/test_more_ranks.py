@@ -9,6 +9,8 @@ import pytest
 from tests.conftest import TINY, forked
 from tests.survive.test_resume import curves, faults, final, same
 
+pytestmark = pytest.mark.slow
+
 # Gradients that fill more than one of DistributedDataParallel's buckets; a global batch for 1, 2, 3, 4 and 6 ranks.
 FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--run=it"),

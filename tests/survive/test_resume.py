@@ -106,6 +106,7 @@ def test_killed_once(uninterrupted, quick, tmp_path, where, step):
     assert_same_run(tmp_path, uninterrupted(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize(("where", "step"), [("accumulation", 3), ("step", 8), ("validation", 5), ("validation", 21)])
 def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
@@ -130,6 +131,7 @@ def test_stopped_in_the_validation_that_ends_an_epoch(quick, tmp_path):
     assert [step for step, _ in curves(tmp_path)["train/loss"]] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
     places = [("step", 3), ("accumulation", 4), ("validation", 5), ("write", 9), ("accumulation", 23)]
     fault = faults(*({"where": where, "step": step} for where, step in places))
@@ -147,6 +149,7 @@ def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
     assert_same_run(tmp_path, uninterrupted(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "where", "step"), [(0, "accumulation", 12), (1, "validation", 13)])
 def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
     fault = faults({"rank": rank, "where": where, "step": step})
@@ -156,6 +159,7 @@ def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
     assert_same_run(tmp_path, uninterrupted(2))
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_on_the_way(tmp_path):
     """2 -> 1 -> 4 -> 2 in the middle of epochs: the same samples in every step, and the same losses up to rounding.
 

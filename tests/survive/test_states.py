@@ -12,6 +12,8 @@ from tests.probes import Dropped, Moody
 from tests.survive.test_resume import FIT, assert_same_run, faults, final, same
 from tests.train.test_epochs import callbacks, stop
 
+pytestmark = pytest.mark.slow
+
 WORDS = (*FIT, "--model.network=tests.probes.Moody")
 
 

@@ -24,6 +24,8 @@ from tests.conftest import environment, since_struck, took
 from tests.survive.test_failure import BROKEN
 from tests.survive.test_resume import FIT
 
+pytestmark = pytest.mark.slow
+
 HOST = socket.gethostname()
 DEADLINE = 5.0
 

@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import forked
 from tests.survive.test_resume import FIT, assert_same_run, final, same
 
+pytestmark = pytest.mark.slow
+
 PLATEAU = (
     "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
     *("--model.lr_scheduler.monitor=train/loss", "--model.lr_scheduler.patience=0", "--model.lr_scheduler.threshold=0.5"),

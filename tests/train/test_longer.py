@@ -7,6 +7,8 @@ import pytest
 from tests.conftest import forked
 from tests.survive.test_resume import FIT, assert_same_run, curves, faults
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 8  # steps
 
 
