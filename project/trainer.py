@@ -225,7 +225,8 @@ class Trainer(pl.Trainer):
         self._wanted_limits = {
             "train": limit_train_batches,
             "val": limit_val_batches,
-            "test": limit_test_batches if limit_test_batches is not None else limit_predict_batches,
+            "test": limit_test_batches,
+            "predict": limit_predict_batches,
         }
         self._wanted_val_interval = self.val_check_interval
         self._wanted_accumulation = accumulate_grad_batches

@@ -190,7 +190,7 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
-        batches = _limited(-(-size // self.batch_size), self.limits.get("test" if split == "predict" else split))
+        batches = _limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
         return self._loader(split, order)

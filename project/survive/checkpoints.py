@@ -278,6 +278,8 @@ class Checkpoints(Checkpoint):
 
     def save(self, trainer: Trainer, finished: bool = False) -> None:
         """Saves the run where it is, between two steps. Called by all ranks at the same position."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # nothing is to be left of it
         at = position(trainer)
         if self._saved_at == (at.global_step, finished) and not self._validated and not self.failed:
             return

@@ -87,7 +87,7 @@ class Resuming(_CheckpointConnector):
         self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)
-        if self._loaded_checkpoint and "callback_metrics" in self._loaded_checkpoint:
+        if trainer.state.fn == "fit" and "callback_metrics" in self._loaded_checkpoint:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
 
