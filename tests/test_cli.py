@@ -72,7 +72,15 @@ def test_validate_test_and_predict_take_the_weights_of_a_run(quick, cli):
 
     # By its path, a checkpoint is nobody's run.
     assert "test/acc" in quick("test", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=apart").output
-    assert (folder.parent / "apart/test.json").exists()
+    figures = json.loads((folder.parent / "apart/test.json").read_text())["metrics"]
+    assert {name.partition("/")[0] for name in figures} == {"test"}  # and not what the checkpoint's training measured
+    # Each limit is of one verb.
+    quick("test", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=apart", "--trainer.limit_predict_batches=1")
+    again = [json.loads(path.read_text())["metrics"] for path in (folder.parent / "apart").glob("test-*/test.json")]
+    assert again == [figures]
+    limits = ("--trainer.limit_test_batches=1", "--trainer.limit_predict_batches=2", "--data.batch_size=16")
+    quick("predict", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=few", *limits)
+    assert len((folder.parent / "few/predictions.csv").read_text().splitlines()) == 1 + 2 * 16
     for words, cause in (
         ((), "test needs weights. HINT: --run NAME"),
         (("--ckpt_path=best",), "test needs weights"),
@@ -82,7 +90,17 @@ def test_validate_test_and_predict_take_the_weights_of_a_run(quick, cli):
         refused = quick("test", DDP, *TINY, *words)
         assert refused.code == 1
         assert cause in refused.output
-    assert not [path for path in folder.parent.iterdir() if path.name not in ("it", "apart")]
+    assert not [path for path in folder.parent.iterdir() if path.name not in ("it", "apart", "few")]
+
+
+def test_a_run_that_only_tries_the_code_leaves_nothing_to_go_on_from(quick):
+    tried = quick("fit", DDP, *TINY, "--trainer.fast_dev_run=2", "--run=it")
+    assert tried.code == 0, tried.output
+    (folder,) = tried.runs
+    assert not [*folder.glob("checkpoints/*"), *folder.glob("config.yaml")]
+    fitted = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=it")
+    assert "Goes on" not in fitted.output
+    assert fitted.code == 0, fitted.output
 
 
 MISTAKES = {
