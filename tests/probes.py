@@ -215,7 +215,7 @@ class Ledger(Callback):
             "pid": os.getpid(),
             "step": trainer.global_step,
             "key": micro_batch(trainer).key,
-            "samples": batch["sample"].tolist(),
+            "samples": _samples(trainer, batch),
         }
         with Path(f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -30,6 +30,8 @@ class Results(_ResultCollection):
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self._from_before: tuple[Sums, int, int] | None = None
+        self.kept: set[str] = set()
+        """Hooks that logged before the run was stopped, and have not logged since."""
 
     def sums(self, ranks: int) -> Sums:
         """Of all ranks, which must call this together."""
@@ -73,12 +75,13 @@ class Results(_ResultCollection):
                 if rank and how is torch.sum:
                     value, samples = torch.zeros_like(value), torch.zeros_like(samples)
             meta = _Metadata(**one["meta"])
-            meta.sync = _Sync(fn=sync if one["sync"]["_should"] else _Sync.no_op, **one["sync"])
+            meta.sync = _Sync(fn=sync, **one["sync"])
             metric: Any = _ResultMetric(meta, is_tensor=True)
             metric.value = value
             if meta.is_mean_reduction:
                 metric.cumulated_batch_size = samples
             self[key] = metric.to(device)
+            self.kept.add(meta.fx)
 
 
 class Logged(_LoggerConnector):
@@ -97,6 +100,15 @@ class Logged(_LoggerConnector):
             _, step, number = loader.taken.popleft()
             low, high = loader.keys.order.micro_span(step, number)
             results.batch_size = high - low
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        """Lightning throws away what is there when a hook logs for the first time in an epoch."""
+        reset: bool = super().should_reset_tensors(fx)
+        results: Any = self.trainer._results
+        if isinstance(results, Results) and fx in results.kept:
+            results.kept.discard(fx)
+            return False
+        return reset
 
     def epoch_end_reached(self) -> None:
         """Lightning brings the ranks' numbers of samples to their mean as whole numbers: of 3 and 4, that would be 3."""

@@ -152,8 +152,9 @@ class Steps(_TrainingEpochLoop):
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
-        if not self.trainer.lightning_module.automatic_optimization:
-            strategy = self.trainer.strategy  # which is what `manual_backward` calls
+        strategy = self.trainer.strategy
+        if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
+            # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
         if not self._usual:
             return
