@@ -95,8 +95,8 @@ class Loaders(_DataConnector):
         if count > 1 and not trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
-                f"global batch of {self.global_batch} takes {count} of {size} on each of {trainer.world_size} rank(s). HINT: set the "
-                f"loader's batch_size to {size * count}."
+                f"global batch of {self.global_batch} takes {count} of {size} on each of {trainer.world_size} rank(s). "
+                f"HINT: set the loader's batch_size to {size * count}."
             )
         self.settled(count, size)
 

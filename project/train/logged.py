@@ -18,8 +18,8 @@ from project.data.dealing import DealtLoader
 from project.train.micro_batch import micro_batch
 
 Sums = dict[str, dict[str, Any]]
-"""By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and the
-number of samples in it (`ranks`)."""
+"""By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
+the number of samples in it (`ranks`)."""
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 

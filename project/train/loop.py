@@ -299,11 +299,11 @@ class Steps(_TrainingEpochLoop):
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
-        if weight != 1.0:
-            loss = loss * weight
         if micro_batches != 1:
             loss = loss / micro_batches
         outputs["loss"] = loss.detach()
+        if weight != 1.0:
+            loss = loss * weight
         self._strategy.pre_backward(loss)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)

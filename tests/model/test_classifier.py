@@ -46,7 +46,8 @@ def test_the_gradient_of_a_shorter_last_step_weighs_by_its_true_size(size):
             batch = batches[0, step, number]
             samples += batch["sample"].tolist()
             batch["image"] = batch["image"].float() / 255
-            (module.training_step(batch, 1) / order.micro_batches).backward()  # as Lightning and DDP divide
+            loss = module.training_step(batch, 1) * order.weight(step, number)  # as the Trainer's step weighs it
+            (loss / order.micro_batches).backward()  # as Lightning and DDP divide
         accumulated = module.network[1].weight.grad.clone()
 
         module.zero_grad()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
@@ -136,7 +137,7 @@ class Logs(ImageClassifier):
 
 
 class Seldom(ImageClassifier):
-    """Moves its schedule at every third micro-batch that makes a step."""
+    """Moves its schedule at every third step."""
 
     def configure_optimizers(self) -> Any:
         configured: Any = super().configure_optimizers()
@@ -220,13 +221,22 @@ def test_an_optimiser_that_asks_for_the_loss_gets_it(tmp_path, kind):
     fit(tmp_path, module=module)
 
 
-def test_a_step_without_a_loss_is_refused(tmp_path):
+def test_a_step_without_a_loss_is_refused_and_one_of_nothing_left_out(tmp_path):
     class Lossless(ImageClassifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None
+            return {"lost": super().training_step(batch, batch_idx)}
 
-    with pytest.raises(ValueError, match="must return a loss"):
+    with pytest.raises(MisconfigurationException, match="'loss' key needs to be present"):
         fit(tmp_path, module=Lossless)
+
+    class Nothing(ImageClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+
+    module = Nothing(Trivial())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    fit(tmp_path, module=lambda network: module)
+    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
 
 
 def test_a_loop_of_ones_own_is_left_alone(tmp_path):
