@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from project.survive.nonfinite import NonFinite
+from project.train.micro_batch import MicroBatch
 from tests.conftest import Cli, environment, since_struck, took
 from tests.survive.test_resume import curves, same
 
@@ -139,7 +141,8 @@ def test_a_gradient_alone_is_named_by_its_parameters(quick: Cli, tmp_path):
 def test_a_loss_that_is_not_finite_spoils_a_gradient_that_would_be(extra):
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * 2).sum() + extra
-    NonFinite().on_before_backward(None, None, loss)
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(micro_batch=MicroBatch())))
+    NonFinite().on_before_backward(trainer, None, loss)
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((3,), 2.0)) if not extra else weight.grad.isnan().all()
