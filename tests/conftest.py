@@ -53,17 +53,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
     if config.getoption("--all") or config.getoption("--faults") or asked:
         return
-    left = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")]
-    items[:] = [item for item in items if item not in set(left)]
-    config.hook.pytest_deselected(items=left)
+    left = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")}
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return (
-        None
-        if config.getoption("--all")
-        else "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
-    )
+    left = "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
+    return None if config.getoption("--all") else left
 
 
 def took(what: str, seconds: float) -> None:
