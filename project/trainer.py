@@ -111,7 +111,7 @@ def cpu_precision(precision: str) -> tuple[str, str | None]:
     if _fast_in_bf16():
         taken, reason = "bf16-mixed", "there is no GPU, and this CPU computes in bf16"
     else:
-        taken, reason = "32-true", "there is no GPU, and this CPU is faster so"
+        taken, reason = "32-true", "there is no GPU, and this CPU is no faster in bf16"
     return taken, None if taken == precision else reason
 
 

@@ -27,7 +27,10 @@ settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 # What a launcher may have left in the environment of the tests must not reach what they start.
-_LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_")
+_LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_NUM")
+
+PATIENCE = 1200
+"""Seconds after which a run counts as stuck; not a measure of speed, as other tests run beside it."""
 
 TINY = [
     "--data.source.init_args.image_size=8",
@@ -53,17 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
     if config.getoption("--all") or config.getoption("--faults") or asked:
         return
-    left = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")]
-    items[:] = [item for item in items if item not in set(left)]
-    config.hook.pytest_deselected(items=left)
+    left = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")}
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return (
-        None
-        if config.getoption("--all")
-        else "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
-    )
+    left = "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
+    return None if config.getoption("--all") else left
 
 
 def took(what: str, seconds: float) -> None:
@@ -110,7 +110,7 @@ Cli = Callable[..., Run]
 def cli(tmp_path: Path) -> Cli:
     """cli("fit", "--config", ...) runs `python -m project` in a temporary folder; torchrun=2 under torchrun."""
 
-    def run(*words: str, torchrun: int = 0, timeout: float = 300, **extra: str) -> Run:
+    def run(*words: str, torchrun: int = 0, timeout: float = PATIENCE, **extra: str) -> Run:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
         done = subprocess.run(
             [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
@@ -146,7 +146,7 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
     main()
 
 
-def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = 300) -> Run:
+def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE) -> Run:
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
     output = folder / "output.txt"
     output.write_text("")

@@ -60,7 +60,7 @@ def accuracy(output: str, tag: str) -> float:
 
 @pytest.mark.slow
 def test_the_main_config_reaches_the_accuracy_that_its_difficulty_allows(cli):
-    run = cli("fit", "--config=configs/ddp.yaml", "--trainer.devices=2", timeout=400)
+    run = cli("fit", "--config=configs/ddp.yaml", "--trainer.devices=2")
     assert run.code == 0, run.output
     assert accuracy(run.output, "val/acc") == pytest.approx(SyntheticImages(1, difficulty=0.1).best_accuracy, abs=0.02)
 

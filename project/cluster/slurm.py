@@ -2,13 +2,18 @@
 
 import subprocess
 
+_PATIENCE = 30  # seconds for an answer
 
-def scontrol(*words: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:
-    """Runs scontrol; OSError where there is none, as in a container.
+
+def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
+    """What scontrol did, or None where there is none (in a container, say) or no answer came.
 
     Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then it is asked again.
     """
     while True:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=seconds)
+        try:
+            done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_PATIENCE)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
         if done.returncode >= 0:
             return done

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,9 +31,8 @@ def in_job() -> bool:
 
 def _scontrol(*words: str) -> str | None:
     """What it prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
-    try:
-        done = scontrol(*words)
-    except (OSError, subprocess.TimeoutExpired):
+    done = scontrol(*words)
+    if done is None:
         return None
     if done.returncode:
         log.warning("scontrol %s: %s", " ".join(words), done.stderr.strip())

@@ -9,6 +9,7 @@ import pytest
 from project.bench.bench import PLAIN_LOOP
 from project.bench.gate import load
 from project.model import MiniResNet
+from project.trainer import cpu_precision
 from tests.conftest import environment
 
 
@@ -33,7 +34,8 @@ def test_a_benchmark(cli, tmp_path):
     assert "times the plain loop" in run.output
     found = json.loads((tmp_path / "lightning_logs/it/bench.json").read_text())
     (training,) = found["training"]
-    assert training["programs"]["ours"]["ratio"][0] > 1.5
+    in_bf16 = cpu_precision("16-mixed")[0] == "bf16-mixed"  # a lever that not every processor has
+    assert training["programs"]["ours"]["ratio"][0] > (1.5 if in_bf16 else 0.95)
     assert training["programs"]["ours in fp32"]["ratio"][0] > 0.8
     assert found["loading"]["ratio"][0] > 6
     alone = found["framework"]["us_a_step"]
