@@ -7,6 +7,7 @@ launcher's word on nodes and processes, errors in one line, and the silent traps
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from project.cluster.findings import verdict
 from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
 from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, expand, option, save_config
 from project.data import ImageData
+from project.errors import UserError
 from project.guests import welcome
 from project.model import ImageClassifier
 from project.run import RUNS, checked, open_beside, open_run, saved_config, weights
@@ -98,16 +100,16 @@ class ProjectCLI(LightningCLI):
         settings = self.config[self.subcommand]
         path = settings.get("ckpt_path")
         if path and path not in ("best", "last") and not Path(path).is_file():
-            raise ValueError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+            raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
-            raise ValueError(
+            raise UserError(
                 f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
                 "that file; with --run, --ckpt_path may also be best or last."
             )
         trainer = settings.trainer
         bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
         if self.subcommand == "fit" and not bounded and not trainer.fast_dev_run:
-            raise ValueError(
+            raise UserError(
                 "Nothing says how long to train. HINT: --config configs/ddp.yaml is a config to begin with; or set "
                 "trainer.max_epochs, trainer.max_steps or trainer.max_time."
             )
@@ -115,7 +117,7 @@ class ProjectCLI(LightningCLI):
     def _set_seed(self) -> None:
         seed = self.config[self.subcommand].seed_everything
         if not 0 <= seed < 2**32:
-            raise ValueError(f"seed_everything is a number from 0 to {2**32 - 1}, not {seed}.")
+            raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {seed}.")
         super()._set_seed()
 
     def instantiate_classes(self) -> None:
@@ -124,7 +126,7 @@ class ProjectCLI(LightningCLI):
         except ValueError as error:
             if "Problem with given class_path" not in str(error):
                 raise
-            raise ValueError(f"Something can't be made: {condensed(str(error))}") from error
+            raise UserError(f"Something can't be made: {condensed(str(error))}") from error
 
     def _parse_ckpt_path(self) -> None:
         """Lightning lets the hyper-parameters saved in a checkpoint override the command line. Not here."""
@@ -273,14 +275,12 @@ class ProjectCLI(LightningCLI):
                 trainer.global_step,
             )
         elif not trainer.global_step:
-            raise ValueError(
-                "Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches."
-            )
+            raise UserError("Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches.")
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
         saved = trainer.checkpoint_callback
         if isinstance(saved, Checkpoints) and saved.last:
             lines["checkpoint"] = f"{saved.last}" + (f"  (best: {saved.best[1].name})" if saved.best else "")
-        lines["dashboard"] = f"tensorboard --logdir {self.folder.parent}"
+        lines["dashboard"] = f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
         for name, text in lines.items():
             log.info("%-11s %s", name, text)
         if isinstance(saved, Checkpoints) and saved.failed:

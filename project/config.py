@@ -16,10 +16,12 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from project.errors import UserError
+
 CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
 
 
-class UsageError(ValueError):
+class UsageError(UserError):
     """The command line or a config does not fit together."""
 
 
@@ -61,15 +63,15 @@ def expand(argv: list[str]) -> list[str]:
 def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
     path = _find(name, above[-1] if above else None)
     if path in above:
-        raise ValueError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
+        raise UserError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
+        raise UserError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
+        raise UserError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
     bases = content.get("base") or []
     bases = [bases] if isinstance(bases, str) else bases
     return [one for base in bases for one in _stack(base, (*above, path))] + [path]
@@ -84,7 +86,7 @@ def _find(name: str, asking: Path | None) -> Path:
     for place in places:
         if place.is_file():
             return place.resolve()
-    raise ValueError(
+    raise UserError(
         f"There is no config {name!r}"
         + (
             f", which {asking} names as its base."

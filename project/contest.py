@@ -13,6 +13,7 @@ from project.bench.bench import PLAIN_LOOP, Contest, framework, loading, results
 from project.bench.gate import load
 from project.cluster.cores import cores
 from project.data import ImageData
+from project.errors import UserError
 from project.watch.throughput import flops
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,11 @@ def contest(
 ) -> dict[str, Any]:
     """Measures, with programs of their own; nothing is trained in this process."""
     if trainer.world_size > 1:
-        raise ValueError("bench starts its processes by itself. HINT: start it with plain Python, and see --ranks.")
+        raise UserError("bench starts its processes by itself. HINT: start it with plain Python, and see --ranks.")
     if not PLAIN_LOOP.is_file():
-        raise ValueError(f"There is no {PLAIN_LOOP}, which bench compares with. HINT: run it in a checkout of the project.")
+        raise UserError(f"There is no {PLAIN_LOOP}, which bench compares with. HINT: run it in a checkout of the project.")
     if turns < 1 or steps < 1:
-        raise ValueError("bench takes at least one turn of one step.")
+        raise UserError("bench takes at least one turn of one step.")
     folder = Path(trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)
     given = {key: value for key, value in trainer.configuration.items() if key not in ("ranks", "turns", "steps", "run")}  # type: ignore[attr-defined]
@@ -41,7 +42,7 @@ def contest(
 
     theirs = sum(parameter.numel() for parameter in load(str(PLAIN_LOOP)).MiniResNet().parameters())
     if theirs != sum(parameter.numel() for parameter in model.parameters()):
-        raise ValueError(
+        raise UserError(
             "bench compares with a plain loop that trains MiniResNet on ten classes, and this config has another network. "
             "HINT: leave model.network as it is in configs/bench.yaml."
         )

@@ -14,6 +14,8 @@ from jsonargparse import _typehints as hints
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._util import import_object
 
+from project.errors import UserError
+
 
 def welcome() -> None:
     """From here on, in this process. A version of jsonargparse that is built otherwise is left as it is."""
@@ -74,7 +76,7 @@ def _with_all_arguments(theirs: Any, value: Any, *args: Any, **kwargs: Any) -> A
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
-        raise ValueError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.") from error
+        raise UserError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.") from error
 
 
 def _known(guest: Any) -> set[str] | None:

@@ -1,17 +1,28 @@
 """A run as the doctor sees it: Trainer, model and data, put together as far as an examination needs them."""
 
 import copy
-from collections.abc import Iterator
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from project.cluster.doctor import Patient
 from project.cluster.facts import of_this_rank
+from project.data import ImageData
 from project.survive.checkpoints import Checkpoints
+from project.train.micro_batch import samples_in
 
 
 class _Bed:
@@ -24,36 +35,86 @@ class _Bed:
         self.model = copy.deepcopy(model)
         model.__dict__["_trainer"] = kept
         self.model.trainer = trainer
+        self.model.configure_model()
+        self.model.setup("fit")
+        for name in ("log", "log_dict"):  # what is measured here is not the run's
+            self.model.__dict__[name] = lambda *args, **kwargs: None
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
-        self._batch: dict[str, Any] | None = None
+        self._batch: Any = None
+
+    def batches(self) -> Iterator[Any]:
+        loaders = self.data.train_dataloader()
+        if isinstance(loaders, (list, tuple, dict)):
+            yield from (found[0] for found in CombinedLoader(loaders, "max_size_cycle"))
+        else:
+            yield from loaders
 
     def _on_device(self, batch: Any) -> Any:
-        moved = self.data.transfer_batch_to_device(batch, self.device, 0)
-        return self.data.on_after_batch_transfer(moved, 0)
+        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            owner = self.model if is_overridden(hook, self.model, LightningModule) else self.data
+            batch = getattr(owner, hook)(batch, *((self.device,) if hook.startswith("transfer") else ()), 0)
+        return batch
 
     def compute(self, samples: int) -> None:
+        if not self.model.automatic_optimization:
+            raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
         if self._batch is None:
-            self._batch = self._on_device(next(iter(self.data.train_dataloader())))
-        batch = {name: _cut(value, samples) for name, value in self._batch.items()}
+            self._batch = self._on_device(next(iter(self.batches())))
+        many = samples_in(self._batch)
+        batch = self._batch
+        if samples != many:
+            batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
+        indexed = is_param_in_hook_signature(self.model.training_step, "batch_idx", min_args=2)
         with torch.random.fork_rng(), self.trainer.precision_plugin.forward_context():
-            loss = self.model.training_step(batch, 1)
+            loss = self.model.training_step(batch, 1) if indexed else self.model.training_step(batch)
+            loss = loss["loss"] if isinstance(loss, Mapping) else loss
             assert isinstance(loss, Tensor)
             loss.backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad()
 
     def fingerprint(self) -> dict[str, Any]:
+        """What the data says of itself; else how many samples there are to train on, and a hash of a few."""
         self.data.setup("fit")
-        says: dict[str, Any] = self.data.fingerprint() if hasattr(self.data, "fingerprint") else {}
-        return says
+        if isinstance(self.data, ImageData):
+            return self.data.fingerprint()
+        loader = self.data.train_dataloader()
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return {}
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        with isolate_rng():  # what the dataset draws at random is the same on all hosts
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            items = [loader.dataset[index] for index in sorted({0, size // 2, size - 1})] if size else []
+        digest, bytes_ = hashlib.sha256(), 0
+
+        def note(value: Any) -> None:
+            nonlocal bytes_
+            array = np.asarray(value)
+            bytes_ += array.nbytes
+            digest.update(repr(value).encode() if array.dtype == object else array.tobytes())
+
+        apply_to_collection(items, (Tensor, np.ndarray, int, float, str, bytes), note)
+        return {"train": {"samples": size, "bytes": bytes_ // max(1, len(items)), "hash": digest.hexdigest()[:12]}}
 
     def load(self) -> Iterator[int]:
-        for batch in self.data.train_dataloader():
-            yield len(batch["label"])
+        for batch in self.batches():
+            yield samples_in(batch)
 
+    @property
+    def workers(self) -> int:
+        if isinstance(self.data, ImageData):
+            return self.data.workers
+        loader = self.data.train_dataloader()
+        return loader.num_workers if isinstance(loader, DataLoader) else 0
 
-def _cut(value: Any, samples: int) -> Any:
-    return value[:samples] if isinstance(value, Tensor) and value.ndim else value
+    @property
+    def micro_batch(self) -> int:
+        if isinstance(self.data, ImageData):
+            return self.data.batch_size
+        loader = self.data.train_dataloader()
+        return loader.batch_size or 1 if isinstance(loader, DataLoader) else 1
 
 
 def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:
@@ -73,12 +134,12 @@ def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule,
         shared=trainer.shared_folder,  # type: ignore[attr-defined]
         facts=of_this_rank(bed.device, configuration),
         configuration=configuration,
-        micro_batch=getattr(data, "batch_size", 1),
+        micro_batch=bed.micro_batch,
         accumulation=trainer.accumulate_grad_batches,
         gradient_bytes=gradients,
         checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
         checkpoints=(kept.keep_last + 1) if kept else 0,
-        workers=getattr(data, "workers", 0),
+        workers=bed.workers,
         compute=bed.compute,
         load=bed.load,
         prepare=data.prepare_data,

@@ -17,6 +17,7 @@ import yaml
 
 from project.cluster.facts import flat
 from project.cluster.launcher import Launch
+from project.errors import UserError
 from project.survive.checkpoints import facts_of, newest_good, read_facts
 
 log = logging.getLogger(__name__)
@@ -92,13 +93,11 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / ".lock").open("a+")
         except OSError as error:
-            raise ValueError(
-                f"The run's folder {folder} can't be made: {error}. HINT: set trainer.default_root_dir."
-            ) from error
+            raise UserError(f"The run's folder {folder} can't be made: {error}. HINT: set trainer.default_root_dir.") from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(
+            raise UserError(
                 f"The run {folder.name} is going on already: another process writes to {folder}. "
                 "HINT: wait for it, stop it, or choose another --run."
             ) from None
@@ -115,7 +114,7 @@ class Run:
         checkpoints = self.folder / "checkpoints"
         if resume == "never":
             if any(checkpoints.glob("step-*.ckpt")):
-                raise ValueError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
+                raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
         found = newest_good(checkpoints) if resume == "auto" else self._at(Path(resume))
         if found is None and start is not None and facts_of(Path(start)).exists():
@@ -130,11 +129,11 @@ class Run:
 
     def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
         if not path.is_file():
-            raise ValueError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
+            raise UserError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
             return path, read_facts(path)
         except ValueError as error:
-            raise ValueError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
+            raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
     def _set_aside_later(self, path: Path) -> None:
         for newer in (self.folder / "checkpoints").glob("step-*.ckpt"):
@@ -155,12 +154,12 @@ class Run:
         never = [key for key in changes if kind_of(key) == "never"]
         unsaid = [key for key in changes if kind_of(key) == "word" and not within(key, words)]
         if never:
-            raise ValueError(
+            raise UserError(
                 f"The run {self.folder.name} was trained with another configuration: {_said(changes, never)}. That makes it "
                 "another run. HINT: choose another --run, or go back to the old value."
             )
         if unsaid:
-            raise ValueError(
+            raise UserError(
                 f"The run {self.folder.name} was trained with another configuration: {_said(changes, unsaid)}. HINT: if it is "
                 f"to go on so, say --change {','.join([*words, *unsaid])}; otherwise go back to the old value, or choose "
                 "another --run."
@@ -182,9 +181,9 @@ def _words(change: str | None) -> list[str]:
     words = [word.strip() for word in (change or "").split(",") if word.strip()]
     for word in words:
         if kind_of(word) == "never":
-            raise ValueError(f"--change {word}: that would make it another run. HINT: choose another --run.")
+            raise UserError(f"--change {word}: that would make it another run. HINT: choose another --run.")
         if not any(within(word, [key]) or within(key, [word]) for key in KINDS):
-            raise ValueError(
+            raise UserError(
                 f"--change {word}: there is no such key. HINT: name them in full, as in model.optimizer.init_args.lr."
             )
     return words
@@ -248,7 +247,7 @@ def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Laun
 def checked(name: str) -> str:
     """The name of a run, if it can be one."""
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise ValueError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
+        raise UserError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
     return name
 
 
@@ -290,7 +289,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
         rated.sort(key=lambda one: one[0], reverse=mode == "max")  # of equals, the earliest
         if which == "best" and not rated:
             known = sorted({str(name) for path in newest for name in _metrics(path)})
-            raise ValueError(
+            raise UserError(
                 f"No checkpoint of the run {folder.name} has the metric {monitor!r} (there are: {', '.join(known) or 'none'}), "
                 "by which the best is found. HINT: set checkpoints.monitor, or --ckpt_path last."
             )
@@ -304,7 +303,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
         why = f"the best by {monitor}: {_metrics(path)[monitor]:.4f}" if path in best else "the newest"
         log.info("Weights of %s, step %d (%s)", path, facts["position"]["global_step"], why)
         return path
-    raise ValueError(
+    raise UserError(
         f"The run {folder.name} has no good checkpoint in {folder / 'checkpoints'}. HINT: --run takes the name of a run in "
         f"{folder.parent}, --ckpt_path a file."
     )

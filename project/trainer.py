@@ -45,6 +45,7 @@ from project.cluster.meeting import Meeting
 from project.cluster.memory import keep_freed_memory
 from project.contest import contest
 from project.data import ImageData
+from project.errors import UserError
 from project.patient import patient
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst
 from project.survive.monitored import Monitored
@@ -83,13 +84,13 @@ def _refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         value = settings.get(name)
         if isinstance(value, (int, float)) and not value >= least:
-            raise ValueError(f"trainer.{name} is {least} at least, and not {value}.")
+            raise UserError(f"trainer.{name} is {least} at least, and not {value}.")
         if name.startswith("limit_") and isinstance(value, float) and value > 1:
-            raise ValueError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
+            raise UserError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
     interval = settings.get("val_check_interval")
     share = isinstance(interval, float)
     if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):
-        raise ValueError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
+        raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
 
 
 def _fast_in_bf16() -> bool:
@@ -124,7 +125,7 @@ class ResumingOnHosts(Resuming):
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
             if problem := shared.file_problem(Path(checkpoint_path), trainer.host_names, _gather):
-                raise ValueError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
+                raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
             group: Any = dist.new_group(backend="gloo")
@@ -223,7 +224,7 @@ class Trainer(pl.Trainer):
                 **kwargs,
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            raise ValueError(f"The trainer's settings don't work here: {error}") from error
+            raise UserError(f"The trainer's settings don't work here: {error}") from error
         sign(self.global_rank, host(), self.world_size)
         self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
         self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
@@ -251,7 +252,7 @@ class Trainer(pl.Trainer):
         self._setup_data = self.fit_loop.setup_data
         self.fit_loop.setup_data = self._validate_between_steps  # type: ignore[method-assign]
         if launch.world_size and launch.world_size != self.world_size:
-            raise ValueError(
+            raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
@@ -299,7 +300,7 @@ class Trainer(pl.Trainer):
         except ValueError as error:
             if "`val_check_interval`" not in str(error):
                 raise
-            raise ValueError(
+            raise UserError(
                 f"trainer.val_check_interval={self._wanted_val_interval} is more than the {self.fit_loop.max_batches // many} "
                 "steps of an epoch. HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
             ) from error
@@ -432,7 +433,7 @@ class Trainer(pl.Trainer):
                 setattr(self, f"limit_{stage}_batches", 0)
         if isinstance(data, ImageData):
             if self._overfit:
-                raise ValueError(
+                raise UserError(
                     "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
                     "configs/debug.yaml does."
                 )

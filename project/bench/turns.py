@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from project.bench.gate import SOCKET
+from project.errors import UserError
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -111,7 +112,7 @@ class Running:
 
     def _complain(self) -> NoReturn:
         last = "\n  ".join(self._log.read_text(errors="replace").strip().splitlines()[-15:])
-        raise ValueError(f"The benchmark's '{self.name}' has ended:\n  {last}\nHINT: all that it said is in {self._log}.")
+        raise UserError(f"The benchmark's '{self.name}' has ended:\n  {last}\nHINT: all that it said is in {self._log}.")
 
     def _all(self) -> list[Path]:
         """Its processes, in /proc: those of the sessions that were started here."""

@@ -88,8 +88,9 @@ class Doctor:
             self._links()
         if not self.fast and self._has_data:
             step = self._compute()
-            self._memory()
-            self._share(step)
+            if step is not None:
+                self._memory()
+                self._share(step)
             self._loader(step)
 
     # How a check is made ---------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class Doctor:
         dist.all_gather_object(answers, mine, group=self.control)
         return answers
 
-    def _measure(self, check: str, measure: Callable[[], Any], fix: str = "") -> list[Any] | None:
+    def _measure(self, check: str, measure: Callable[[], Any], fix: str = "", bad: bool = True) -> list[Any] | None:
         """What all ranks measured; None when one of them couldn't, which is then a finding."""
         try:
             mine, error = measure(), None
@@ -112,7 +113,8 @@ class Doctor:
         failed = {rank: text for rank, (_, text) in enumerate(answers) if text}
         if failed:
             texts = {text: [rank for rank in failed if failed[rank] == text] for text in failed.values()}
-            self._row(check, [Trouble(f"{named(ranks, self.hosts)}: {text}", ranks) for text, ranks in texts.items()], "", fix)
+            troubles = [Trouble(f"{named(ranks, self.hosts)}: {text}", ranks, bad) for text, ranks in texts.items()]
+            self._row(check, troubles, "", fix)
             return None
         return [value for value, _ in answers]
 
@@ -202,7 +204,7 @@ class Doctor:
         if few:
             number = all_limits[few[0]]["open files"]
             troubles.append(Trouble(f"{named(few, self.hosts)}: at most {number} open files", few, bad=False))
-        batches = patient.micro_batch * patient.workers * 2 * patient.processes * self._samplein_bytes()
+        batches = patient.micro_batch * patient.workers * 2 * patient.processes * self._sample_bytes
         small = [rank for rank, one in enumerate(all_limits) if one["/dev/shm"] is not None and one["/dev/shm"] < batches]
         if small:
             text = (
@@ -219,9 +221,6 @@ class Doctor:
         )
         fix = "Free disk, or keep fewer checkpoints; ulimit -n 65536; docker --shm-size=8g; data.num_workers=auto."
         self._row("limits", troubles, good, fix, limits=all_limits)
-
-    def _samplein_bytes(self) -> int:
-        return int(self.patient.facts.get("sample bytes", 0))
 
     def _clocks(self) -> None:
         if self.control is None:
@@ -254,7 +253,7 @@ class Doctor:
             return self.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
         self._sample_bytes = int(prints[0]["train"]["bytes"])
         seen = [
-            {"data": ", ".join(f"{one['images']:,} {split} ({one['hash']})" for split, one in each.items())} for each in prints
+            {"data": ", ".join(f"{one['samples']:,} {split} ({one['hash']})" for split, one in each.items())} for each in prints
         ]
         odd = facts.different(seen, self.hosts, ["data"])
         troubles = [Trouble(text, ranks) for text, ranks in odd.items()]
@@ -339,7 +338,8 @@ class Doctor:
 
     def _compute(self) -> float | None:
         """Seconds that the slowest rank takes for a micro-batch."""
-        taken = self._measure("compute", self._time_compute, "See the error; a smaller data.batch_size needs less memory.")
+        fix = "See the error. A step is tried outside of a fit here; a smaller data.batch_size needs less memory."
+        taken = self._measure("compute", self._time_compute, fix, bad=False)
         if taken is None:
             return None
         usual = statistics.median_low(taken)
@@ -404,8 +404,8 @@ class Doctor:
         left = facts.limits(self.patient.folder)["memory"] or 0
         return 0.0, each, left / self.patient.processes + each * many
 
-    def _share(self, step: float | None) -> None:
-        if step is None or self.meeting is None:
+    def _share(self, step: float) -> None:
+        if self.meeting is None:
             return
         sync = self._sync.seconds(self.patient.gradient_bytes)
         compute = step * self.patient.accumulation
@@ -420,8 +420,10 @@ class Doctor:
 
     def _loader(self, step: float | None) -> None:
         speeds = self._measure("loader", self._time_loader, "The loader must run on every host: data.source, data.num_workers.")
-        if speeds is None or step is None:
+        if speeds is None:
             return
+        if step is None:
+            return self._row("loader", [], f"{min(speeds):,.0f} samples/s on the slowest rank", speeds=speeds)
         needed = self.patient.micro_batch / step
         slow = [rank for rank, speed in enumerate(speeds) if speed < needed]
         troubles = [

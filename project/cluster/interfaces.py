@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from project.errors import UserError
+
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -85,7 +87,7 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
     mine = next((found for address in resolve(towards) if (found := source(address))), None)
     if mine is None or (name := interface_of(mine)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
-        raise ValueError(
+        raise UserError(
             f"{socket.gethostname()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
             f"{GLOO} and {NCCL} name the interface to use."
         )
@@ -102,7 +104,7 @@ def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> N
     else:
         missing = [] if any(name.startswith(part) for part in names for name in ours) else names
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{variable}={given}, and {socket.gethostname()} has no interface {', '.join(missing)}. It has "
             f"{', '.join(name for name, held in ours.items() if held)}. HINT: unset {variable}, and the right one is chosen."
         )
@@ -139,7 +141,7 @@ def towards(name: str) -> tuple[str, bool]:
     target = next(iter(resolve(name)), None)
     own = source(target) if target else None
     if target is None or own is None:
-        raise ValueError(f"{socket.gethostname()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
+        raise UserError(f"{socket.gethostname()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
     here = own == target or is_loopback(target)
     if is_loopback(own) and name != "localhost" and name != target:  # Debian's own name for itself leads nobody else here
         own = next((one for held in addresses().values() for one in held if not is_loopback(one)), own)

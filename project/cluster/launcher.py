@@ -21,11 +21,12 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from project.cluster.slurm import scontrol
+from project.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """What the launcher set up can't work. Every rank finds the same, and rank 0 says it."""
 
 
@@ -135,7 +136,7 @@ class Launch:
     def _check_plain(self, trainer: Mapping[str, Any]) -> None:
         nodes = trainer.get("num_nodes") or 1
         if nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
-            raise ValueError(
+            raise UserError(
                 f"trainer.num_nodes={nodes}, and nothing says which of the nodes this is. HINT: start scripts/launch.sh "
                 f"on every node (NNODES={nodes} NODE_RANK=... MASTER_ADDR=...), or use srun (scripts/slurm.sbatch)."
             )
@@ -167,7 +168,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(value) if value else default
     except ValueError:
-        raise ValueError(f"The environment variable {name} must be a number, and is {value!r}.") from None
+        raise UserError(f"The environment variable {name} must be a number, and is {value!r}.") from None
 
 
 def _parent_started() -> datetime:
@@ -272,7 +273,7 @@ def _reachable(node: str) -> str:
         pass
     shown = scontrol("show", "node", node)
     if (found := re.search(r"\bNodeAddr=(\S+)", shown.stdout if shown else "")) is None or found[1] == node:
-        raise ValueError(
+        raise UserError(
             f"The name of the job's first node, {node}, does not resolve here, and Slurm names no address for it. "
             "HINT: export MASTER_ADDR=... before srun."
         )

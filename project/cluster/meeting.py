@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from project.cluster import doors
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
+from project.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def reach(address: str, port: int, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
-                raise ValueError(_unreachable(here, address, port, seconds, error)) from None
+                raise UserError(_unreachable(here, address, port, seconds, error)) from None
             time.sleep(0.2)
 
 
@@ -81,7 +82,7 @@ def _free(port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise ValueError(
+            raise UserError(
                 f"Port {port} on {socket.gethostname()} is in use by another program. HINT: set another MASTER_PORT, on "
                 "every node the same; and only one rank 0 may be started."
             ) from None
@@ -138,7 +139,7 @@ class Meeting:
         self.store.set("problem", text)  # which is short enough
         if self.store.add(f"said/{here}", 1) > 1:
             raise ToldByRankZero(1)
-        raise ValueError(f"{text}. HINT: {doors.HINT}")
+        raise UserError(f"{text}. HINT: {doors.HINT}")
 
     def _sign_in(self) -> None:
         here = socket.gethostname()
@@ -169,7 +170,7 @@ class Meeting:
         """All see what is wrong; rank 0 says it."""
         self.close()
         if self.rank == 0:
-            raise ValueError(text)
+            raise UserError(text)
         raise ToldByRankZero(1)
 
     def exchange(self, mine: Any) -> list[Any]:
@@ -202,10 +203,10 @@ class Meeting:
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
                 problem = self.store.get("problem").decode()
-                raise ValueError(problem if "HINT" in problem else f"{problem}. HINT: {doors.HINT}")
+                raise UserError(problem if "HINT" in problem else f"{problem}. HINT: {doors.HINT}")
             now = time.monotonic()
             if now > end:
-                raise ValueError(
+                raise UserError(
                     f"After {self.seconds:g} s {self.size - len(missing)} of {self.size} {self.noun}s have come to "
                     f"{self.address}:{self.port}, from {self._here()}. Missing: {self._named(missing)}.{self._doubt()} HINT: "
                     "what do they print? Are they started with this MASTER_ADDR and MASTER_PORT, and is the port open?"

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from project.cluster import doors
 from project.cluster.interfaces import resolve
 from project.cluster.meeting import reach
+from project.errors import UserError
 
 _TICK = 0.5  # seconds between two times that the host of the store publishes
 
@@ -70,7 +71,7 @@ def _greet(address: str, store: PrefixStore) -> None:
     visits = (doors.knock(one, door) for one in resolve(address))
     visit = next((one for one in visits if one.error is None), doors.Visit())
     if visit.limit is not None:
-        raise ValueError(f"{doors.lost(visit, socket.gethostname(), visit.name)}. HINT: {doors.HINT}")
+        raise UserError(f"{doors.lost(visit, socket.gethostname(), visit.name)}. HINT: {doors.HINT}")
     before = store.get("now")
     while (now := store.get("now")) == before:  # it is new at the moment when it changes
         time.sleep(_TICK / 50)
@@ -79,7 +80,7 @@ def _greet(address: str, store: PrefixStore) -> None:
 
 @contextmanager
 def run_clock(is_host: bool, address: str, port: int, seconds: float) -> Iterator[None]:
-    """Within it, torchrun goes by that clock. `is_host`: this agent makes the store. A ValueError says what is in the way."""
+    """Within it, torchrun goes by that clock. `is_host`: this agent makes the store. A UserError says what is in the way."""
     dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
     if not is_host:
         _join(address, port, seconds)

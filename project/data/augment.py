@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from project.data.synthetic import scatter
+from project.errors import UserError
 
 Channels = float | tuple[float, ...]
 
@@ -43,7 +44,7 @@ class Normalise:
     def __init__(self, mean: Channels, std: Channels, device: torch.device) -> None:
         means, stds = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
         if not (means.abs() <= 1).all() or not ((stds > 0) & (stds <= 1)).all():
-            raise ValueError(
+            raise UserError(
                 f"The source's mean {mean} and std {std} are not of images in 0 .. 1. HINT: divide those of bytes by 255."
             )
         self._one = means.numel() == stds.numel() == 1

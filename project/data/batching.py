@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from project.errors import UserError
+
 
 def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted: int | Literal["auto"], where: str) -> int:
     """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks.
@@ -17,13 +19,13 @@ def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted:
         fitting = [n for n in range(1, global_batch // micro_batch + 1) if global_batch % (micro_batch * n) == 0]
         sizes = f"ranks that fit: {', '.join(map(str, fitting))}; " if fitting else ""
         nearest = max(1, round(global_batch / at_once)) * at_once
-        raise ValueError(
+        raise UserError(
             f"{ranks} rank(s) with micro-batches of {micro_batch} can't make a global batch of "
             f"{global_batch} ({sizes}nearest global batch for {ranks} rank(s): {nearest}). "
             f"HINT: set {name}={nearest}, or change {size}."
         )
     if wanted not in ("auto", count):
-        raise ValueError(
+        raise UserError(
             f"{name}={global_batch} on {ranks} rank(s) with micro-batches of "
             f"{micro_batch} takes accumulate_grad_batches={count}, not {wanted}. "
             f"HINT: set trainer.accumulate_grad_batches=auto, or leave out {name}."

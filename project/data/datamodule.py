@@ -19,6 +19,7 @@ from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order
 from project.data.sources import Source, Split, Synthetic
+from project.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +72,13 @@ class ImageData(LightningDataModule):
     ) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ValueError(f"data.batch_size is a number of samples, not {batch_size}.")
+            raise UserError(f"data.batch_size is a number of samples, not {batch_size}.")
         if global_batch_size is not None and global_batch_size < 1:
-            raise ValueError(f"data.global_batch_size is a number of samples, not {global_batch_size}.")
+            raise UserError(f"data.global_batch_size is a number of samples, not {global_batch_size}.")
         if crop_padding < 0:
-            raise ValueError(f"data.crop_padding is a number of pixels, not {crop_padding}.")
+            raise UserError(f"data.crop_padding is a number of pixels, not {crop_padding}.")
         if isinstance(num_workers, int) and num_workers < 0:
-            raise ValueError(f"data.num_workers is a number of processes or 'auto', not {num_workers}.")
+            raise UserError(f"data.num_workers is a number of processes or 'auto', not {num_workers}.")
         self.source = source or Synthetic()
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
@@ -132,7 +133,7 @@ class ImageData(LightningDataModule):
             log.info("There is no validation set, and so no validation.")
         for split in splits:
             if not len(self._dataset(split)):  # type: ignore[arg-type]
-                raise ValueError(f"The {split} set is empty.")
+                raise UserError(f"The {split} set is empty.")
         self._unseen = set(splits)
 
     def train_dataloader(self) -> MicroBatchLoader:
@@ -145,7 +146,7 @@ class ImageData(LightningDataModule):
         size = len(self._dataset("train"))  # type: ignore[arg-type]
         order = Order(size, self.batch_size, micro_batches, self.seed, self.tail)
         if not order.steps or order.size < 2 * micro_batches:
-            raise ValueError(
+            raise UserError(
                 f"{order.size} training images are too few for a global batch of {order.global_batch}. "
                 "HINT: set data.batch_size or data.global_batch_size lower."
             )
@@ -206,7 +207,7 @@ class ImageData(LightningDataModule):
         return MicroBatches(dataset, order, split, self.num_classes)
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
-        """What the data is, for comparison: the number of images of each split, the size of one, a hash of a few."""
+        """What the data is, for comparison: the number of samples of each split, the bytes of one, a hash of a few."""
         made: dict[str, dict[str, int | str]] = {}
         for split in _SPLITS["fit"]:
             if not self.source.has(split):
@@ -215,7 +216,7 @@ class ImageData(LightningDataModule):
             size: int = len(dataset)  # type: ignore[arg-type]
             few = self._micro_batches(dataset, split, Order(size, min(size, 8), 1, self.seed))[(0, 0, 0)]
             digest = hashlib.sha256(few["image"].numpy().tobytes() + few["label"].numpy().tobytes())
-            made[split] = {"images": size, "bytes": few["image"][0].nbytes, "hash": digest.hexdigest()[:12]}
+            made[split] = {"samples": size, "bytes": few["image"][0].nbytes, "hash": digest.hexdigest()[:12]}
         return made
 
     # On the device ---------------------------------------------------------------------------------------------------

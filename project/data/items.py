@@ -13,12 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from project.errors import UserError
+
 _IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
 _RGB = ("P", "PA", "CMYK", "YCbCr", "LAB", "HSV")  # numbers in a palette, or colours that are not red, green and blue
 _ROUNDING = 0.01  # of shares that should sum to 1
 
 
-class Unfit(ValueError):
+class Unfit(UserError):
     """Something in the data that can't be trained on, and that its owner can mend."""
 
 

@@ -1,7 +1,7 @@
 """Where images come from: each source names its classes and makes the datasets 'train', 'val' and 'test'.
 
 A source is light to construct, fetches what it needs in `prepare` (called once a node), and reads it in `dataset` (called by
-every rank). Whatever the user can mend is a ValueError in one line.
+every rank). Whatever the user can mend is a UserError in one line.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +17,7 @@ from project.data.augment import Channels
 from project.data.batches import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
+from project.errors import UserError
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -43,7 +44,7 @@ class Source(ABC):
 def _held_out(size: int, held_out: int, split: Split) -> torch.Tensor:
     """The samples of 'train' or 'val', of a set that came without a validation split: always the same ones."""
     if not 0 < held_out < size:
-        raise ValueError(f"held_out must leave training and validation images of {size}, and is {held_out}.")
+        raise UserError(f"held_out must leave training and validation images of {size}, and is {held_out}.")
     order = permute(np.arange(size), size, seed=0, epoch=0)
     return torch.from_numpy(order[:held_out] if split == "val" else np.sort(order[held_out:]))
 
@@ -121,11 +122,11 @@ class Cifar(Source):
             return kind(str(self.root), train=train, download=download)
         except (OSError, RuntimeError) as error:
             if download:
-                raise ValueError(
+                raise UserError(
                     f"Could not download CIFAR-{self.num_classes} to {self.root}: {error}. HINT: put the extracted "
                     "archive there, or see whether this host reaches the internet."
                 ) from error
-            raise ValueError(
+            raise UserError(
                 f"No CIFAR-{self.num_classes} in {self.root}. HINT: set data.source.init_args.download=true, or root "
                 "to the folder that holds the extracted archive."
             ) from error
@@ -150,10 +151,10 @@ class Unlabelled(Dataset[Any]):
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
         if not folder.is_dir():
-            raise ValueError(f"No folder {folder}. HINT: data.source.init_args.predict is a folder of images.")
+            raise UserError(f"No folder {folder}. HINT: data.source.init_args.predict is a folder of images.")
         self.samples = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
         if not self.samples:
-            raise ValueError(f"There are no images in {folder}. HINT: those are files called {', '.join(IMG_EXTENSIONS)}.")
+            raise UserError(f"There are no images in {folder}. HINT: those are files called {', '.join(IMG_EXTENSIONS)}.")
         self.transform = transform
 
     def __len__(self) -> int:
@@ -195,12 +196,12 @@ class ImageFolders(Source):
         if self._classes is None:
             folder = self.root / "train"
             if not folder.is_dir():
-                raise ValueError(
+                raise UserError(
                     f"No folder {folder}. HINT: data.source.init_args.root must hold train/<class>/*.jpg and val/<class>/*.jpg."
                 )
             self._classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
             if not self._classes:
-                raise ValueError(f"{folder} has no folders. HINT: each class has a folder of its own in it.")
+                raise UserError(f"{folder} has no folders. HINT: each class has a folder of its own in it.")
         return self._classes
 
     @property
@@ -221,13 +222,13 @@ class ImageFolders(Source):
             return Unlabelled(self.predict, resize)
         folder = self.root / split
         if not folder.is_dir():
-            raise ValueError(f"No folder {folder}. HINT: put images into {folder}/<class>/.")
+            raise UserError(f"No folder {folder}. HINT: put images into {folder}/<class>/.")
         try:
             found = datasets.ImageFolder(str(folder), transform=resize)
         except (FileNotFoundError, RuntimeError) as error:
-            raise ValueError(f"{folder} can't be used: {error}") from error
+            raise UserError(f"{folder} can't be used: {error}") from error
         if found.classes != self.classes:
-            raise ValueError(
+            raise UserError(
                 f"{folder} and {self.root / 'train'} must have the same classes: {found.classes[:5]} there, "
                 f"{self.classes[:5]} here."
             )
@@ -278,7 +279,7 @@ class Digits(Source):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ValueError("The digits come with scikit-learn. HINT: pip install scikit-learn") from error
+            raise UserError("The digits come with scikit-learn. HINT: pip install scikit-learn") from error
         pixels, labels = load_digits(return_X_y=True)
         images = torch.from_numpy(pixels * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
         return images, torch.from_numpy(labels).long()
@@ -320,7 +321,7 @@ class Datasets(Source):
         std: float = 0.25,
     ) -> None:
         if num_classes < 2:
-            raise ValueError(f"data.source.init_args.num_classes is {num_classes}, and there is nothing to tell apart.")
+            raise UserError(f"data.source.init_args.num_classes is {num_classes}, and there is nothing to tell apart.")
         self.factories = {"train": train, "val": val, "test": test, "predict": predict}
         self.num_classes = num_classes
         self.mean = mean
@@ -332,5 +333,5 @@ class Datasets(Source):
     def dataset(self, split: Split) -> Dataset[Any]:
         factory = self.factories[split]
         if factory is None:
-            raise ValueError(f"There is no {split} set. HINT: set data.source.init_args.{split}.")
+            raise UserError(f"There is no {split} set. HINT: set data.source.init_args.{split}.")
         return factory()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from project.errors import UserError
+
 SPLITS = ("train", "val", "test")
 _SPLIT_BITS = 40  # each split has its own range of 2**40 indices, so that no two share an image
 _SHIFT = 2
@@ -62,11 +64,11 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         seed: int = 0,
     ) -> None:
         if not 0 < size <= 1 << _SPLIT_BITS:
-            raise ValueError(f"A synthetic dataset has between 1 and 2**{_SPLIT_BITS} images, not {size}.")
+            raise UserError(f"A synthetic dataset has between 1 and 2**{_SPLIT_BITS} images, not {size}.")
         if split not in SPLITS:
-            raise ValueError(f"A synthetic dataset's split is one of {SPLITS}, not {split!r}.")
+            raise UserError(f"A synthetic dataset's split is one of {SPLITS}, not {split!r}.")
         if not 0 <= difficulty <= 1:
-            raise ValueError(f"difficulty is a share between 0 and 1, not {difficulty}.")
+            raise UserError(f"difficulty is a share between 0 and 1, not {difficulty}.")
         self.size, self.num_classes, self.difficulty, self.seed = size, num_classes, difficulty, seed
         self.shape = (channels, image_size, image_size)
         self._offset = SPLITS.index(split) << _SPLIT_BITS

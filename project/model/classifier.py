@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
 
+from project.errors import UserError
 from project.model.later import Later
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
@@ -42,7 +43,7 @@ def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
     try:
         return make(of)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"model.{name} can't be made: {error}") from error
+        raise UserError(f"model.{name} can't be made: {error}") from error
 
 
 class ImageClassifier(LightningModule):
@@ -82,14 +83,14 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         if not isinstance(network, nn.Module):
-            raise ValueError(
+            raise UserError(
                 f"model.network made {_described(network)}, and not a torch.nn.Module. HINT: class_path names a class of "
                 "modules, or a function that returns one."
             )
         if lr_reference_batch < 1:
-            raise ValueError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
+            raise UserError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
         if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing is a share of the target, from 0 to 1, not {label_smoothing}.")
+            raise UserError(f"label_smoothing is a share of the target, from 0 to 1, not {label_smoothing}.")
         self.network, self.channels_last = network, channels_last
         if channels_last:
             nn.Module.to(network, memory_format=torch.channels_last)
@@ -108,7 +109,7 @@ class ImageClassifier(LightningModule):
         self._seen, self._no_gradient_yet = set(), True
         if stage == "fit" and not any(parameter.requires_grad for parameter in self.parameters()):
             what = "all its parameters are frozen" if any(True for _ in self.parameters()) else "it has no parameters"
-            raise ValueError(f"The network can't learn: {what}. HINT: set requires_grad of those that are to be trained.")
+            raise UserError(f"The network can't learn: {what}. HINT: set requires_grad of those that are to be trained.")
 
     def on_fit_start(self) -> None:
         if self.init_from and not self.trainer.ckpt_path:
@@ -251,14 +252,14 @@ class ImageClassifier(LightningModule):
             return optimizer  # type: ignore[no-any-return]
         scheduler = _made("lr_scheduler", self.lr_scheduler, optimizer)
         if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
-            raise ValueError(
+            raise UserError(
                 f"model.lr_scheduler made {_described(scheduler)}, and not a torch.optim.lr_scheduler.LRScheduler. HINT: a "
                 "function gets the optimiser and returns its schedule."
             )
         if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
             steps = self.trainer.estimated_stepping_batches
             if not 0 <= steps < float("inf"):
-                raise ValueError(
+                raise UserError(
                     "The learning rate of WarmupCosine ends with the run, and nothing says when that is. HINT: set "
                     "trainer.max_steps, trainer.max_epochs, or model.lr_scheduler.init_args.total_steps."
                 )
@@ -286,7 +287,7 @@ class ImageClassifier(LightningModule):
         """At the first output in training, and in evaluation, where a network may return something else."""
         self._seen.add(self.training)
         if not isinstance(output, Tensor):
-            raise ValueError(
+            raise UserError(
                 f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "
                 "into a module whose forward returns them; torchvision's networks with a second head have aux_logits=false."
             )
@@ -295,7 +296,7 @@ class ImageClassifier(LightningModule):
         if output.ndim != 2 or (wanted is not None and output.shape[1] < wanted):
             has = "" if wanted is None else f", and the data has {wanted} classes"
             fix = "return logits (images, classes)" if output.ndim != 2 else f"set model.network.init_args.num_classes={wanted}"
-            raise ValueError(f"The network's output has shape {tuple(output.shape)}{has}. HINT: {fix}.")
+            raise UserError(f"The network's output has shape {tuple(output.shape)}{has}. HINT: {fix}.")
         if wanted is not None and output.shape[1] > wanted and self.trainer.is_global_zero and len(self._seen) == 1:
             log.warning(
                 "The network has %d outputs, and the data has %d classes. HINT: set model.network.init_args.num_classes=%d.",
@@ -310,7 +311,7 @@ class ImageClassifier(LightningModule):
         unused = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         if unused:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-            raise ValueError(
+            raise UserError(
                 f"{len(unused)} parameters of the network have no part in the loss: {', '.join(unused[:5])}{more}. The ranks "
                 "can't average what is not there. HINT: take them out or freeze them (requires_grad=False), or set "
                 "trainer.strategy=ddp_find_unused_parameters_true, which costs some time."

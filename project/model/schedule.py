@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from project.errors import UserError
+
 
 class WarmupCosine(LRScheduler):
     """Linear warm-up over `warmup_steps` optimiser steps, then cosine decay to zero at `total_steps`.
@@ -18,7 +20,7 @@ class WarmupCosine(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, total_steps: int | None = None) -> None:
         if warmup_steps < 0:
-            raise ValueError(f"warmup_steps can't be negative, and is {warmup_steps}.")
+            raise UserError(f"warmup_steps can't be negative, and is {warmup_steps}.")
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
         super().__init__(optimizer)
 

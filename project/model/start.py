@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from project.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _NAMES = ("state_dict", "model_state_dict", "model", "network", "net", "weights")  # of the weights in others' files
@@ -28,7 +30,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
     fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}
     if not any(name in fitting for name, _ in network.named_parameters()):
         wanted, found = next(iter(ours), "none"), next(iter(theirs))
-        raise ValueError(
+        raise UserError(
             f"Nothing in {path} fits the network: its first name is {found!r}, the network's is {wanted!r}."
             f"{_better_prefix(theirs, ours, prefix)}"
         )
@@ -53,11 +55,11 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ValueError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
+        raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a file that is none makes of the reader
-        raise ValueError(
+        raise UserError(
             f"{path} can't be read: it is not a file of torch.save, or it holds more than weights and plain values, and "
             "reading that could run code. HINT: where it comes from, save the weights alone: torch.save(model.state_dict(), "
             "path)."
@@ -71,7 +73,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     keys = (
         f"the keys {', '.join(map(str, list(content)[:8]))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
     )
-    raise ValueError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
+    raise UserError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
 
 
 def _better_prefix(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], given: str) -> str:

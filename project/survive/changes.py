@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from project.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _STEERING = ("optimizer", "lr_scheduler", "lr_reference_batch", "lr_scaling", "lr_interval")
@@ -67,7 +69,7 @@ class Changes(Callback):
         before, now, self._batch = self._batch, _global_batch(trainer), None
         if before not in (None, now):
             key = "data" if "global_batch_size" in (self.configuration.get("data") or {}) else "trainer"
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint is of a run with a global batch of {before}, and this would be one of {now}. "
                 f"HINT: set {key}.global_batch_size={before}; it then stays on any number of ranks."
             )
@@ -110,7 +112,7 @@ def _check_state(optimizer: Optimizer) -> None:
             log.debug("The optimiser's state can't be checked: %s", error)
             continue
         if missing := probe.state[twin].keys() - optimizer.state[parameter].keys():
-            raise ValueError(
+            raise UserError(
                 f"The optimiser's new settings need {', '.join(sorted(map(str, missing)))}, which it has not gathered so far. "
                 "HINT: go back to the old settings, or choose another --run."
             )

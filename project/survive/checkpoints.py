@@ -13,6 +13,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.errors import UserError
 from project.survive.readable import check, plain_values
 from project.train.position import out_of_time, position, within_epoch
 
@@ -42,12 +44,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
             with plain_values():
                 return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
         except pickle.UnpicklingError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
                 "HINT: if you trust where it comes from, set weights_only=false."
             ) from error
         except Exception as error:  # whatever a damaged file makes of the reader
-            raise ValueError(
+            raise UserError(
                 f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
                 "the same folder."
             ) from error
@@ -66,12 +68,12 @@ def read_facts(path: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(facts_of(path).read_text())
         size, digest = facts["bytes"], facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its facts can't be read ({error})") from error
+        raise UserError(f"its facts can't be read ({error})") from error
     if path.stat().st_size != size:
-        raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
+        raise UserError(f"it has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
         if _digest(file) != digest:
-            raise ValueError("its checksum is wrong")
+            raise UserError("its checksum is wrong")
     return facts
 
 
@@ -203,9 +205,9 @@ class Checkpoints(Checkpoint):
         mode: str = "max",
     ) -> None:
         if not every_n_minutes > 0:
-            raise ValueError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
+            raise UserError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
         if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
-            raise ValueError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
+            raise UserError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = metric(monitor), mode
         self.needs_metric = monitor not in (None, "auto")
@@ -340,6 +342,7 @@ class Checkpoints(Checkpoint):
             "logged": logged,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "world_size": trainer.world_size,
+            "versions": {name: version(name) for name in ("torch", "lightning")},
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         # The host waits for the device here: the copy must hold this step's values, not a later one's.

@@ -1,6 +1,6 @@
 """The end of a run that failed: the rank at fault says why, once and last; the others only that they lost it.
 
-What the user can mend (a ValueError of ours, a setting that Lightning refuses) is one line. Everything else is a traceback.
+What the user can mend (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
 import json
@@ -16,19 +16,18 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any, Literal
 
-import jsonargparse
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.errors import UserError
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.survive.warden import Memory
 
 log = logging.getLogger(__name__)
 
-# A ValueError that is raised in these packages is about something that the user wrote.
-_CHECKING = (Path(__file__).parents[1], Path(jsonargparse.__file__).parent)
-_LOST = re.compile(r"gloo|NCCL|ProcessGroup|TCPStore|Connection (closed|reset)|Broken pipe|connectFullMesh|recvValue", re.I)
+# Gloo's errors have no type of their own: they name its source files, or are one of these. NCCL's are a DistError.
+_LOST = re.compile(r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue", re.I)
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
@@ -46,13 +45,11 @@ def kind(error: BaseException) -> Kind:
     """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
-    if isinstance(error, MisconfigurationException):
+    if isinstance(error, (UserError, MisconfigurationException)):
         return "mendable"
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error))):
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _LOST.search(str(error))):
         return "mendable" if "EADDRINUSE" in str(error) else "lost"
-    frames = traceback.extract_tb(error.__traceback__)
-    checked = bool(frames) and any(place in Path(frames[-1].filename).parents for place in _CHECKING)
-    return "mendable" if isinstance(error, ValueError) and checked else "crash"
+    return "crash"
 
 
 def _loader(error: BaseException | None) -> str:

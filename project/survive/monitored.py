@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Monitored(Callback):
                     if isinstance(one, Checkpoints):  # nothing that was trained is lost
                         one.save(trainer)
                         one.wait()
-            raise ValueError(f"{text} HINT: set {who}.monitor.")
+            raise UserError(f"{text} HINT: set {who}.monitor.")
 
 
 def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.errors import UserError
+
 _numpy: Any = getattr(np, "_core", None) or np.core  # called so before numpy 2
 _NUMPY = [
     *(np.ndarray, np.dtype, _numpy.multiarray._reconstruct, _numpy.multiarray.scalar),
@@ -27,7 +29,7 @@ def plain_values() -> AbstractContextManager[None]:
 
 
 def check(checkpoint: dict[str, Any]) -> None:
-    """A ValueError names the part of a checkpoint that could not be read again. Tensors are not looked at: they can."""
+    """A UserError names the part of a checkpoint that could not be read again. Tensors are not looked at: they can."""
     if _problem(checkpoint) is None:
         return
     states = checkpoint.get("callbacks") or {}
@@ -37,7 +39,7 @@ def check(checkpoint: dict[str, Any]) -> None:
     }
     found = {name: problem for name, part in parts.items() if (problem := _problem(part))}
     name, problem = next(iter(found.items()), ("the checkpoint", _problem(checkpoint) or ""))
-    raise ValueError(
+    raise UserError(
         f"A run could not go on from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
         "arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
     )

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import mtu, own_address
+from project.errors import UserError
 from project.survive import failure, hang, stacks, warden
 from project.survive.agent import agent
 from project.survive.beats import Beat, Channel, Member, machine, unpacked
@@ -67,7 +68,7 @@ class Watchdog(Callback):
 
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
         if (at_least or 0) < 0 or factor < 1 or startup <= 0:
-            raise ValueError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
+            raise UserError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
         self.at_least, self.factor, self.startup = at_least or 0.0, factor, startup
         self._trainer: Any = None
         self._thread: threading.Thread | None = None

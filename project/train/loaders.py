@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from project.data.batching import accumulation
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
 from project.data.order import Order
+from project.errors import UserError
 from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Loaders(_DataConnector):
         trainer = self.trainer
         if size is None:
             if self.global_batch is not None:
-                raise ValueError(
+                raise UserError(
                     "trainer.global_batch_size needs a training loader with a batch_size. HINT: set "
                     "trainer.accumulate_grad_batches instead."
                 )
@@ -93,7 +94,7 @@ class Loaders(_DataConnector):
         keys = "trainer.global_batch_size batch_size"
         count = accumulation(self.global_batch, size, trainer.world_size, self.wanted, keys)
         if count > 1 and not trainer.lightning_module.automatic_optimization:
-            raise ValueError(
+            raise UserError(
                 f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
                 f"global batch of {self.global_batch} takes {count} of {size} on each of {trainer.world_size} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."

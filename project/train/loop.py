@@ -25,13 +25,12 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.train.logged import Results
-from project.train.micro_batch import MicroBatch, micro_batch
+from project.train.micro_batch import MicroBatch, micro_batch, samples_in
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 
@@ -42,6 +41,16 @@ _TAKES_OVER = (
     *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
     "lr_scheduler_step",
 )
+
+
+def _nothing() -> None:
+    pass
+
+
+def fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """From now on these are called before and after this trainer's loader is asked for a micro-batch."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.before_fetch, loop.after_fetch = before, after
 
 
 class _Weighted(_AutomaticOptimization):
@@ -86,6 +95,10 @@ class Steps(_TrainingEpochLoop):
     _out_of_time: bool | None = None
     _learned = False
     """A micro-batch of this step had a loss."""
+
+    before_fetch: Callable[[], None] = staticmethod(_nothing)
+    after_fetch: Callable[[], None] = staticmethod(_nothing)
+    """Called before and after the loader is asked for a micro-batch."""
 
     def __init__(self, trainer: Trainer, **settings: Any) -> None:
         super().__init__(trainer, **settings)
@@ -186,6 +199,14 @@ class Steps(_TrainingEpochLoop):
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         )
 
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        self.before_fetch()
+
+    def _on_after_fetch(self) -> None:
+        self.after_fetch()
+        super()._on_after_fetch()
+
     def _broadcast_sigterm_tensor(self) -> None:
         pass
 
@@ -263,7 +284,7 @@ class Steps(_TrainingEpochLoop):
             many, trainer = self.trainer.accumulate_grad_batches, self.trainer
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
-            found = MicroBatch(key, self._run_seed, counted=_size(batch))
+            found = MicroBatch(key, self._run_seed, counted=samples_in(batch))
         self.micro_batch = found
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -372,13 +393,6 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
-
-
-def _size(batch: Any) -> int:
-    """The samples of a batch: the length of the first tensor in it."""
-    found: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
-    return found[0] if found else 0
 
 
 def _steps_once(optimizer: Optimizer) -> bool:

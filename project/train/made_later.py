@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from project.errors import UserError
+
 Shapes = dict[str, tuple[int, ...] | None]
 """Of each tensor in a state_dict; None where it is not known, or may change: a buffer's, a lazy parameter's."""
 
@@ -20,7 +22,7 @@ def shapes(module: nn.Module) -> Shapes:
 
 
 def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
-    """A ValueError names a tensor that was made, or a parameter that was given another shape, since the fit began.
+    """A UserError names a tensor that was made, or a parameter that was given another shape, since the fit began.
 
     `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.
     """
@@ -34,14 +36,14 @@ def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
             problem = f"{name} has changed its shape while the run was going on, from {at_start[name]} to {shape}"
         else:
             continue
-        raise ValueError(
+        raise UserError(
             f"A run could not go on from this checkpoint: {problem}, and the network that a run goes on with is made anew. "
             "HINT: make it in __init__, or in the module's configure_model."
         )
 
 
 def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """A buffer takes the shape that was saved (a queue may have grown). A ValueError says so if it is another network."""
+    """A buffer takes the shape that was saved (a queue may have grown). A UserError says so if it is another network."""
     buffers = dict(module.named_buffers())
     differing = []
     ours = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
@@ -56,7 +58,7 @@ def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
         else:
             differing.append(f"{name} is {_shape(there)} there and {_shape(here)} here")
     if differing:
-        raise ValueError(
+        raise UserError(
             f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({', '.join(differing[:3])}). "
             "HINT: use the config.yaml of the run that it comes from."
         )

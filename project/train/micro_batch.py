@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from project.data.order import Key, Order, chance
 
@@ -48,3 +50,10 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
     """The one that this rank trains on."""
     loop: Any = trainer.fit_loop.epoch_loop
     return cast(MicroBatch, loop.micro_batch)
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor in it."""
+    found: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
+    return found[0] if found else 0

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from project.errors import UserError
 from project.train.logged import Results
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, position, put
@@ -87,7 +88,7 @@ class Resuming(_CheckpointConnector):
         try:
             at = Position(**self._loaded_checkpoint["position"])
         except TypeError:
-            raise ValueError(
+            raise UserError(
                 f"{self._ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
@@ -156,7 +157,7 @@ def _check_length(trainer: Trainer) -> None:
         if isinstance(config.scheduler, OneCycleLR):
             moves = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs or -1
             if config.scheduler.total_steps < moves // config.frequency:
-                raise ValueError(
+                raise UserError(
                     f"OneCycleLR has total_steps={config.scheduler.total_steps}, and moves {moves // config.frequency} times "
                     "in this run. HINT: set its total_steps to the length of the run (of all of it, where one is made longer)."
                 )

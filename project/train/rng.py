@@ -38,4 +38,5 @@ class ChanceByMicroBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
-        _seed(trainer, chance(run_seed(), (trainer.current_epoch, batch_idx, _BETWEEN)))
+        epoch, step, _ = micro_batch(trainer).key
+        _seed(trainer, chance(run_seed(), (epoch, step, _BETWEEN)))

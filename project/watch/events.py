@@ -19,10 +19,18 @@ _HEAD = 128  # bytes of a file in which nothing is yet but its version
 _LATEST = 2000  # values that may have been logged for the step at hand and the one before
 
 
-def _thread_failed(args: threading.ExceptHookArgs) -> None:
+def _expect_failures_to_write() -> None:
     """TensorBoard's writing thread leaves its OSError to the next call, which reports it: no traceback in between."""
-    if not isinstance(args.exc_value, OSError):
-        threading.__excepthook__(args)
+    before = threading.excepthook
+    if getattr(before, "of_events", False):
+        return
+
+    def failed(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            before(args)
+
+    failed.of_events = True  # type: ignore[attr-defined]
+    threading.excepthook = failed
 
 
 def _put_before_now(folder: Path) -> None:
@@ -54,7 +62,7 @@ class Events(TensorBoardLogger):
         self._failing, self._logged = False, False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
-        threading.excepthook = _thread_failed
+        _expect_failures_to_write()
 
     def since(self, step: int) -> list[tuple[int, str, float]]:
         """What has been logged for this step and later ones: a checkpoint takes it along."""

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from project.cluster.launcher import host
+from project.errors import UserError
+from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
 from project.watch.stragglers import Stragglers, Times, excess
 
@@ -52,7 +54,7 @@ class Throughput(Callback):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps is a number of steps, not {every_n_steps}.")
+            raise UserError(f"every_n_steps is a number of steps, not {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self._steps = 0
@@ -90,17 +92,7 @@ class Throughput(Callback):
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._on_before_fetch = self._then(self._fetch, loop._on_before_fetch)
-        loop._on_after_fetch = self._then(self._fetched, loop._on_after_fetch)
-
-    @staticmethod
-    def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-        def both() -> None:
-            first()
-            second()
-
-        return both
+        fetching(trainer, self._fetch, self._fetched)
 
     def _hook(self, *parameters: Tensor) -> None:
         """Only these say when their gradient is there."""
