@@ -377,7 +377,7 @@ class Trainer(pl.Trainer):
         turns: int = 5,
         steps: int = 5,
     ) -> dict[str, Any]:
-        """Measures this training against the plain loop of scripts/plain_ddp.py, in turns; bench.json has it all.
+        """Measures this training against a plain PyTorch loop, in turns; bench.json has it all.
 
         Args:
             model: the model of the run; it must be MiniResNet, which is what the plain loop trains.
@@ -386,7 +386,8 @@ class Trainer(pl.Trainer):
             turns: of each program, after one that is left out.
             steps: optimiser steps in a turn.
         """
-        assert isinstance(datamodule, ImageData)
+        if not isinstance(datamodule, ImageData):
+            raise UserError("bench compares with a plain loop that trains MiniResNet. HINT: try --config configs/bench.yaml.")
         self._as_for_a_fit(model, datamodule)
         return contest(self, model, datamodule, ranks, turns, steps)
 

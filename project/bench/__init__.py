@@ -1,1 +1,1 @@
-"""HOW FAST: our training beside the plain loop of scripts/plain_ddp.py, in turns."""
+"""HOW FAST: our training beside the plain loop of project/bench/plain_ddp.py, in turns."""

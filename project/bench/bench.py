@@ -1,4 +1,4 @@
-"""The benchmark: our training against the loop of scripts/plain_ddp.py, with the same network, batch and ranks.
+"""The benchmark: our training against the loop of project/bench/plain_ddp.py, with the same network, batch and ranks.
 
 Three programs take turns for each number of ranks: the plain loop, ours in fp32 with the plain loop's memory format, and ours
 as the config has it. Two more show what the framework alone costs, and two loaders what the data alone does.
@@ -20,7 +20,7 @@ from project.bench.gate import load
 from project.bench.turns import Measured, Program, in_turns
 
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
-PLAIN_LOOP = Path(__file__).parents[2] / "scripts" / "plain_ddp.py"
+PLAIN_LOOP = Path(__file__).with_name("plain_ddp.py")
 _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
 
 

@@ -1,7 +1,7 @@
 """A program that trains in turns: it takes so many steps when the benchmark says so, reports, and waits.
 
     python -m project fit ... --trainer.callbacks+=project.bench.gate.Turns
-    python -m project.bench.gate scripts/plain_ddp.py --batch-size 64      the same for the plain loop
+    python -m project.bench.gate project/bench/plain_ddp.py --batch-size 64      the same for the plain loop
 
 Each rank talks to the benchmark through the socket whose path is in BENCH_SOCKET; without one nothing waits.
 """

@@ -423,7 +423,8 @@ class Doctor:
         if speeds is None:
             return
         if step is None:
-            return self._row("loader", [], f"{min(speeds):,.0f} samples/s on the slowest rank", speeds=speeds)
+            self._row("loader", [], f"{min(speeds):,.0f} samples/s on the slowest rank", speeds=speeds)
+            return
         needed = self.patient.micro_batch / step
         slow = [rank for rank, speed in enumerate(speeds) if speed < needed]
         troubles = [

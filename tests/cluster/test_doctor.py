@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from project.cluster.facts import compare, different, differing_keys, named
-from tests.conftest import TINY
+from tests.conftest import TINY, Run, environment
 
 HEALTHY = ("doctor", "--config", "configs/ddp.yaml", *TINY)
 
@@ -50,6 +52,31 @@ def test_data_that_is_not_there_is_a_finding_and_the_fit_does_not_start(quick, t
     assert "images/train" in findings(run)["data"]["text"]
     assert "Traceback" not in run.output
     assert "step" not in run.output
+
+
+def test_it_examines_any_module_and_data(quick):
+    words = ("doctor", "--data=tests.own.PointsData", "--trainer.global_batch_size=24", "--trainer.accelerator=cpu")
+    first = quick(*words, "--model=tests.own.Regression", "--run=automatic")
+    found = findings(first)
+    assert found["data"]["text"].startswith("the same everywhere: 50 train (")
+    assert {found[check]["verdict"] for check in ("compute", "memory", "loader")} == {"good"}, found
+    first.runs[0].rename(first.folder / "first")
+    found = findings(quick(*words[:2], "--model=tests.own.Duel", "--trainer.accelerator=cpu", "--run=manual"))
+    assert "takes its steps by itself" in found["compute"]["text"]
+    assert found["loader"]["verdict"] == "good"
+
+
+def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
+    """Two batches for each of four loader processes, of 64 images of 3 x 256 x 256 bytes, are 96 MiB."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    large = ("--data.num_workers=4", "--data.batch_size=64", "--data.source.init_args.image_size=256", "--fast=true")
+    program = [sys.executable, "-m", "project", *HEALTHY, *large]
+    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm; exec "$@"', "sh"]
+    done = subprocess.run([*small, *program], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    found = findings(Run(done.returncode, done.stdout + done.stderr, tmp_path))["limits"]
+    assert (done.returncode, found["verdict"]) == (1, "bad"), done.stderr
+    assert "64 MiB of /dev/shm, and the loaders' workers take 96 MiB" in found["text"]
 
 
 def test_ranks_are_named_by_host():

@@ -1,5 +1,7 @@
 """What is logged is what TensorBoard shows."""
 
+import threading
+
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.watch.events import Events
@@ -57,3 +59,18 @@ def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
     back.finalize("success")
     shown = [(one.step, one.value) for one in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
     assert shown == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
+
+
+def test_the_errors_of_other_threads_are_still_said(tmp_path, monkeypatch):
+    """Only TensorBoard's writing thread leaves its own to the next call."""
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    Events(str(tmp_path)), Events(str(tmp_path))
+
+    def fails():
+        raise OSError("the disk of somebody else")
+
+    other = threading.Thread(target=fails)
+    other.start()
+    other.join()
+    assert [str(one.exc_value) for one in said] == ["the disk of somebody else"]

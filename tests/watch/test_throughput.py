@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
+from project import Trainer
 from project.model import MiniResNet
 from project.watch.stragglers import Stragglers, Times, excess
-from project.watch.throughput import flops, peak
+from project.watch.throughput import Throughput, flops, peak
 from tests.conftest import Cli
 from tests.watch.slow import MICRO_BATCHES
 
@@ -108,3 +111,26 @@ def test_what_can_not_be_told_is_no_reason_to_end():
     assert flops(torch.nn.LazyLinear(10), (3, 8, 8)) == 0
     device = SimpleNamespace(root_device=torch.device("cpu"))
     assert peak(SimpleNamespace(strategy=device, precision_plugin="my own")) is None
+
+
+class Counting(Throughput):
+    fetches = 0
+
+    def _fetch(self):
+        self.fetches += 1
+        super()._fetch()
+
+
+def test_a_second_fit_is_measured_as_the_first(tmp_path):
+    """Of a trainer that fits twice, each micro-batch is fetched once."""
+    counts = []
+    throughput = Counting(every_n_steps=1)
+    trainer = Trainer(
+        max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path, accelerator="cpu", devices=1,
+        callbacks=[throughput], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), batch_size=2))
+        counts.append(throughput.fetches)
+    assert counts[1] == 2 * counts[0]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What staying alive costs in a steady step: the time spent in the callbacks that keep the run the same and stoppable.
 
-    .venv/bin/python scripts/survival_cost.py                                                   one process
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/survival_cost.py    two
+    .venv/bin/python scripts/measure/survival_cost.py                                                   one process
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/measure/survival_cost.py    two
 
 Prints microseconds a step (median of five turns of 20 steps, after a warm-up) and their share of MiniResNet's step.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How our training scales, in turns: one process, two, two hosts; and what a slow network takes, and what wins it back.
 
-    .venv/bin/python scripts/scaling.py            as root, on Linux with iproute2: the hosts are network namespaces
+    .venv/bin/python scripts/measure/scaling.py            as root, on Linux with iproute2: the hosts are network namespaces
 
 Every process has one thread. Prints samples/s (median of five turns, and its spread), how often that is the first line's, and
 the share of a step that the ranks wait for each other's gradients.
@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from project.bench.bench import Contest
 from project.bench.report import spread
 from project.bench.turns import Program, in_turns
@@ -58,7 +58,7 @@ def main() -> None:
     if not shutil.which("ip"):
         sys.exit("There is no program ip. HINT: apt-get install iproute2")
     with TemporaryDirectory() as place, Hosts(2, Path(place)) as hosts:
-        config = Path(__file__).parents[1] / "configs" / "bench.yaml"
+        config = Path(__file__).parents[2] / "configs" / "bench.yaml"
         contest = Contest(config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, 0.0, turns=TURNS, steps=STEPS)
         half, four = "--data.batch_size=32", "--trainer.accumulate_grad_batches=4"
         bf16 = "--trainer.gradient_compression=bf16"

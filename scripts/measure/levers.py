@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What each lever is worth: the same training with and without it, in turns, on this machine.
 
-    .venv/bin/python scripts/levers.py                 all that need no GPU; a quarter of an hour on two cores
-    .venv/bin/python scripts/levers.py channels_last   these
+    .venv/bin/python scripts/measure/levers.py                 all that need no GPU; a quarter of an hour on two cores
+    .venv/bin/python scripts/measure/levers.py channels_last   these
 
 Prints samples/s with and without, and the ratio: the median of five turns, and its spread.
 """
@@ -89,7 +89,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "lever" else "right")
     with TemporaryDirectory() as place:
         contest = Contest(
-            config=Path(__file__).parents[1] / "configs" / "bench.yaml",
+            config=Path(__file__).parents[2] / "configs" / "bench.yaml",
             folder=Path(place),
             batch_size=64,
             images=50_000,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the order of the samples costs: at the start of an epoch, for each batch, and in memory; beside DistributedSampler.
 
-.venv/bin/python scripts/order_cost.py
+.venv/bin/python scripts/measure/order_cost.py
 """
 
 import statistics

@@ -1,0 +1,54 @@
+"""Whose fault an error is: what is printed of it hangs on that."""
+
+import pytest
+import torch.distributed as dist
+
+from project.data.order import Order
+from project.errors import UserError
+from project.survive.failure import kind, message
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def test_a_bug_of_ours_keeps_its_traceback():
+    """A ValueError that this package's code runs into is not one that it raises for the user."""
+    bug = raised(lambda: Order(10, "4", 1, 0).weight(0, 0))
+    assert kind(bug) == "crash"
+    assert "Traceback" in message(bug)
+    code = compile("a, b = 1, 2, 3", "project/trainer.py", "exec")
+    assert kind(raised(lambda: exec(code))) == "crash"
+
+
+def test_what_a_user_can_mend_is_its_message():
+    mistake = raised(lambda: (_ for _ in ()).throw(UserError("No. HINT: yes.")))
+    assert (kind(mistake), message(mistake)) == ("mendable", "No. HINT: yes.")
+
+
+@pytest.mark.parametrize(
+    "text", ["This layer needs NCCL.", "gloo is not what I want", "no ProcessGroup was given", "my ProcessGroup is empty"]
+)
+def test_an_error_that_only_names_the_network_is_the_users_own(text):
+    assert kind(RuntimeError(text)) == "crash"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:7936"),
+        RuntimeError(
+            "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation"
+        ),
+        RuntimeError("Gloo connectFullMesh failed with [h2]: no route"),
+        dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited"),
+        dist.DistNetworkError("The client socket has timed out after 60000ms"),
+    ],
+    ids=lambda error: str(error)[-20:],
+)
+def test_a_rank_that_is_gone(error):
+    assert kind(error) == "lost"
