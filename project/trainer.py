@@ -248,9 +248,7 @@ class Trainer(pl.Trainer):
         )
         if isinstance(self.strategy, DDPStrategy):
             share_in_order(self.strategy)
-        own_loops(self)
-        self._setup_data = self.fit_loop.setup_data
-        self.fit_loop.setup_data = self._validate_between_steps  # type: ignore[method-assign]
+        own_loops(self, self._wanted_val_interval)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -291,22 +289,6 @@ class Trainer(pl.Trainer):
                 *(self.global_step, self.estimated_stepping_batches),
             )
         return results
-
-    def _validate_between_steps(self) -> None:
-        """Lightning counts the micro-batches of a rank: a share of them may end within a step."""
-        many = self.accumulate_grad_batches
-        try:
-            self._setup_data()
-        except ValueError as error:
-            if "`val_check_interval`" not in str(error):
-                raise
-            raise UserError(
-                f"trainer.val_check_interval={self._wanted_val_interval} is more than the {self.fit_loop.max_batches // many} "
-                "steps of an epoch. HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
-            ) from error
-        interval, batches = self._wanted_val_interval, self.fit_loop.max_batches
-        if isinstance(interval, float) and isinstance(self.val_check_batch, int) and isinstance(batches, int):
-            self.val_check_batch = max(1, int(batches // many * interval)) * many
 
     # Before the ranks are connected ----------------------------------------------------------------------------------
 

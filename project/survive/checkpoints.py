@@ -215,6 +215,7 @@ class Checkpoints(Checkpoint):
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
+        self._spawned_best = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
         self._folder = Path()
@@ -277,7 +278,12 @@ class Checkpoints(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """As Lightning's ModelCheckpoint has it: '' where there is none."""
-        return str(self.best[1]) if self.best else self.last_model_path
+        return str(self.best[1]) if self.best else self._spawned_best or self.last_model_path
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """What the processes that ddp_spawn started have found."""
+        self._spawned_best = path
 
     @property
     def last_model_path(self) -> str:

@@ -12,14 +12,13 @@ the queue.
 import logging
 import signal
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.cluster.group import Group
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.requeue import REQUEUE, lead
 from project.survive.signals import EXIT_CODES, Signals
@@ -34,8 +33,8 @@ class StopTogether(Callback):
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
-        self._group: Callable[[], Any] = lambda: None  # torch's own: it ends with the connections
-        self._notes = torch.zeros(3, dtype=torch.int32)
+        self._group = Group()
+        self._notes = torch.empty(0)
         self._answer: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
@@ -46,8 +45,9 @@ class StopTogether(Callback):
         if stage == "fit" and trainer.is_global_zero and (checkpoints := checkpoints_of(trainer)) is not None:
             REQUEUE.newest = lambda: checkpoints.last
             REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
-        if trainer.world_size > 1 and self._group() is None:
-            self._group = weakref.ref(dist.new_group(backend="gloo"))
+        self._notes = torch.zeros(3, dtype=torch.int32)  # not before: spawned ranks would share its memory
+        if trainer.world_size > 1:
+            self._group.make()
 
     def _compare(self, trainer: Trainer) -> tuple[int, bool]:
         """The signal that any rank had noted at the last step, or 0, and whether any rank's clock says to save."""

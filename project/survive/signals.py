@@ -26,6 +26,10 @@ class Signals:
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
+    def __reduce__(self) -> str:
+        """Whoever is copied or sent to another process goes on with the one of its process."""
+        return "SIGNALS"
+
     def listen(self, *numbers: signal.Signals) -> None:
         """Notes these from here on, but for those that who started us has switched off, as nohup does with SIGHUP."""
         for number in numbers:

@@ -90,6 +90,10 @@ class Watchdog(Callback):
         self._testimonies: dict[int, Guilty] = {}
         self._filled: set[int] = set()  # on rank 0: to whom the longest packets get, and back
 
+    def __reduce__(self) -> tuple[type["Watchdog"], tuple[float, float, float]]:
+        """A copy watches over nothing yet: threads and connections can't be copied."""
+        return type(self), (self.at_least, self.factor, self.startup)
+
     # What the main thread does ---------------------------------------------------------------------------------------
 
     def _begin(self, phase: str, part: int | None = None) -> None:

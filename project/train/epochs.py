@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.errors import UserError
 from project.train.loop import Steps
 from project.train.position import within_epoch
 from project.train.rng import seed_for_all
@@ -27,10 +28,11 @@ from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
 
 
-def own_loops(trainer: Trainer) -> None:
-    """Has this trainer loop so."""
+def own_loops(trainer: Trainer, val_check_interval: Any) -> None:
+    """Has this trainer loop so. `val_check_interval`: in steps, or a share of an epoch."""
     before = trainer.fit_loop
     trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
+    trainer.fit_loop.val_check_interval = val_check_interval
     steps = before.epoch_loop
     trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
 
@@ -39,6 +41,7 @@ class Epochs(_FitLoop):
     """All epochs of a fit."""
 
     epoch_loop: Steps
+    val_check_interval: Any = 1.0
     _within = False
     """The run goes on within an epoch that has begun."""
     _began_with: Structure | None = None
@@ -56,10 +59,25 @@ class Epochs(_FitLoop):
             self.restarting = False
         super().reset()
 
+    def _validate_between_steps(self, set_up: Callable[[], None]) -> None:
+        """Lightning counts the micro-batches of a rank: a share of them may end within a step."""
+        many, interval = self.trainer.accumulate_grad_batches, self.val_check_interval
+        try:
+            set_up()
+        except ValueError as error:
+            if "`val_check_interval`" not in str(error):
+                raise
+            raise UserError(
+                f"trainer.val_check_interval={interval} is more than the {self.max_batches // many} steps of an epoch. "
+                "HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
+            ) from error
+        if isinstance(interval, float) and isinstance(self.trainer.val_check_batch, int) and isinstance(self.max_batches, int):
+            self.trainer.val_check_batch = max(1, int(self.max_batches // many * interval)) * many
+
     def setup_data(self) -> None:
         epochs: Any = self.epoch_progress.current
         seed_for_all(self.trainer, epochs.processed)
-        super().setup_data()
+        self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
         if not self._within:

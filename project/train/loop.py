@@ -293,6 +293,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
+        self._told = {}
         super().teardown()
 
     def _gradient(self, batch: Any, number: int) -> dict[str, Any]:

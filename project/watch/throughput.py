@@ -8,8 +8,7 @@ long passed. TensorBoard gets them under speed/; `Stragglers` compares them.
 import copy
 import logging
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from project.cluster.group import Group
 from project.cluster.launcher import host
 from project.errors import UserError
 from project.train.loop import fetching
@@ -58,7 +58,7 @@ class Throughput(Callback):
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self._steps = 0
-        self._group: Callable[[], Any] = lambda: None  # torch's own: it ends with the connections
+        self._group = Group()
         self._stragglers: Stragglers | None = None
         self._hooks: list[Any] = []
         self._last_gradient: Tensor | None = None
@@ -85,8 +85,8 @@ class Throughput(Callback):
         self._steps = self.every_n_steps or max(10, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._on_gpu = pl_module.device.type == "cuda"
         if trainer.world_size > 1:
-            if dist.get_backend() != "gloo" and self._group() is None:
-                self._group = weakref.ref(dist.new_group(backend="gloo"))  # on the host, beside what the GPUs send each other
+            if dist.get_backend() != "gloo":
+                self._group.make()  # on the host, beside what the GPUs send each other
             hosts: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
