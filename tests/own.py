@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection, SumMetric
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -42,13 +43,31 @@ class Regression(LightningModule):
         super().__init__()
         self.lr = lr
         self.network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
+        self.error, self.largest = MeanSquaredError().double(), MaxMetric().double()
+        self.sums = MetricCollection([CatMetric(), SumMetric()]).double()
 
     def loss(self, batch: dict[str, Any]) -> Tensor:
         return nn.functional.mse_loss(self.network(batch["point"]), batch["sum"])
 
+    def count(self, batch: dict[str, Any]) -> None:
+        """Logged as an object; counted by itself, with the epoch's result read in a hook."""
+        self.error(self.network(batch["point"]).detach(), batch["sum"])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.largest.update(batch["sum"])
+        self.sums.update(batch["sum"])
+
+    def on_train_epoch_end(self) -> None:
+        values = self.sums.compute()
+        self.log("samples", float(len(values["CatMetric"])))
+        self.log("sum", values["SumMetric"])
+        self.log("largest", self.largest.compute())
+        self.sums.reset()
+        self.largest.reset()
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.count(batch)
         with Path(f"seen-{self.trainer.global_rank}.txt").open("a") as file:
             file.write(f"{self.trainer.global_step} {' '.join(name.split()[1] for name in batch['name'])}\n")
         return loss
@@ -78,6 +97,7 @@ class Duel(Regression):
         if self.trainer.is_last_batch:
             self.lr_schedulers().step()  # type: ignore[union-attr]
         self.log("loss", loss, on_epoch=True)
+        self.count(batch)
 
     def configure_optimizers(self) -> Any:
         one = torch.optim.AdamW(self.network.parameters(), lr=self.lr)

@@ -30,6 +30,7 @@ from torch.optim import LBFGS, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.train.logged import Results
+from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_in
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
@@ -93,6 +94,8 @@ class Steps(_TrainingEpochLoop):
     _validation_due = False
     """The run goes on with the validation that follows the last step."""
     _out_of_time: bool | None = None
+    metric_states: States | None = None
+    """Of torchmetrics, in an epoch that the run goes on with."""
     _learned = False
     """A micro-batch of this step had a loss."""
 
@@ -161,6 +164,10 @@ class Steps(_TrainingEpochLoop):
         seed_for_all(self.trainer, self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
+        if self.metric_states is not None:
+            here = self.trainer.global_rank, self.trainer.world_size
+            put_back(self.metric_states, self.trainer.lightning_module, *here)
+            self.metric_states = None
         self._usual, self._out_of_time = self._is_usual(data_fetcher), None
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()

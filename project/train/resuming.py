@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
+from project.train import metrics
 from project.train.logged import Results
+from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, position, put
 
@@ -41,6 +43,7 @@ class Resuming(_CheckpointConnector):
         if self.trainer.state.fn == "fit" and not weights_only:
             checkpoint["position"] = position(self.trainer).state_dict()
             checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
+            checkpoint["metric_states"] = metrics.states(self.trainer, self.trainer.lightning_module)
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
             refuse_made_later(checkpoint["state_dict"], self._made_of)
@@ -93,15 +96,20 @@ class Resuming(_CheckpointConnector):
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
         if at.begun:
-            self._logged().go_on(self._loaded_checkpoint["logged_sums"], self.trainer.global_rank, self.trainer.world_size)
+            here = self.trainer.global_rank, self.trainer.world_size
+            self._logged().go_on(self._loaded_checkpoint["logged_sums"], *here)
+            self._loops().metric_states = self._loaded_checkpoint["metric_states"]
         put(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
 
+    def _loops(self) -> Steps:
+        steps = self.trainer.fit_loop.epoch_loop
+        assert isinstance(steps, Steps)
+        return steps
+
     def _logged(self) -> Results:
-        results: Any = self.trainer.fit_loop.epoch_loop._results
-        assert isinstance(results, Results)
-        return results
+        return self._loops()._results
 
     def restore_model(self) -> None:
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:

@@ -1,0 +1,100 @@
+"""The torchmetrics of a module in the middle of an epoch: their states go into a checkpoint, and come back.
+
+torchmetrics leaves its states out of a module's `state_dict`, because at the end of an epoch nothing is in them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+log = logging.getLogger(__name__)
+
+States = dict[str, list[dict[str, Any]]]
+"""By the name of the metric, of each rank its state, and how often it was updated (`updates`)."""
+
+_FIRSTS: dict[Any, Callable[[list[Any]], Any]] = {
+    dim_zero_sum: lambda parts: sum(parts),
+    dim_zero_cat: lambda parts: [one for part in parts for one in _listed(part)],
+}
+_EVERYBODYS: dict[Any, Callable[[list[Any]], Any]] = {
+    dim_zero_max: lambda parts: torch.stack(parts).amax(0),
+    dim_zero_min: lambda parts: torch.stack(parts).amin(0),
+    dim_zero_mean: lambda parts: torch.stack(parts).mean(0),
+}
+"""What several ranks' parts of a state make: rank 0 goes on with all of a sum, everybody with the largest value."""
+
+
+def states(trainer: Trainer, module: LightningModule) -> States:
+    """Of all ranks, which must call this together. A validation begins anew, and so what it has counted is left out."""
+    counted = _logged_in_training(trainer) if trainer.validating else None
+    mine: dict[str, dict[str, Any]] = {}
+    for name, metric in _metrics(module):
+        if metric.update_called and (counted is None or any(metric is one for one in counted)):
+            held = {key: _on_host(value) for key, value in metric.metric_state.items()}
+            mine[name] = {"state": held, "updates": metric.update_count}
+    everybodys: list[Any] = [mine]
+    if trainer.world_size > 1:
+        everybodys = [None] * trainer.world_size
+        dist.all_gather_object(everybodys, mine)
+    # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
+    return {name: [one.get(name, {}) for one in everybodys] for name in {key for one in everybodys for key in one}}
+
+
+def put_back(found: States, module: LightningModule, rank: int, ranks: int) -> None:
+    """Into the metrics of today's ranks."""
+    metrics = dict(_metrics(module))
+    for name, of_ranks in found.items():
+        if (metric := metrics.get(name)) is None:
+            continue
+        here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
+        for key, value in here.get("state", {}).items():
+            setattr(metric, key, _on_device(value, metric))
+        metric._update_count = here.get("updates", metric._update_count)
+
+
+def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    there = [one for one in of_ranks if one]
+    for key, how in metric._reductions.items():
+        parts = [one["state"][key] for one in there]
+        if how in _EVERYBODYS:
+            made[key] = _EVERYBODYS[how](parts)
+        elif how not in _FIRSTS:
+            if not rank:
+                log.warning("%s can't be taken over by another number of ranks: it begins anew in this epoch.", name)
+            return {}
+        elif not rank:
+            made[key] = _FIRSTS[how](parts)
+    return {"state": made, "updates": sum(one["updates"] for one in there) if not rank else 0}
+
+
+def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.items()  # those that count the same have their states with one of them until somebody asks
+    for name, part in module.named_modules():
+        if isinstance(part, Metric):
+            yield name, part
+
+
+def _logged_in_training(trainer: Trainer) -> list[Metric]:
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return [one.value for one in results.values() if isinstance(one.value, Metric)]
+
+
+def _listed(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else [part]
+
+
+def _on_host(value: Any) -> Any:
+    return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+
+
+def _on_device(value: Any, metric: Metric) -> Any:
+    return [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
