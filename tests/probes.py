@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import Dataset
 
 from project.train.micro_batch import micro_batch
+from tests.cluster.machine import wait_until
 
 
 def _samples(trainer: Trainer, batch: Any) -> list[int]:
@@ -134,7 +135,7 @@ class Fault(Callback):
     """Signals its own process, once in the life of a run: Fault(rank=1, step=7, where="validation", number=9).
 
     `where`: in the second micro-batch of the step ('accumulation'), before it ('step'), in the validation that follows it
-    ('validation'), or while a checkpoint of it is being written ('write').
+    ('validation'), while a checkpoint of it is being written ('write'), or in a later step, when that is there ('saved').
     """
 
     def __init__(self, rank: int = 0, step: int = 7, where: str = "step", number: int = 9) -> None:
@@ -156,6 +157,10 @@ class Fault(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         first = batch_idx % trainer.accumulate_grad_batches == 0
         self._strike(trainer, "step" if first else "accumulation")
+        if self.where == "saved" and trainer.global_rank == self.rank and trainer.global_step > self.step:
+            saved = Path(trainer.default_root_dir, f"checkpoints/step-{self.step:09}.ckpt")
+            wait_until(saved.exists, 60, "saved")
+            self._signal()
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:
