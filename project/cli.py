@@ -68,7 +68,7 @@ class ProjectCLI(LightningCLI):
             "--change",
             type=str | None,
             default=None,
-            help="Keys, with commas, that may differ from what a run that exists was trained with (see README.md).",
+            help="Keys, with commas, that may differ from what a run that exists was trained with (see docs/keys.md).",
         )
         parser.add_argument(
             "--doctor",

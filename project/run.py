@@ -1,7 +1,7 @@
 """A run has a name and a folder of its own, lightning_logs/NAME; whoever names a run that exists goes on with it.
 
-What makes it this run and no other stands in one table, `KINDS`, which README.md repeats. Only rank 0 decides here; the others
-are told.
+What makes it this run and no other stands in one table, `KINDS`, which docs/keys.md repeats. Only rank 0 decides here; the
+others are told.
 """
 
 import fcntl

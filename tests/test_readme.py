@@ -1,32 +1,194 @@
-"""The README's examples run as they stand there, and what it names exists."""
+"""The README and the pages of docs/: their examples run as they stand there, and what they name exists."""
 
+import ast
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.conftest import ROOT
+from project.survive.hang import EXIT_CODE
+from project.survive.signals import EXIT_CODES
+from tests.conftest import PATIENCE, ROOT, TINY, environment
+from tests.survive.test_resume import faults
 
-README = (ROOT / "README.md").read_text()
-FILES = dict(re.findall(r"```\w+ (\S+)\n(.*?)```", README, re.DOTALL))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FEW = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1")
+SMALL = tuple(word for word in TINY if "network" not in word and "precision" not in word)
+
+
+def written(page: str, folder: Path) -> None:
+    """The files of a page's examples: blocks whose first line has a name, as in ```yaml mynet.yaml."""
+    for file, text in re.findall(r"```\w+ (\S+)\n(.*?)```", PAGES[page], re.DOTALL):
+        (folder / file).write_text(text)
+
+
+def words(page: str, command: str) -> list[str]:
+    """A command that stands on a page, without what starts Python."""
+    assert re.search(rf"^{re.escape(command)}(\s+#.*)?$", PAGES[page], re.MULTILINE), f"{page} has no line: {command}"
+    return command.partition("-m project ")[2].removeprefix("-- ").split()
 
 
 @pytest.mark.parametrize("name", ["mynet", "mydata"])
-def test_an_example_runs(cli, tmp_path, name):
-    for file, text in FILES.items():
-        (tmp_path / file).write_text(text)
-    command = f"python -m project fit --config {name}.yaml"
-    assert command in README
-    run = cli(*command.split()[3:], "--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.devices=2")
+def test_an_example_with_a_network_or_images_runs(cli, tmp_path, name):
+    written("docs/own.md", tmp_path)
+    run = cli(*words("docs/own.md", f"python -m project fit --config {name}.yaml"), *FEW, "--trainer.devices=2")
     assert run.code == 0, run.output
     assert "global batch 128" in run.output
 
 
-def test_it_lists_every_config():
-    assert set(re.findall(r"^\| `(\w+\.yaml)`", README, re.MULTILINE)) == {p.name for p in (ROOT / "configs").glob("*")}
+def test_the_example_with_a_lightning_module_runs(cli, tmp_path):
+    written("docs/own.md", tmp_path)
+    run = cli(*words("docs/own.md", "python -m project fit --config points.yaml --run points"), "--trainer.devices=2")
+    assert run.code == 0, run.output
+    assert "micro-batch 16 x accumulation 2 = global batch 64" in run.output
+    assert "Lightning's own loop" not in run.output
+    best = cli("validate", "--run=points")
+    assert "python -m project validate --run points" in PAGES["docs/own.md"]
+    assert "the best by val_loss" in best.output, best.output
 
 
-def test_what_it_links_to_exists():
-    for text in (README, (ROOT / "docs/ddp.md").read_text()):
-        for place in re.findall(r"\]\(([\w./]+)\)|`((?:data|model|watch|survive|cluster)/\w+\.py)`", text):
-            target = ROOT / place[0] if place[0] else ROOT / "project" / place[1]
-            assert target.exists(), target
+@pytest.mark.parametrize(("page", "file", "last"), [("README.md", "first.py", 16), ("docs/own.md", "train_points.py", 32)])
+def test_an_example_in_python_runs(tmp_path, page, file, last):
+    written(page, tmp_path)
+    done = subprocess.run(
+        [sys.executable, file], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.stem for path in tmp_path.glob(f"runs/*/checkpoints/*{last}.ckpt")] == [f"step-{last:09d}"]
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "batch"),
+    [
+        ("README.md", "python -m project fit --config mine.yaml", 128),
+        ("docs/keys.md", "python -m project fit --config wide.yaml", 64),
+    ],
+)
+def test_an_example_config_runs(quick, tmp_path, page, command, batch):
+    written(page, tmp_path)
+    run = quick(*words(page, command), *FEW, *SMALL)
+    assert run.code == 0, run.output
+    assert f"global batch {batch}" in run.output
+
+
+def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
+    page = "docs/signals.md"
+    command = words(page, "python -m project fit --config configs/ddp.yaml --run nightly")
+    stop = (*TINY, "--trainer.max_epochs=3", faults({"step": 4, "number": int(signal.SIGTERM)}))
+    stopped, goes_on = quick(*command, *stop), quick(*command, *stop)
+    assert (stopped.code, goes_on.code) == (143, 0), goes_on.output
+    shown = [line.split("INFO    ")[1] for line in PAGES[page].splitlines() if " INFO " in line]
+    for line, run in zip(shown, (stopped, stopped, goes_on), strict=True):
+        place = str(run.folder / "lightning_logs")
+        said = run.output.replace(place, ".../lightning_logs").replace("epoch 2, step 0", "epoch 0, step 4")
+        assert line in said, run.output
+
+
+def test_torchrun_starts_what_the_page_about_machines_says(cli):
+    command = "torchrun --standalone --nproc-per-node 2 -m project -- fit --config configs/ddp.yaml --run pair"
+    run = cli(*words("docs/machines.md", command), *TINY, *FEW, torchrun=2)
+    assert run.code == 0, run.output
+    assert "1 host x 2 processes" in run.output
+
+
+def test_an_error_reads_as_the_page_about_messages_says(quick):
+    page = "docs/messages.md"
+    run = quick(*words(page, "python -m project fit --config configs/ddp.yaml --trainer.devices 3"), ranks=3)
+    assert run.code == 1
+    (line,) = re.findall(r"^3 rank\(s\).*$", PAGES[page], re.MULTILINE)
+    assert line in run.output
+
+
+def texts(node: ast.AST) -> str:
+    """All strings of a file; what is computed within them becomes a gap."""
+    found = []
+    for one in ast.walk(node):
+        if isinstance(one, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in one.values))
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str):
+            found.append(re.sub(r"%(\.\w+)?[sdfg]", "\0", one.value))
+    return "\n".join(found)
+
+
+def test_each_message_is_one_that_the_code_has():
+    said = "\n".join(texts(ast.parse(path.read_text())) for path in (ROOT / "project").rglob("*.py"))
+    rows = re.findall(r"^\| `(.+?)` \|", PAGES["docs/messages.md"], re.MULTILINE)
+    assert len(rows) > 5
+    for row in rows:
+        for part in re.split(r"\.\.\.|\bh\d\b|\b\d+\b|\bN\b", row):
+            plain = part.strip(" ,:").split(" ")
+            # One of its words may be computed, too, and its plural.
+            gaps = [" ".join([*plain[:at], gap, *plain[at + 1 :]]) for at in range(len(plain)) for gap in ("\0", "\0s")]
+            ways = [" ".join(plain), *gaps]
+            if len(plain) > 1:
+                assert any(way in said for way in ways), f"{row}: nothing says {part!r}"
+
+
+def test_the_defaults_on_the_page_about_keys_are_the_codes(quick):
+    config = yaml.safe_load(quick("fit", "--print_config").output)
+    rows = re.findall(r"^\| ((?:`[\w.-]+`(?:, )?)+) \| ([^|]+) \| [^|]+ \|$", PAGES["docs/keys.md"], re.MULTILINE)
+    checked = 0
+    for keys, defaults in rows:
+        for key, default in zip(re.findall(r"`([\w.-]+)`", keys), re.sub(r" \(.*?\)", "", defaults).split(", "), strict=False):
+            value = config
+            for part in key.removeprefix("--").split("."):
+                value = value[part]
+            expected = yaml.safe_load(default.strip("` "))
+            assert value == (None if expected == "none" and key.startswith("checkpoints") else expected), key
+            checked += 1
+    assert checked > 15
+
+
+def test_exit_codes_are_those_of_the_page_about_signals():
+    (row,) = re.findall(r"^\| Ctrl-C .*\| (.*) \|$", PAGES["docs/signals.md"], re.MULTILINE)
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    assert [int(code) for code in row.split(", ")] == [EXIT_CODES[name] for name in names]
+    assert f"| {EXIT_CODE} (torchrun's own is 1) |" in PAGES["docs/signals.md"]
+
+
+def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():
+    script = (ROOT / "scripts/launch.sh").read_text()
+    (table,) = re.findall(r"\| environment \|.*?\n\n", PAGES["docs/machines.md"], re.DOTALL)
+    names = re.findall(r"`([A-Z_]+)`", "\n".join(row.split("|")[1] for row in table.splitlines() if row))
+    assert names
+    assert all(name in script for name in names)
+    told = re.findall(r"^# ([A-Z_]{5,}) ", script, re.MULTILINE)
+    assert set(told) <= set(names)
+
+
+def test_all_configs_are_listed():
+    listed = re.findall(r"^\| `(\w+\.yaml)`", PAGES["docs/keys.md"], re.MULTILINE)
+    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "BENCHMARKS.md"])
+def test_what_a_page_links_to_exists(page):
+    text = (ROOT / page).read_text()
+    for place, anchor in re.findall(r"\]\(([\w./-]*)(#[\w-]+)?\)", text):
+        target = (ROOT / page).parent / place if place else ROOT / page
+        assert target.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor[1:] in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
+    for place in re.findall(r"`((?:data|model|train|watch|survive|cluster|bench)/\w+\.py)`", text):
+        assert (ROOT / "project" / place).exists(), place
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert all(f"]({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
+
+
+def test_the_tests_that_the_page_about_faults_names_exist():
+    named = re.findall(r"`(test_\w+\.py)::(\w+)", PAGES["docs/faults.md"])
+    assert named
+    for file, start in named:
+        (path,) = ROOT.glob(f"tests/**/{file}")
+        assert f"def {start}" in path.read_text(), f"{file}::{start}"
+
+
+def test_the_readme_is_read_in_three_minutes():
+    assert len(PAGES["README.md"].splitlines()) <= 110

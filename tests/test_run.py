@@ -32,9 +32,9 @@ def test_every_key_stands_in_the_table(quick):
     assert keys | {"run", "data.seed"} | own == known
 
 
-def test_the_readme_has_the_same_table():
+def test_the_page_about_keys_has_the_same_table():
     rows = re.findall(
-        r"^\| (freely|with `--change KEY`|never) \|(.*?)\|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^\| (freely|with `--change KEY`|never) \|(.*?)\|(.*)\|$", (ROOT / "docs/keys.md").read_text(), re.MULTILINE
     )
     said = {}
     for kind, _, keys in rows:

@@ -1,12 +1,14 @@
 """The scripts: launch.sh checks what it is given; a wheel brings the configs along."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import zipfile
 
 import pytest
+import yaml
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.conftest import ROOT, TINY, environment
@@ -133,6 +135,14 @@ def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path
     assert run.returncode == 143, seen
     assert seen.count("Stopped by SIGTERM after step") == 1
     assert "Traceback" not in seen
+
+
+def test_the_hooks_of_a_commit_are_what_the_tests_begin_with():
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert all(hook["language"] == "system" for hook in local["hooks"])
+    script = (ROOT / "scripts/test").read_text()
+    begins = re.findall(r'^"\$python" (-m (?:ruff|mypy).*)$', script, re.MULTILINE)
+    assert [hook["entry"] for hook in local["hooks"]] == [f".venv/bin/python {command}" for command in begins]
 
 
 def test_a_wheel_has_the_configs(tmp_path):
