@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from project.cluster.doctor import Patient
 from project.cluster.facts import of_this_rank
 from project.survive.checkpoints import Checkpoints
+from project.train.micro_batch import samples_of
 
 
 class _Bed:
@@ -24,9 +26,10 @@ class _Bed:
         self.model = copy.deepcopy(model)
         model.__dict__["_trainer"] = kept
         self.model.trainer = trainer
+        self.model.__dict__["log"] = lambda *args, **kwargs: None  # nothing is logged outside of a run
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
-        self._batch: dict[str, Any] | None = None
+        self._batch: Any = None
 
     def _on_device(self, batch: Any) -> Any:
         moved = self.data.transfer_batch_to_device(batch, self.device, 0)
@@ -35,7 +38,7 @@ class _Bed:
     def compute(self, samples: int) -> None:
         if self._batch is None:
             self._batch = self._on_device(next(iter(self.data.train_dataloader())))
-        batch = {name: _cut(value, samples) for name, value in self._batch.items()}
+        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor[:samples] if tensor.ndim else tensor)
         with torch.random.fork_rng(), self.trainer.precision_plugin.forward_context():
             loss = self.model.training_step(batch, 1)
             assert isinstance(loss, Tensor)
@@ -49,11 +52,7 @@ class _Bed:
 
     def load(self) -> Iterator[int]:
         for batch in self.data.train_dataloader():
-            yield len(batch["label"])
-
-
-def _cut(value: Any, samples: int) -> Any:
-    return value[:samples] if isinstance(value, Tensor) and value.ndim else value
+            yield samples_of(batch)
 
 
 def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:

@@ -25,13 +25,12 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.train.logged import Results
-from project.train.micro_batch import MicroBatch, micro_batch
+from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 
@@ -263,7 +262,7 @@ class Steps(_TrainingEpochLoop):
             many, trainer = self.trainer.accumulate_grad_batches, self.trainer
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
-            found = MicroBatch(key, self._run_seed, counted=_size(batch))
+            found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
         self.micro_batch = found
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -372,13 +371,6 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
-
-
-def _size(batch: Any) -> int:
-    """The samples of a batch: the length of the first tensor in it."""
-    found: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
-    return found[0] if found else 0
 
 
 def _steps_once(optimizer: Optimizer) -> bool:

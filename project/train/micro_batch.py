@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from project.data.order import Key, Order, chance
 
@@ -42,6 +44,13 @@ class MicroBatch:
             return self.counted
         low, high = self.order.micro_span(*self.key[1:])
         return high - low
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a batch seems to have: the length of the first tensor in it."""
+    found: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
+    return found[0] if found else 0
 
 
 def micro_batch(trainer: Trainer) -> MicroBatch:
