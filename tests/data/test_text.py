@@ -11,7 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from project.data.text import SPLITS, TextData, Windows, batch_of, files_of, is_whole, simple_losses, split_of, write_whole
+from project.data.text import (
+    SPLITS,
+    TextData,
+    Windows,
+    batch_of,
+    files_of,
+    is_whole,
+    pair_counts,
+    simple_losses,
+    split_of,
+    write_whole,
+)
 from tests.own import write_texts
 
 
@@ -31,6 +42,11 @@ def test_a_files_split_follows_from_its_name(names, held_out):
         assert split in SPLITS
         if split == "val":
             assert split_of(name, held_out * 1.01) == "val"  # a larger share takes, and gives nothing back
+
+
+def test_a_name_means_the_same_split_everywhere():
+    names = {"train": ["os.py", "0.txt"], "val": ["4.txt", "5.txt"], "test": ["json/decoder.py", "6.txt"]}
+    assert all(split_of(name, 0.2) == split for split, some in names.items() for name in some)
 
 
 def test_a_share_of_the_files_is_held_out():
@@ -171,5 +187,8 @@ def test_what_counting_reaches(train, val):
     asked = [*pairwise(val)]
     unigram = [(sum(b == two for _, b in pairs) + 1) / (len(pairs) + 256) for _, two in asked]
     bigram = [(pairs.count(pair) + 1) / (sum(a == pair[0] for a, _ in pairs) + 256) for pair in asked]
+    for block in (1, 7):  # a long text is counted in pieces, whose borders are pairs, too
+        tokens = np.frombuffer(train, np.uint8)
+        assert np.array_equal(pair_counts(tokens, block), pair_counts(tokens))
     found = simple_losses(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
     assert found == pytest.approx((-np.log(unigram).mean(), -np.log(bigram).mean()))
