@@ -19,6 +19,7 @@ from project.data.text import (
     files_of,
     is_whole,
     pair_counts,
+    read_splits,
     simple_losses,
     split_of,
     write_whole,
@@ -102,6 +103,13 @@ def test_another_text_has_another_name(texts, tmp_path):
     (texts / "5.txt").write_text((texts / "5.txt").read_text().replace("F", "f", 1))
     assert prepared() != first
     assert len(list((tmp_path / "bytes").iterdir())) == 9  # and what was there stays as it is
+
+
+def test_the_same_text_in_another_split_has_another_name(tmp_path):
+    (tmp_path / "4.txt").write_text("all there is")
+    (one, val), (other, train) = (read_splits(str(tmp_path), held_out) for held_out in (0.2, 0.01))
+    assert val["val"] == train["train"] == b"all there is\0"
+    assert one != other
 
 
 @pytest.mark.parametrize("left", [0, 40, 500])
