@@ -22,7 +22,7 @@ from project.cluster.doctor import Patient
 from project.cluster.facts import of_this_rank
 from project.data import ImageData
 from project.survive.checkpoints import Checkpoints
-from project.train.micro_batch import samples_in
+from project.train.micro_batch import samples_of
 
 
 class _Bed:
@@ -61,7 +61,7 @@ class _Bed:
             raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
         if self._batch is None:
             self._batch = self._on_device(next(iter(self.batches())))
-        many = samples_in(self._batch)
+        many = samples_of(self._batch)
         batch = self._batch
         if samples != many:
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
@@ -100,7 +100,7 @@ class _Bed:
 
     def load(self) -> Iterator[int]:
         for batch in self.batches():
-            yield samples_in(batch)
+            yield samples_of(batch)
 
     @property
     def workers(self) -> int:

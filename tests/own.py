@@ -24,6 +24,14 @@ class Points(Dataset[dict[str, Any]]):
         return {"name": f"point {index}", "point": point + 0.1 * torch.randn(6), "sum": point.sum(0, keepdim=True)}
 
 
+def write_texts(folder: Path, files: int = 64) -> Path:
+    """Small texts for a language model, the same every time."""
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number}.txt").write_text(f"File {number} says {number * number}, and {number % 7} times so.\n" * 2)
+    return folder
+
+
 class PointsData(LightningDataModule):
     def __init__(self, size: int = 50, batch_size: int = 2, num_workers: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `self.log` logs: its means over an epoch count each sample once, also those of a resumed run."""
+"""What `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +32,32 @@ class Results(_ResultCollection):
         self._from_before: tuple[Sums, int, int] | None = None
         self.kept: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
+        self.weight, self.ends_step = 1.0, True
+        self._of_step: dict[str, tuple[Tensor, float, int]] = {}
+        """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+
+    def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
+        """`weight`: what it counts for in its step."""
+        self.weight, self.ends_step = weight, ends_step
+        if begins_step:
+            self._of_step.clear()
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Lightning shows a step as its last micro-batch, which is another one on another number of ranks. It is their mean."""
+        metric: Any = self[key]
+        meta = metric.meta
+        if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
+            super().update_metrics(key, value, batch_size)
+            return
+        shared, meta.sync.should = meta.sync.should, False  # the ranks need not meet before the step is over
+        super().update_metrics(key, value, batch_size)
+        meta.sync.should = shared
+        total, weights, count = self._of_step.get(key, (0.0, 0.0, 0))
+        total, weights, count = total + metric._forward_cache * self.weight, weights + self.weight, count + 1
+        self._of_step[key] = total, weights, count
+        # The weights of all ranks add up to the number of micro-batches; a rank's own need not.
+        met = shared and self.ends_step
+        metric._forward_cache = meta.sync(total / count) if met else total / weights
 
     def sums(self, ranks: int) -> Sums:
         """Of all ranks, which must call this together."""
@@ -91,7 +117,10 @@ class Logged(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
         results: Any = self.trainer._results
         if self.trainer.training:
-            results.batch_size = micro_batch(self.trainer).size or None
+            at, steps = micro_batch(self.trainer), self.trainer.fit_loop.epoch_loop
+            results.batch_size = at.size or None
+            begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
+            results.begin_micro_batch(at.weight, begins, not steps._should_accumulate())
             return
         loop: Any = self.trainer._active_loop
         loaders = loop._combined_loader.flattened

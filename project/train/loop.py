@@ -31,7 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from project.data.dealing import DealtLoader
 from project.train.logged import Results
 from project.train.metrics import States, put_back
-from project.train.micro_batch import MicroBatch, micro_batch, samples_in
+from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 
@@ -291,7 +291,7 @@ class Steps(_TrainingEpochLoop):
             many, trainer = self.trainer.accumulate_grad_batches, self.trainer
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
-            found = MicroBatch(key, self._run_seed, counted=samples_in(batch))
+            found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
         self.micro_batch = found
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -46,14 +46,14 @@ class MicroBatch:
         return high - low
 
 
+def samples_of(batch: Any) -> int:
+    """How many samples a batch seems to have: the length of the first tensor in it."""
+    found: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
+    return found[0] if found else 0
+
+
 def micro_batch(trainer: Trainer) -> MicroBatch:
     """The one that this rank trains on."""
     loop: Any = trainer.fit_loop.epoch_loop
     return cast(MicroBatch, loop.micro_batch)
-
-
-def samples_in(batch: Any) -> int:
-    """The length of the first tensor in it."""
-    found: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(len(tensor) if tensor.ndim else 1))
-    return found[0] if found else 0

@@ -1,5 +1,6 @@
-"""Modules and data that are not of this project: the same promises."""
+"""Modules and data that are not of this project, or know nothing of it: the same promises."""
 
+import json
 import re
 import signal
 from collections import defaultdict
@@ -7,17 +8,38 @@ from collections import defaultdict
 import pytest
 import torch
 
+from project.survive.hang import EXIT_CODE
 from tests.conftest import forked
+from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
 
-RUN = (
-    *("fit", "--data=tests.own.PointsData", "--trainer.max_epochs=3", "--trainer.accelerator=cpu", "--run=it"),
-    "--trainer.log_every_n_steps=1",
-)
+OFTEN = ("--run=it", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--checkpoints.every_n_steps=2")
+RUN = ("fit", "--data=tests.own.PointsData", "--trainer.max_epochs=3", *OFTEN)
 MODULES = {
-    "automatic": ("--model=tests.own.Regression", "--trainer.global_batch_size=24"),
-    "manual": ("--model=tests.own.Duel", "--trainer.strategy=ddp_find_unused_parameters_true"),
+    "automatic": (*RUN, "--model=tests.own.Regression", "--trainer.global_batch_size=24"),
+    "manual": (*RUN, "--model=tests.own.Duel", "--trainer.strategy=ddp_find_unused_parameters_true"),
+    # 6 steps in an epoch
+    "gpt": (
+        *("fit", "--config=configs/gpt.yaml", *OFTEN, "--trainer.precision=32-true", "--trainer.global_batch_size=12"),
+        *("--trainer.max_steps=14", "--trainer.val_check_interval=4", "--data.init_args.text=../texts"),
+        *("--data.init_args.held_out=0.2", "--data.init_args.context=32", "--data.init_args.batch_size=2"),
+        *("--model.init_args.context=32", "--model.init_args.layers=2", "--model.init_args.heads=2"),
+        *("--model.init_args.width=32", "--model.init_args.dropout=0.2", "--model.init_args.warmup_steps=3"),
+    ),
 }
+DOUBLE = "--trainer.precision=64-true"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Makes folders to run in; the texts lie beside them."""
+    write_texts(tmp_path / "texts")
+
+    def made(name):
+        (tmp_path / str(name)).mkdir()
+        return tmp_path / str(name)
+
+    return made
 
 
 def newest(folder):
@@ -25,60 +47,119 @@ def newest(folder):
 
 
 def seen(folder):
+    """The samples of each step, by what the module saw or by the record of tests.probes; no two ranks have the same."""
     steps = defaultdict(set)
     for file in folder.glob("seen-*.txt"):
         for line in file.read_text().splitlines():
             step, *samples = line.split()
             assert not steps[int(step)] & {*samples}
             steps[int(step)] |= {*samples}
+    for file in folder.glob("record-*.json"):
+        for step, samples in json.loads(file.read_text())["steps"].items():
+            assert not steps[int(step)] & {*samples}
+            steps[int(step)] |= {*samples}
     return steps
 
 
-def test_the_number_of_ranks_does_not_matter(tmp_path):
+def assert_same_up_to_rounding(folder, whole, *tags):
+    ours, theirs = newest(folder)["state_dict"], newest(whole)["state_dict"]
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+    ours, theirs = curves(folder), curves(whole)
+    assert ours.keys() == theirs.keys()
+    for tag in tags:
+        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
+        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in theirs[tag]], rel=1e-5), tag
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "tags"),
+    [
+        # 24 and 26 samples, in 3 epochs
+        (
+            MODULES["automatic"],
+            [24, 26] * 3,
+            [
+                "loss_step",
+                "loss_epoch",
+                "error",
+                "samples",
+                "sum",
+                "largest",
+                "val_loss/dataloader_idx_0",
+                "val_loss/dataloader_idx_1",
+            ],
+        ),
+        ((*MODULES["gpt"], DOUBLE, faults()), [12] * 14, ["train/loss", "val/loss"]),
+    ],
+    ids=["automatic", "gpt"],
+)
+def test_the_number_of_ranks_does_not_matter(folders, words, sizes, tags):
     runs = {}
     for ranks in (1, 2, 3):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        done = forked(folder, *RUN, *MODULES["automatic"], ranks=ranks)
+        runs[ranks] = folders(ranks)
+        done = forked(runs[ranks], *words, ranks=ranks)
         assert done.code == 0, done.output
-        runs[ranks] = seen(folder), newest(folder)["state_dict"], curves(folder)
-    samples, weights, curve = runs[1]
-    assert len(samples) == 6  # of 24 and 26 samples, in 3 epochs
-    assert sorted(map(len, samples.values())) == [24] * 3 + [26] * 3
-    for other_samples, other_weights, other_curve in (runs[2], runs[3]):
-        assert other_samples == samples
-        assert all(torch.allclose(weights[name], other_weights[name], rtol=0, atol=1e-12) for name in weights)
-        assert other_curve.keys() == curve.keys()
-        for tag in (
-            "loss_epoch",
-            "error",
-            "samples",
-            "sum",
-            "largest",
-            "val_loss/dataloader_idx_0",
-            "val_loss/dataloader_idx_1",
-        ):
-            assert [value for _, value in other_curve[tag]] == pytest.approx([value for _, value in curve[tag]], rel=1e-5), tag
+    samples = seen(runs[1])
+    assert [len(samples[step]) for step in sorted(samples)] == sizes
+    for ranks in (2, 3):
+        assert seen(runs[ranks]) == samples
+        assert_same_up_to_rounding(runs[ranks], runs[1], *tags)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("module", MODULES)
-def test_a_run_that_was_killed_goes_on(quick, tmp_path, module, ranks):
-    words = [*RUN, *MODULES[module]]
+@pytest.mark.parametrize(("module", "step"), [("automatic", 3), ("manual", 8), ("gpt", 9)])
+def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
+    words = [*MODULES[module]]
     if module == "manual":
         words.append(f"--data.init_args.batch_size={24 // ranks}")  # a module that steps by itself does not accumulate
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    whole, killed = folders("whole"), folders("killed")
     done = forked(whole, *words, faults(), ranks=ranks)
     assert done.code == 0, done.output
-    saved = 3 if module == "automatic" else 8  # where there are two optimisers, both count
-    words.append(f"--checkpoints.every_n_steps={saved}")
-    fault = faults({"rank": ranks - 1, "where": "saved", "step": saved, "number": int(signal.SIGKILL)})
-    assert quick(*words, fault, ranks=ranks).code != 0
-    resumed = quick(*words, fault, ranks=ranks)
+    words.append(f"--checkpoints.every_n_steps={step}")  # where there are two optimisers, the steps of both count
+    fault = faults({"rank": ranks - 1, "where": "saved", "step": step, "number": int(signal.SIGKILL)})
+    assert forked(killed, *words, fault, ranks=ranks).code != 0
+    resumed = forked(killed, *words, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert re.search(r"Goes on from .*: epoch \d, step [1-9] of it", resumed.output), resumed.output
-    ours, theirs = newest(tmp_path), newest(whole)
+    ours, theirs = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
         assert same(ours[part], theirs[part]), part
-    assert curves(tmp_path) == curves(whole)
+    assert curves(killed) == curves(whole)
+
+
+def test_other_numbers_of_ranks_on_the_way(folders):
+    """2 -> 1 -> 3, stopped by a signal within an epoch and within a validation."""
+    words = (*MODULES["gpt"], DOUBLE)
+    stops = faults(
+        {"step": 3, "where": "accumulation", "number": int(signal.SIGTERM)},
+        {"step": 10, "where": "validation", "number": int(signal.SIGUSR1)},
+    )
+    whole, folder = folders("whole"), folders("stopped")
+    assert forked(whole, *words, faults()).code == 0
+    for ranks, code in ((2, 128 + signal.SIGTERM), (1, 128 + signal.SIGUSR1), (3, 0)):
+        done = forked(folder, *words, stops, ranks=ranks)
+        assert done.code == code, done.output
+    assert_same_up_to_rounding(folder, whole, "train/loss", "val/loss")
+
+
+def test_a_gpt_whose_loss_is_not_finite_stops_before_that_step(folders):
+    folder = folders("it")
+    done = forked(folder, *MODULES["gpt"], "--model.init_args.lr=1e30", "--model.init_args.warmup_steps=0", ranks=2)
+    assert done.code == 1, done.output
+    assert "The loss of step 2 (epoch 0) is not finite: nan on rank" in done.output
+    assert newest(folder)["global_step"] == 1
+
+
+@pytest.mark.slow
+def test_a_gpt_that_hangs_is_ended(folders):
+    stuck = json.dumps([{"class_path": "tests.probes.Stuck", "init_args": {"rank": 1, "step": 6}}])
+    done = forked(folders("it"), *MODULES["gpt"], f"--trainer.callbacks={stuck}", "--watchdog.at_least=5", ranks=2)
+    assert done.code == EXIT_CODE, done.output
+    assert "The run hangs: rank 1 on " in done.output
+
+
+def test_the_doctor_examines_what_has_no_images(folders):
+    done = forked(folders("it"), "doctor", *(word for word in MODULES["gpt"][1:] if "run" not in word))
+    assert done.code == 0, done.output
+    report = json.loads(next(done.folder.glob("lightning_logs/*/doctor.json")).read_text())
+    assert {finding["verdict"] for finding in report["findings"]} <= {"good", "warning", "skipped"}, report

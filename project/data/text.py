@@ -1,0 +1,260 @@
+"""TextData: text as bytes, in windows for a language model; without text of one's own, the source of Python's library.
+
+`prepare_data` writes each split into one file of bytes, which every process maps into its memory: what is read is shared, and
+loader processes get a path instead of a copy.
+"""
+
+import glob
+import logging
+import os
+import platform
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterator
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+log = logging.getLogger(__name__)
+
+Bytes = NDArray[np.uint8]
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+_TESTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Windows(Dataset[Bytes]):
+    """Windows of `context` bytes, one behind the other, each with the byte that follows.
+
+    Args:
+        path: a file of bytes, as `np.save` writes it. Each process maps it when it asks for its first window.
+        context: bytes in a window.
+    """
+
+    def __init__(self, path: Path, context: int) -> None:
+        self.path, self.context = path, context
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "context": self.context}  # a memory map would be pickled as a copy of all its bytes
+
+    @cached_property
+    def tokens(self) -> Bytes:
+        tokens: Bytes = np.load(self.path, mmap_mode="r")
+        return tokens
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Bytes:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        return self.tokens[index * self.context : (index + 1) * self.context + 1]
+
+
+def batch_of(windows: list[Bytes]) -> tuple[Tensor, Tensor]:
+    """Tokens (samples, context), and for each of them the one that follows."""
+    tokens = torch.from_numpy(np.stack(windows)).long()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def split_of(name: str, held_out: float) -> Split:
+    """Where a file belongs, by its name alone: what else there is does not matter."""
+    at = zlib.crc32(name.encode()) / 2**32
+    return "val" if at < held_out else "test" if at < 2 * held_out else "train"
+
+
+def files_of(text: str | None) -> tuple[str, dict[str, Path]]:
+    """What the text is called, and its files by name, sorted; None is the source of Python's own library, without its tests."""
+    if text is None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        found = [path for path in folder.rglob("*.py") if not _TESTS & {*path.relative_to(folder).parts}]
+        label = f"python-{platform.python_version()}"
+    elif Path(text).is_dir():
+        folder = Path(text)
+        found, label = [path for path in folder.rglob("*") if path.is_file()], folder.resolve().name
+    else:
+        found = [Path(name) for name in glob.glob(text, recursive=True) if Path(name).is_file()]
+        folder = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
+        label = folder.resolve().name
+    return label, dict(sorted((path.relative_to(folder).as_posix(), path) for path in found))
+
+
+def read_splits(text: str | None, held_out: float) -> tuple[str, dict[Split, bytes]]:
+    """A name that tells what is in it, by a digest of all of it, and the bytes of each split; a zero byte ends a file."""
+    label, files = files_of(text)
+    parts: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
+    for name, path in files.items():
+        parts[split_of(name, held_out)].append(path.read_bytes() + b"\0")
+    joined = {split: b"".join(some) for split, some in parts.items()}
+    digest = blake2b(digest_size=8)
+    for content in joined.values():
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return f"{label}-{digest.hexdigest()}", joined
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file of bytes that lacks none: of one that was cut off, numpy can't map what its head promises."""
+    try:
+        return bool(np.load(path, mmap_mode="r").dtype == np.uint8)
+    except (OSError, ValueError, EOFError):
+        return False
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """There is all of it or nothing, whoever else writes the same at the same time, on this host or on another."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            np.save(file, np.frombuffer(content, np.uint8))
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone, and a folder may be shared
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def pair_counts(tokens: Bytes, block: int = 1 << 22) -> NDArray[np.int64]:
+    """How often each byte (row) is followed by each (column)."""
+
+    def counts() -> Iterator[NDArray[np.int64]]:
+        for start in range(0, len(tokens) - 1, block):
+            some = tokens[start : start + block + 1].astype(np.int64)
+            yield np.bincount(some[:-1] * 256 + some[1:], minlength=256 * 256)
+
+    return sum(counts(), np.zeros(256 * 256, np.int64)).reshape(256, 256)
+
+
+def simple_losses(train: Bytes, val: Bytes) -> tuple[float, float]:
+    """What models that count bytes, and pairs of bytes, in `train` reach on `val`, in nats per byte.
+
+    Each count is one more than it is, so that nothing is impossible.
+    """
+    seen, asked = pair_counts(train), pair_counts(val)
+
+    def loss(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:
+        chances = (counts + 1) / (counts.sum(-1, keepdims=True) + 256)
+        return float(-(wanted * np.log(chances)).sum() / wanted.sum())
+
+    return loss(seen.sum(0), asked.sum(0)), loss(seen, asked)
+
+
+class TextData(LightningDataModule):
+    """Windows of text, as bytes: (tokens, the tokens that follow), both (samples, context) in int64.
+
+    Args:
+        text: a folder, a file or a pattern ('books/**/*.txt'); None is the source of Python's own library, which every
+            machine has. It is read as a whole, once on each host.
+        root: the folder that gets the files of bytes.
+        context: bytes in a window.
+        batch_size: windows that one process puts through the network at once: the micro-batch.
+        held_out: share of the files held out for validation, and again for the test; which ones follows from their names.
+        num_workers: loader processes for each rank; cutting windows takes little, and the training process can do it.
+    """
+
+    def __init__(
+        self,
+        text: str | None = None,
+        root: Path = Path("datasets"),
+        context: int = 128,
+        batch_size: int = 16,
+        held_out: float = 0.03,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if context < 1 or batch_size < 1:
+            raise ValueError(f"data.init_args: context and batch_size are at least 1, and not {context} and {batch_size}.")
+        if not 0 < held_out < 0.5:
+            raise ValueError(f"data.init_args.held_out is a share of the files, between 0 and 0.5, and not {held_out}.")
+        self.text, self.root, self.context = text, root, context
+        self.batch_size, self.held_out, self.num_workers = batch_size, held_out, num_workers
+        self.name: str | None = None
+        """Of the text, with its digest; here and in `prepare_data` that of this host's, from `setup` on that of all."""
+
+    def path(self, split: Split) -> Path:
+        """The file of a split's bytes."""
+        return self.root / f"{self.name}-{split}.npy"
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        self.name, splits = read_splits(self.text, self.held_out)
+        for split, content in splits.items():
+            if len(content) <= self.context:
+                raise ValueError(
+                    f"The {split} split of {self.text or 'the standard library'} has {len(content)} bytes, which is no window "
+                    f"of {self.context}. HINT: whole files are held out, by their names: give more of them (`split -C 100k` "
+                    "cuts a large one), or set data.init_args.held_out."
+                )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for split, content in splits.items():
+                if not is_whole(self.path(split)):
+                    write_whole(self.path(split), content)
+        except OSError as error:
+            raise ValueError(f"The text can't be written to {self.root}: {error}. HINT: set data.init_args.root.") from error
+
+    def setup(self, stage: str) -> None:
+        if self.trainer is not None:
+            mine, self.name = self.name, self.trainer.strategy.broadcast(self.name)
+            if mine not in (None, self.name):
+                raise ValueError(
+                    f"This host has another text than rank 0's: {mine}, and not {self.name}. HINT: give all hosts the same "
+                    "Python, or set data.init_args.text to files that all have."
+                )
+        for split in SPLITS:
+            if not is_whole(self.path(split)):
+                raise ValueError(f"{self.path(split)} is not there, or not whole. HINT: `prepare_data` makes it.")
+        if stage == "fit" and (self.trainer is None or self.trainer.is_global_zero):
+            train, val = (self.windows(split).tokens for split in ("train", "val"))
+            log.info(
+                "text: %.1f MB to train on, %.2f MB for validation, on which a unigram model reaches a loss of %.3f, and a "
+                "bigram model %.3f (nats per byte)",
+                *(len(train) / 1e6, len(val) / 1e6, *simple_losses(train, val)),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A run that goes on has the text that it began with, or none."""
+        if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
+            raise ValueError(
+                f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it goes on with the "
+                "Python, or the files, that it began with; another text is another --run."
+            )
+
+    # Loaders ---------------------------------------------------------------------------------------------------------
+
+    def windows(self, split: Split) -> Windows:
+        """The windows of a split."""
+        return Windows(self.path(split), self.context)
+
+    def _loader(self, split: Split, **settings: Any) -> DataLoader[Bytes]:
+        return DataLoader(
+            self.windows(split),
+            self.batch_size,
+            num_workers=self.num_workers,
+            collate_fn=batch_of,
+            pin_memory=torch.cuda.is_available(),
+            **settings,
+        )
+
+    def train_dataloader(self) -> DataLoader[Bytes]:
+        return self._loader("train", shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Bytes]:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Bytes]:
+        return self._loader("test")
