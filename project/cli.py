@@ -164,7 +164,8 @@ class ProjectCLI(LightningCLI):
         if self._begun is not None:
             facts = self._begun[1]
             at = facts["position"]
-            trainer.loggers_go_on(min(at["global_step"], at["logged_steps"]), facts.get("logged", ()))
+            first = min(at["global_step"], at["logged_steps"])
+            trainer.loggers_go_on(first, facts.get("logged", ()), starts_again=not at["validation_due"])
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             trainer.loggers_go_on(0)
         return trainer

@@ -255,11 +255,11 @@ class Trainer(pl.Trainer):
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
 
-    def loggers_go_on(self, step: int, logged: Sequence[tuple[int, str, float]] = ()) -> None:
+    def loggers_go_on(self, step: int, logged: Sequence[tuple[int, str, float]] = (), starts_again: bool = True) -> None:
         """What TensorBoard has from this step on was logged by a part of the run that is done again, but for this."""
         for logger in self.loggers:
             if isinstance(logger, Events):
-                logger.goes_on(step, logged)
+                logger.goes_on(step, logged, starts_again)
 
     @property
     def least_seconds(self) -> float:

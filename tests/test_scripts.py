@@ -11,7 +11,7 @@ import pytest
 import yaml
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.conftest import ROOT, TINY, environment
+from tests.conftest import PATIENCE, ROOT, TINY, environment
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
 
@@ -22,7 +22,7 @@ def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
         env=environment(**extra),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -107,7 +107,7 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert "processes a node   2" in done.stdout
     assert "OMP_NUM_THREADS" not in done.stderr

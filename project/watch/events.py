@@ -68,17 +68,19 @@ class Events(TensorBoardLogger):
         """What has been logged for this step and later ones: a checkpoint takes it along."""
         return [entry for entry in self._latest if entry[0] >= step]
 
-    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]]) -> None:
+    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
         """What is there from this step on is shown no more: the run goes on from a checkpoint that had logged this for it.
 
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
-        the last one; and what its start had logged before it was saved is logged by its start again.
+        the last one; and what its start had logged before it was saved is logged by its start again, if it `starts_again`
+        (a run that goes on with the validation after a step does not).
         """
         _put_before_now(Path(self.log_dir))
         self._kwargs["purge_step"] = step
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)
-            self._again[number, tag] += 1
+        if starts_again:
+            self._again.update((number, tag) for number, tag, _ in logged)
 
     def flush(self) -> None:
         """What was logged is on the disk afterwards."""
