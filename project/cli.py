@@ -28,7 +28,7 @@ from project.guests import welcome
 from project.model import ImageClassifier
 from project.run import RUNS, checked, open_beside, open_run, saved_config, weights
 from project.survive.changes import Changes
-from project.survive.checkpoints import Checkpoints, metric
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
 from project.survive.failure import report as report_error
 from project.survive.watchdog import Watchdog
@@ -175,7 +175,7 @@ class ProjectCLI(LightningCLI):
         settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
-        how = (metric(settings.checkpoints.monitor), settings.checkpoints.mode)
+        how = (settings.checkpoints.monitor, settings.checkpoints.mode)
         if verb == "fit":
             self._run = open_run(root, settings.run, self._kind(), launch)
         else:
@@ -278,13 +278,13 @@ class ProjectCLI(LightningCLI):
         elif not trainer.global_step:
             raise UserError("Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches.")
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
-        saved = trainer.checkpoint_callback
-        if isinstance(saved, Checkpoints) and saved.last:
+        saved = checkpoints_of(trainer)
+        if saved and saved.last:
             lines["checkpoint"] = f"{saved.last}" + (f"  (best: {saved.best[1].name})" if saved.best else "")
         lines["dashboard"] = f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
         for name, text in lines.items():
             log.info("%-11s %s", name, text)
-        if isinstance(saved, Checkpoints) and saved.failed:
+        if saved and saved.failed:
             log.error("The run is over, and its last checkpoint could not be written: %s", saved.failed)
             raise SystemExit(1)
 

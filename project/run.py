@@ -18,7 +18,7 @@ import yaml
 from project.cluster.facts import flat
 from project.cluster.launcher import Launch
 from project.errors import UserError
-from project.survive.checkpoints import facts_of, newest_good, read_facts
+from project.survive.checkpoints import facts_of, goes_by, newest_good, read_facts
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("callbacks model_registry overfit_batches shared_folder"),
         *(
             "data.num_workers",
-            "data.init_args.num_workers",
             "data.resident",
             "model.channels_last",
             "model.compile",
@@ -281,6 +280,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     """
     newest = sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
     rated: list[tuple[float, Path]] = []
+    monitor, mode = goes_by(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
     if which != "last":
         for path in reversed(newest):
             value = _metrics(path).get(monitor)

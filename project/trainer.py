@@ -5,7 +5,8 @@ It runs from Python as it does from the command line:
     trainer = Trainer(max_epochs=1, default_root_dir="runs/first")
     trainer.fit(ImageClassifier(MiniResNet()), datamodule=ImageData(batch_size=32))
 
-`default_root_dir` is the folder of this run: TensorBoard's events and the checkpoints go into it.
+`default_root_dir` is the folder of this run: TensorBoard's events and the checkpoints go into it. Without it the run gets a new
+one, lightning_logs/run-DATE-TIME.
 """
 
 import atexit
@@ -13,6 +14,8 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +28,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
@@ -47,7 +51,7 @@ from project.contest import contest
 from project.data import ImageData
 from project.errors import UserError
 from project.patient import patient
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst
+from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst, checkpoints_of
 from project.survive.monitored import Monitored
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
@@ -69,6 +73,9 @@ from project.watch.throughput import Throughput, flops, peak
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
+
+_STARTED = "PROJECT_STARTED"
+_TRAINERS = count(1)  # of this program that were given no folder
 
 Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
 
@@ -118,6 +125,12 @@ def cpu_precision(precision: str) -> tuple[str, str | None]:
 
 class ResumingOnHosts(Resuming):
     """Reads a checkpoint on all hosts, or, where only rank 0's has it, there."""
+
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
+        saved = checkpoints_of(self.trainer) if ckpt_path == "last" else None
+        found = saved.newest(Path(self.trainer.default_root_dir)) if saved else None
+        return found or super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]
@@ -200,6 +213,7 @@ class Trainer(pl.Trainer):
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
         for line in lines:
             log.info(line)
+        default_root_dir = default_root_dir or _new_folder(launch)
         if _on_cpu(accelerator):
             keep_freed_memory()
 
@@ -214,7 +228,7 @@ class Trainer(pl.Trainer):
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
                 callbacks=_with_ours(callbacks, wanted, nonfinite, gradient_compression),
-                logger=None if bare else Events(str(default_root_dir or ".")) if logger in (None, True) else logger,
+                logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1,
@@ -429,6 +443,11 @@ class Trainer(pl.Trainer):
 
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
         """Lightning counts the micro-batches of a rank."""
+        if accumulation > 1 and any(isinstance(one, GradientAccumulationScheduler) for one in self.callbacks):  # type: ignore[attr-defined]
+            raise UserError(
+                f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {accumulation}. "
+                "HINT: leave out the callback, or have each rank take its share of the global batch as one micro-batch."
+            )
         self.accumulate_grad_batches = accumulation
         if micro_batch is not None:  # a callback may accumulate more for an epoch
             self.global_batch = micro_batch * self.world_size * accumulation
@@ -445,6 +464,18 @@ def _gather(mine: Any) -> list[Any]:
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, mine)
     return answers
+
+
+def _new_folder(launch: Launch) -> Path:
+    """For a run that was given none: another one for each Trainer of a program, and the same on all ranks."""
+    if launch.kind == "torchrun" and launch.name is None:
+        if (launch.nodes or 1) > 1:
+            raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
+        stem = f"run-{os.getppid()}"
+    else:  # the ranks that this process starts find it in their environment
+        stem = f"run-{launch.name or os.environ.setdefault(_STARTED, f'{datetime.now():%Y%m%d-%H%M%S}')}"
+    number = next(_TRAINERS)
+    return Path("lightning_logs", stem if number == 1 else f"{stem}-{number}").absolute()
 
 
 def _on_cpu(accelerator: Any) -> bool:

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from project import Trainer
@@ -45,3 +46,60 @@ def test_ddp_spawn(tmp_path):
     one.fit(model)
     assert not torch.equal(before, model.layer.weight)
     assert one.state.finished
+
+
+def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
+    """Two of them in one directory would take each other's checkpoints for their own."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        trainer(None, logger=None).fit(BoringModel())
+    folders = sorted((tmp_path / "lightning_logs").iterdir())
+    assert len(folders) == 2
+    assert all((folder / "checkpoints/step-000000004.ckpt").is_file() for folder in folders)
+    assert [one.name for one in tmp_path.iterdir()] == ["lightning_logs"]
+
+
+def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path):
+    """Of a program that was started again; a damaged one is passed over."""
+    trainer(tmp_path).fit(BoringModel(), ckpt_path="last")  # nothing to go on from yet
+    checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
+    assert [one.name for one in checkpoints] == ["step-000000004.ckpt"]
+    (tmp_path / "checkpoints/step-000000009.ckpt").write_bytes(b"cut short")
+    again = trainer(tmp_path)
+    again.fit_loop.max_epochs = 2
+    again.fit(BoringModel(), ckpt_path="last")
+    assert (again.global_step, again.current_epoch) == (8, 2)
+
+
+def test_a_gradient_accumulation_that_is_set_twice_is_refused(tmp_path):
+    callbacks = [GradientAccumulationScheduler({0: 2})]
+    with pytest.raises(ValueError, match="by epoch, and the global batch makes it 4"):
+        trainer(tmp_path, callbacks=callbacks, accumulate_grad_batches=4).fit(BoringModel())
+    trainer(tmp_path, callbacks=callbacks).fit(BoringModel())
+
+
+def test_a_module_that_steps_by_itself_in_float64(tmp_path):
+    model = BoringModel()
+    model.automatic_optimization = False
+
+    def training_step(batch):
+        optimizer = model.optimizers()
+        optimizer.zero_grad()
+        model.manual_backward(model.step(batch))
+        optimizer.step()
+
+    model.training_step = training_step
+    one = trainer(tmp_path, precision="64-true")
+    one.fit(model)
+    assert one.global_step == 4
+
+
+def test_the_best_is_found_by_what_is_there(tmp_path):
+    class Validated(BoringModel):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", float([3, 1, 2][self.current_epoch]))
+
+    one = trainer(tmp_path)
+    one.fit_loop.max_epochs = 3
+    one.fit(Validated())
+    assert one.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")

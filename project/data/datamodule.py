@@ -17,7 +17,7 @@ from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader
 from project.data.batching import accumulation
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
-from project.data.order import MicroBatchSampler, Order
+from project.data.order import MicroBatchSampler, Order, limited
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -25,13 +25,6 @@ log = logging.getLogger(__name__)
 
 _SPLITS: dict[str, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "predict": ("predict",)}
 _BY_STAGE: dict[str, Split] = {"train": "train", "validate": "val", "sanity_check": "val", "test": "test"}
-
-
-def _limited(count: int, limit: float | int | None) -> int:
-    """Lightning's limits: an int is a number, a float a share."""
-    if limit is None:
-        return count
-    return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -164,7 +157,7 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
-        batches = _limited(-(-size // self.batch_size), self.limits.get(split))
+        batches = limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
         return self._loader(split, order)

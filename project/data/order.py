@@ -19,9 +19,18 @@ from torch.utils.data import DistributedSampler
 Key = tuple[int, int, int]
 """What names a micro-batch: (epoch, step within the epoch, number within the step)."""
 
+Limit = int | float | None
+
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
+
+
+def limited(count: int, limit: Limit) -> int:
+    """Lightning's limits: an int is a number, a float a share."""
+    if limit is None:
+        return count
+    return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

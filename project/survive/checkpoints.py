@@ -11,8 +11,9 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -177,9 +178,15 @@ def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-def metric(monitor: str | None) -> str | None:
-    """The name of the metric that `checkpoints.monitor` means."""
-    return "val/acc" if monitor == "auto" else monitor
+_USUAL = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
+
+
+def goes_by(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
+    """The metric that `checkpoints.monitor` means, of the known ones, and whether more ('max') or less of it is better."""
+    if monitor != "auto":
+        return monitor, mode
+    there = set(known)
+    return next((one for one in _USUAL.items() if one[0] in there), ("val/acc", "max"))
 
 
 class Checkpoints(Checkpoint):
@@ -192,7 +199,8 @@ class Checkpoints(Checkpoint):
         every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
         every_n_minutes: save when so much time has passed since the last.
         keep_last: so many of the newest are kept.
-        monitor: the metric by which the best is kept, too; 'auto' is val/acc, where there is one.
+        monitor: the metric by which the best is kept, too; 'auto' is the highest val/acc or val_acc, else the lowest val/loss
+            or val_loss.
         mode: 'max' if more of the metric is better, 'min' if less.
     """
 
@@ -209,7 +217,7 @@ class Checkpoints(Checkpoint):
         if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
             raise UserError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
-        self.monitor, self.mode = metric(monitor), mode
+        self.monitor, self.mode = monitor, mode
         self.needs_metric = monitor not in (None, "auto")
         self.facts: dict[str, Any] = {}  # what else belongs to the run: set by who knows
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
@@ -274,6 +282,15 @@ class Checkpoints(Checkpoint):
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
+
+    @staticmethod
+    def newest(run: Path) -> str | None:
+        """Of the run in this folder, the newest checkpoint that is whole. Nothing is touched: all ranks ask."""
+        for path in sorted((run / "checkpoints").glob("step-*.ckpt"), reverse=True):
+            with suppress(ValueError, OSError):
+                read_facts(path)
+                return str(path)
+        return None
 
     @property
     def best_model_path(self) -> str:
@@ -383,10 +400,12 @@ class Checkpoints(Checkpoint):
 
     def _note(self, path: Path, facts: dict[str, Any]) -> None:
         self.last = path
-        value = facts.get("metrics", {}).get(self.monitor)
+        metrics = facts.get("metrics", {})
+        name, mode = goes_by(self.monitor, self.mode, metrics)
+        value = metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
-        better = self.best is None or (value > self.best[0] if self.mode == "max" else value < self.best[0])
+        better = self.best is None or (value > self.best[0] if mode == "max" else value < self.best[0])
         if better:
             self.best = value, path
 

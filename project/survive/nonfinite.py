@@ -93,7 +93,7 @@ class NonFinite(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._late = pl_module.device.type == "cuda"
-        self._one = torch.ones((), device=pl_module.device)
+        self._one = torch.ones((), device=pl_module.device, dtype=torch.float32)
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
@@ -121,7 +121,7 @@ class NonFinite(Callback):
         if not gradients:
             return
         step = self._step
-        step.flag = torch.zeros((), device=self._one.device)
+        step.flag = torch.zeros_like(self._one)
         # GradScaler's own check, with a scale of 1: exact, and the cheapest there is.
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, step.flag, self._one)
         scaled = _scaler(trainer) is not None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.group import Group
-from project.survive.checkpoints import Checkpoints, checkpoints_of
+from project.survive.checkpoints import checkpoints_of
 from project.survive.requeue import REQUEUE, lead
 from project.survive.signals import EXIT_CODES, Signals
 
@@ -141,7 +141,3 @@ class StopTogether(Callback):
         if (group := self._group()) is not None:
             dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
-
-
-def _checkpoints(trainer: Trainer) -> Checkpoints | None:
-    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]

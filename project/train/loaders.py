@@ -12,22 +12,13 @@ from torch.utils.data import DataLoader
 
 from project.data.batching import accumulation
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
-from project.data.order import Order
+from project.data.order import Limit, Order, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
 
 _STAGES = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}  # others are training or validation
-
-Limit = int | float | None
-
-
-def limited(count: int, limit: Limit) -> int:
-    """Lightning's limits: an int is a number, a float a share."""
-    if limit is None:
-        return count
-    return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
 class Loaders(_DataConnector):

@@ -7,6 +7,7 @@ interrupted. Here the buckets are filled once, before the first step, in the rev
 the order in which their gradients come.
 """
 
+import inspect
 import logging
 from functools import partial
 from typing import Any
@@ -18,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
+
+_NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
+_SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
 def _learning(module: nn.Module) -> set[int]:
@@ -64,7 +68,8 @@ def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
     if others:
         more = ", ..." if len(others) > 5 else ""
         log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
-    settings = {"broadcast_buffers": bool(others), **strategy._ddp_kwargs}
+    settings = {_SYNC_BUFFERS: bool(others)} if _OLD not in strategy._ddp_kwargs else {}
+    settings |= strategy._ddp_kwargs
     return OrderedDDP(module, device_ids=strategy.determine_ddp_device_ids(), **settings)
 
 
