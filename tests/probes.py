@@ -157,9 +157,13 @@ class Fault(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         first = batch_idx % trainer.accumulate_grad_batches == 0
         self._strike(trainer, "step" if first else "accumulation")
-        if self.where == "saved" and trainer.global_rank == self.rank and trainer.global_step > self.step:
-            saved = Path(trainer.default_root_dir, f"checkpoints/step-{self.step:09}.ckpt")
-            wait_until(saved.exists, 60, "saved")
+        if (
+            (self.where, trainer.global_rank) == ("saved", self.rank)
+            and trainer.global_step > self.step
+            and not self.mark.exists()
+        ):
+            saved = f"lightning_logs/*/checkpoints/step-{self.step:09}.ckpt"  # only rank 0 knows the run's folder
+            wait_until(lambda: [*Path().glob(saved)], 60, "saved")
             self._signal()
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:

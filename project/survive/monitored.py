@@ -24,6 +24,8 @@ class Monitored(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._looked or trainer.state.fn != "fit":
             return
+        if trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1:
+            return  # of several loaders Lightning keeps nothing then
         self._looked = not trainer.sanity_checking
         known = sorted(trainer.callback_metrics)
         for who, name in _wanted(trainer):

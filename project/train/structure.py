@@ -4,9 +4,14 @@ Callbacks and modules may freeze, unfreeze and add groups while a run goes on. P
 does not fit one with fewer groups, and a parameter that was unfrozen is frozen again in the process that goes on.
 """
 
+import logging
 from typing import Any, TypedDict
 
 from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+_PRUNED = "_orig"  # torch calls a weight so as long as a mask lies over it
 
 
 class Structure(TypedDict):
@@ -31,7 +36,12 @@ def structure(trainer: Trainer) -> Structure:
 def set_up(trainer: Trainer, wanted: Structure) -> None:
     """Makes it so. A group that is new has its optimiser's defaults, until its state is loaded."""
     named = dict(trainer.lightning_module.named_parameters())
-    learning = set(wanted["trainable"])
+    learning = {name.removesuffix(_PRUNED) if name not in named else name for name in wanted["trainable"]}
+    if any(name.endswith(_PRUNED) for name in set(wanted["trainable"]) - set(named)):
+        log.warning(
+            "A checkpoint has the weights that ModelPruning made 0, and not its masks: until the next pruning they learn "
+            "again, and this run is not to the last bit what it would have been."
+        )
     for name, parameter in named.items():
         if parameter.is_floating_point() and parameter.requires_grad != (name in learning):
             parameter.requires_grad_(name in learning)

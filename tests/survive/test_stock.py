@@ -1,0 +1,133 @@
+"""Each of Lightning's callbacks and each of torch's schedules: a run that is killed within an epoch ends as one that is not."""
+
+import json
+import re
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.conftest import forked
+from tests.own import Regression
+from tests.survive.test_resume import curves, same
+from tests.train.test_own import newest
+
+RUN = (
+    *("fit", "--data=tests.own.PointsData", "--trainer.global_batch_size=12"),
+    *("--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--trainer.max_epochs=4", "--run=it"),
+    "--checkpoints.every_n_steps=6",
+)  # 4 steps in an epoch
+LOSS = "val_loss/dataloader_idx_0"
+CALLBACKS = {
+    "EarlyStopping": {"monitor": LOSS, "min_delta": 0.2, "patience": 1},
+    "LearningRateMonitor": {"logging_interval": "step"},
+    "ModelCheckpoint": {"monitor": LOSS, "save_top_k": 2},
+    "EMAWeightAveraging": {"decay": 0.9},
+    "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1, "annealing_epochs": 1},
+    "DeviceStatsMonitor": {},
+    "OnExceptionCheckpoint": {"dirpath": "exceptions"},
+    "RichModelSummary": {},
+    "RichProgressBar": {},
+    "TQDMProgressBar": {},
+}
+
+
+def callbacks(*given):
+    return f"--trainer.callbacks={json.dumps([*given])}"
+
+
+def assert_goes_on(tmp_path, ranks, words, *given, step=6):
+    """Killed when the checkpoint of this step is there: in the middle of the second epoch."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    fault = {"rank": ranks - 1, "where": "saved", "step": step, "number": int(signal.SIGKILL)}
+    fault = {"class_path": "tests.probes.Fault", "init_args": fault}
+    done = forked(whole, *words, callbacks(*given), ranks=ranks)
+    assert done.code == 0, done.output
+    assert forked(killed, *words, callbacks(*given, fault), ranks=ranks).code != 0
+    resumed = forked(killed, *words, callbacks(*given, fault), ranks=ranks)
+    assert resumed.code == 0, resumed.output
+    assert re.search(r"epoch 1, step [1-4] of it", resumed.output), resumed.output
+    ours, theirs = newest(killed), newest(whole)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
+        assert same(ours[part], theirs[part]), part
+    measured = ("speed/", "DeviceStatsMonitor")  # what differs from run to run anyway
+    ours, theirs = (
+        {tag: points for tag, points in curves(one).items() if not tag.startswith(measured)} for one in (killed, whole)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_callback_goes_on(tmp_path, callback, ranks, request):
+    if ranks == 2 and not request.config.getoption("--faults"):
+        pytest.skip("three ranks show it; with --faults")
+    given = {"class_path": f"lightning.pytorch.callbacks.{callback}", "init_args": CALLBACKS[callback]}
+    assert_goes_on(tmp_path, ranks, (*RUN, "--data.init_args.batch_size=4", "--model=tests.own.Regression"), given)
+
+
+SCHEDULES = {
+    "LambdaLR": {"lr_lambda": lambda at: 1 / (1 + at)},
+    "MultiplicativeLR": {"lr_lambda": lambda at: 0.97},
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [2, 5, 7]},
+    "ConstantLR": {"total_iters": 7},
+    "LinearLR": {"total_iters": 9},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": 12, "power": 2},
+    "CosineAnnealingLR": {"T_max": 9},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 4},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 30},
+    "ReduceLROnPlateau": {"patience": 0, "threshold": 0.5},
+}
+
+
+class Scheduled(Regression):
+    """A network and an optimiser for each of torch's schedules, all of which move with the steps, in a step of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList(nn.Linear(6, 1).double() for _ in range(len(SCHEDULES) + 2))
+
+    def training_step(self, batch, batch_idx):
+        schedules = self.lr_schedulers()
+        for layer, optimizer, schedule in zip(self.layers, self.optimizers(), schedules, strict=True):
+            loss = nn.functional.mse_loss(layer(batch["point"]), batch["sum"])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+                if batch_idx % 2:
+                    schedule.step(float(self.trainer.current_epoch * 5 + batch_idx))  # the same on all ranks
+            else:
+                schedule.step()
+        self.log_dict({f"lr/{at}": one.param_groups[0]["lr"] for at, one in enumerate(self.optimizers())})
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in self.layers]
+        made = [
+            getattr(lr_scheduler, name)(optimizer, **settings)
+            for optimizer, (name, settings) in zip(optimizers, SCHEDULES.items(), strict=False)
+        ]
+        *_, two, three = optimizers
+        parts = [lr_scheduler.LinearLR(two, total_iters=5), lr_scheduler.ExponentialLR(two, 0.9)]
+        made.append(lr_scheduler.SequentialLR(two, parts, milestones=[7]))
+        made.append(lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(three), lr_scheduler.StepLR(three, 3)], three))
+        return optimizers, made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_of_torchs_schedules_go_on(tmp_path, ranks):
+    words = [one for one in RUN if "every_n_steps" not in one and "global_batch" not in one]
+    optimizers = len(SCHEDULES) + 2
+    words += ["--model=tests.survive.test_stock.Scheduled", f"--data.init_args.batch_size={12 // ranks}"]
+    words += ["--trainer.strategy=ddp_find_unused_parameters_true", f"--checkpoints.every_n_steps={7 * optimizers}"]
+    assert_goes_on(tmp_path, ranks, words, step=7 * optimizers)
