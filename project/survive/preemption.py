@@ -34,7 +34,7 @@ class StopTogether(Callback):
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
         self._group = Group()
-        self._notes = torch.empty(0)
+        self._notes = torch.zeros(3, dtype=torch.int32)
         self._answer: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
