@@ -26,7 +26,7 @@ CALLBACKS = {
     "ModelCheckpoint": {"monitor": LOSS, "save_top_k": 2},
     "EMAWeightAveraging": {"decay": 0.9},
     "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1, "annealing_epochs": 1},
-    "DeviceStatsMonitor": {},
+    "DeviceStatsMonitor": {"cpu_stats": False},
     "OnExceptionCheckpoint": {"dirpath": "exceptions"},
     "RichModelSummary": {},
     "RichProgressBar": {},

@@ -111,7 +111,8 @@ def test_the_number_of_ranks_does_not_matter(folders, words, sizes, tags):
 def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
     words = [*MODULES[module]]
     if module == "manual":
-        words.append(f"--data.init_args.batch_size={24 // ranks}")  # a module that steps by itself does not accumulate
+        # A module that steps by itself does not accumulate.
+        words += [f"--data.init_args.batch_size={24 // ranks}", "--data.init_args.size=60"]
     whole, killed = folders("whole"), folders("killed")
     done = forked(whole, *words, faults(), ranks=ranks)
     assert done.code == 0, done.output
