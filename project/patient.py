@@ -102,19 +102,12 @@ class _Bed:
         for batch in self.batches():
             yield samples_of(batch)
 
-    @property
-    def workers(self) -> int:
+    def sizes(self) -> tuple[int, int]:
+        """Samples in a micro-batch, and the loader's processes. Asked when the data is set up."""
         if isinstance(self.data, ImageData):
-            return self.data.workers
+            return self.data.batch_size, self.data.workers
         loader = self.data.train_dataloader()
-        return loader.num_workers if isinstance(loader, DataLoader) else 0
-
-    @property
-    def micro_batch(self) -> int:
-        if isinstance(self.data, ImageData):
-            return self.data.batch_size
-        loader = self.data.train_dataloader()
-        return loader.batch_size or 1 if isinstance(loader, DataLoader) else 1
+        return (loader.batch_size or 1, loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
 def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:
@@ -134,12 +127,11 @@ def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule,
         shared=trainer.shared_folder,  # type: ignore[attr-defined]
         facts=of_this_rank(bed.device, configuration),
         configuration=configuration,
-        micro_batch=bed.micro_batch,
+        sizes=bed.sizes,
         accumulation=trainer.accumulate_grad_batches,
         gradient_bytes=gradients,
         checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
         checkpoints=(kept.keep_last + 1) if kept else 0,
-        workers=bed.workers,
         compute=bed.compute,
         load=bed.load,
         prepare=data.prepare_data,

@@ -49,13 +49,11 @@ class Patient:
     """Whether all hosts must see it."""
     facts: dict[str, Any]
     configuration: Mapping[str, Any]
-    micro_batch: int
     accumulation: int
     gradient_bytes: int
     checkpoint_bytes: int
     checkpoints: int
     """How many will be kept."""
-    workers: int
     compute: Callable[[int], None]
     """Puts a micro-batch of so many samples through the network and back."""
     load: Callable[[], Iterator[int]]
@@ -64,6 +62,10 @@ class Patient:
     """Puts the data on this host where it isn't there; called by its first rank."""
     fingerprint: Callable[[], dict[str, Any]]
     """Opens the data, and says what it is: counts, and a hash of a few samples."""
+    sizes: Callable[[], tuple[int, int]]
+    """Samples in a micro-batch and processes of its loader, of data that was opened."""
+    micro_batch: int = 1
+    workers: int = 0
 
 
 class Doctor:
@@ -246,8 +248,10 @@ class Doctor:
         if self._measure("data", self.patient.prepare if first else lambda: None, fix) is None:
             return None
         prints = self._measure("data", self.patient.fingerprint, fix)
-        if prints is None:
+        sizes = None if prints is None else self._measure("data", self.patient.sizes, fix)
+        if prints is None or sizes is None:
             return None
+        self.patient.micro_batch, self.patient.workers = sizes[self.patient.rank]
         self._has_data = True
         if not prints[0]:
             return self.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))

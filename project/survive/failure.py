@@ -3,6 +3,7 @@
 What the user can mend (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
+import gc
 import json
 import logging
 import os
@@ -166,6 +167,7 @@ def hang_up(seconds: float = 10) -> None:
     """
     if not dist.is_initialized():
         return
+    gc.collect()  # what holds a connection in a circle of references lets go of it
     thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
     thread.start()
     thread.join(seconds)

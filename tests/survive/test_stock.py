@@ -29,7 +29,6 @@ CALLBACKS = {
     "DeviceStatsMonitor": {"cpu_stats": False},
     "OnExceptionCheckpoint": {"dirpath": "exceptions"},
     "RichModelSummary": {},
-    "TQDMProgressBar": {},
 }
 
 
