@@ -51,7 +51,7 @@ from project.contest import contest
 from project.data import ImageData
 from project.errors import UserError
 from project.patient import patient
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst, checkpoints_of
+from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst, checkpoints_of, newest_good
 from project.survive.monitored import Monitored
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
@@ -128,9 +128,12 @@ class ResumingOnHosts(Resuming):
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
-        saved = checkpoints_of(self.trainer) if ckpt_path == "last" else None
-        found = saved.newest(Path(self.trainer.default_root_dir)) if saved else None
-        return found or super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        ours = ckpt_path == "last" and checkpoints_of(self.trainer)
+        # All ranks look, so nothing is set aside.
+        found = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
+        if found is not None:
+            return str(found[0])
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]

@@ -13,7 +13,6 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,12 +84,14 @@ def _digest(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in a folder that is whole. One that is not is reported and set aside."""
+def newest_good(folder: Path, set_aside: bool = True) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
     for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         try:
             return path, read_facts(path)
         except (ValueError, OSError) as error:
+            if not set_aside:
+                continue
             log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
             for part in (path, facts_of(path)):
                 if os.path.lexists(part):
@@ -282,15 +283,6 @@ class Checkpoints(Checkpoint):
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
-
-    @staticmethod
-    def newest(run: Path) -> str | None:
-        """Of the run in this folder, the newest checkpoint that is whole. Nothing is touched: all ranks ask."""
-        for path in sorted((run / "checkpoints").glob("step-*.ckpt"), reverse=True):
-            with suppress(ValueError, OSError):
-                read_facts(path)
-                return str(path)
-        return None
 
     @property
     def best_model_path(self) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from project.data.dealing import DealtLoader
 from project.train.micro_batch import micro_batch
+from project.train.strategy import gathered
 
 Sums = dict[str, dict[str, Any]]
 """By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
@@ -67,10 +67,7 @@ class Results(_ResultCollection):
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
                 mine[key] = metric.value.detach().cpu(), samples.cpu()
-        everybodys: list[Any] = [mine]
-        if ranks > 1:
-            everybodys = [None] * ranks
-            dist.all_gather_object(everybodys, mine)
+        everybodys = gathered(mine, ranks)
         made: Sums = {}
         for key in mine:
             if all(key in one for one in everybodys):

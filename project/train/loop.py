@@ -246,11 +246,7 @@ class Steps(_TrainingEpochLoop):
         else:
             outputs = self._gradient(batch, number)
             self._step()
-        progress.increment_processed()
-        if not accumulates:
-            self._move_schedules(number + 1)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._processed(number, accumulates)
 
         self._tell("on_train_batch_end", outputs, batch, number)
         if logged:  # by self.log, in whatever was called here
@@ -272,11 +268,7 @@ class Steps(_TrainingEpochLoop):
             self._learned = False
         if not (accumulates := self._should_accumulate()):
             self._step()
-        progress.increment_processed()
-        if not accumulates:
-            self._move_schedules(number + 1)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._processed(number, accumulates)
         self._tell("on_train_batch_end", {}, None, number)
         progress.increment_completed()
 
@@ -360,6 +352,14 @@ class Steps(_TrainingEpochLoop):
             self._scaler.step(self._optimizer)
             self._scaler.update()
         count.increment_completed()
+
+    def _processed(self, number: int, accumulates: bool) -> None:
+        """What follows a micro-batch, at the end of a step and at the end of the epoch."""
+        self.batch_progress.increment_processed()
+        if not accumulates:
+            self._move_schedules(number + 1)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _move_schedules(self, number: int) -> None:
         """Those that move with the steps; Lightning moves those of an epoch or of a metric."""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from project.train.strategy import gathered
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,7 @@ def states(trainer: Trainer, module: LightningModule) -> States:
         if metric.update_called and (counted is None or any(metric is one for one in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             mine[name] = {"state": held, "updates": metric.update_count}
-    everybodys: list[Any] = [mine]
-    if trainer.world_size > 1:
-        everybodys = [None] * trainer.world_size
-        dist.all_gather_object(everybodys, mine)
+    everybodys = gathered(mine, trainer.world_size)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
     return {name: [one.get(name, {}) for one in everybodys] for name in {key for one in everybodys for key in one}}
 

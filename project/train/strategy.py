@@ -12,6 +12,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,15 @@ log = logging.getLogger(__name__)
 
 _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
+
+
+def gathered(mine: Any, ranks: int) -> list[Any]:
+    """What every rank brings, by rank. Called by all of them together."""
+    brought: list[Any] = [mine]
+    if ranks > 1:
+        brought = [None] * ranks
+        dist.all_gather_object(brought, mine)
+    return brought
 
 
 def _learning(module: nn.Module) -> set[int]:

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,10 @@ _HEAD = 128  # bytes of a file in which nothing is yet but its version
 _LATEST = 2000  # values that may have been logged for the step at hand and the one before
 
 
-def _expect_failures_to_write() -> None:
+def _thread_failed(before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
     """TensorBoard's writing thread leaves its OSError to the next call, which reports it: no traceback in between."""
-    before = threading.excepthook
-    if getattr(before, "of_events", False):
-        return
-
-    def failed(args: threading.ExceptHookArgs) -> None:
-        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-            before(args)
-
-    failed.of_events = True  # type: ignore[attr-defined]
-    threading.excepthook = failed
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        before(args)
 
 
 def _put_before_now(folder: Path) -> None:
@@ -62,7 +55,9 @@ class Events(TensorBoardLogger):
         self._failing, self._logged = False, False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
-        _expect_failures_to_write()
+        hook = threading.excepthook
+        if not (isinstance(hook, partial) and hook.func is _thread_failed):
+            threading.excepthook = partial(_thread_failed, hook)
 
     def since(self, step: int) -> list[tuple[int, str, float]]:
         """What has been logged for this step and later ones: a checkpoint takes it along."""
