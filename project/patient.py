@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from project.cluster.doctor import Patient
 from project.cluster.facts import of_this_rank
 from project.data import ImageData
+from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.survive.checkpoints import Checkpoints
 from project.train.micro_batch import samples_of
 
@@ -82,11 +81,8 @@ class _Bed:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return {}
         size = len(loader.dataset)  # type: ignore[arg-type]
-        with isolate_rng():  # what the dataset draws at random is the same on all hosts
-            random.seed(0)
-            np.random.seed(0)
-            torch.manual_seed(0)
-            items = [loader.dataset[index] for index in sorted({0, size // 2, size - 1})] if size else []
+        few = Samples(sorted({0, size // 2, size - 1}))  # what the dataset draws at random for them is the same on all hosts
+        items = SeededDataset(loader.dataset).__getitems__(few) if size else []
         digest, bytes_ = hashlib.sha256(), 0
 
         def note(value: Any) -> None:
@@ -107,7 +103,7 @@ class _Bed:
         if isinstance(self.data, ImageData):
             return self.data.batch_size, self.data.workers
         loader = self.data.train_dataloader()
-        return (loader.batch_size or 1, loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
+        return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
 def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:
