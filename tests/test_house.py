@@ -59,3 +59,10 @@ def test_nothing_heavy_is_imported_with_the_package():
 def test_every_module_says_what_it_is_for(file):
     assert ast.get_docstring(ast.parse(file.read_text()))
     assert file.stem not in ("utils", "helpers", "common", "manager")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_what_a_user_can_mend_is_raised_as_such(file):
+    """A plain ValueError of ours would be taken for a bug, and printed with its traceback."""
+    raised = [node.exc for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    assert not [one for one in raised if isinstance(one, ast.Call) and ast.unparse(one.func) == "ValueError"]

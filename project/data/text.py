@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from project.errors import UserError
+
 log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
@@ -173,9 +175,9 @@ class TextData(LightningDataModule):
     ) -> None:
         super().__init__()
         if context < 1 or batch_size < 1:
-            raise ValueError(f"data.init_args: context and batch_size are at least 1, and not {context} and {batch_size}.")
+            raise UserError(f"data.init_args: context and batch_size are at least 1, and not {context} and {batch_size}.")
         if not 0 < held_out < 0.5:
-            raise ValueError(f"data.init_args.held_out is a share of the files, between 0 and 0.5, and not {held_out}.")
+            raise UserError(f"data.init_args.held_out is a share of the files, between 0 and 0.5, and not {held_out}.")
         self.text, self.root, self.context = text, root, context
         self.batch_size, self.held_out, self.num_workers = batch_size, held_out, num_workers
         self.name: str | None = None
@@ -191,7 +193,7 @@ class TextData(LightningDataModule):
         self.name, splits = read_splits(self.text, self.held_out)
         for split, content in splits.items():
             if len(content) <= self.context:
-                raise ValueError(
+                raise UserError(
                     f"The {split} split of {self.text or 'the standard library'} has {len(content)} bytes, which is no window "
                     f"of {self.context}. HINT: whole files are held out, by their names: give more of them (`split -C 100k` "
                     "cuts a large one), or set data.init_args.held_out."
@@ -202,19 +204,19 @@ class TextData(LightningDataModule):
                 if not is_whole(self.path(split)):
                     write_whole(self.path(split), content)
         except OSError as error:
-            raise ValueError(f"The text can't be written to {self.root}: {error}. HINT: set data.init_args.root.") from error
+            raise UserError(f"The text can't be written to {self.root}: {error}. HINT: set data.init_args.root.") from error
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
             mine, self.name = self.name, self.trainer.strategy.broadcast(self.name)
             if mine not in (None, self.name):
-                raise ValueError(
+                raise UserError(
                     f"This host has another text than rank 0's: {mine}, and not {self.name}. HINT: give all hosts the same "
                     "Python, or set data.init_args.text to files that all have."
                 )
         for split in SPLITS:
             if not is_whole(self.path(split)):
-                raise ValueError(f"{self.path(split)} is not there, or not whole. HINT: `prepare_data` makes it.")
+                raise UserError(f"{self.path(split)} is not there, or not whole. HINT: `prepare_data` makes it.")
         if stage == "fit" and (self.trainer is None or self.trainer.is_global_zero):
             train, val = (self.windows(split).tokens for split in ("train", "val"))
             log.info(
@@ -229,7 +231,7 @@ class TextData(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A run that goes on has the text that it began with, or none."""
         if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
-            raise ValueError(
+            raise UserError(
                 f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it goes on with the "
                 "Python, or the files, that it began with; another text is another --run."
             )

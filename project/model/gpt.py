@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
+from project.errors import UserError
 from project.model.schedule import WarmupCosine
 
 Batch = tuple[Tensor, Tensor]
@@ -62,7 +63,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"width={width} can't be shared out among {heads} heads. HINT: take a multiple of {heads}.")
+            raise UserError(f"width={width} can't be shared out among {heads} heads. HINT: take a multiple of {heads}.")
         self.context = context
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
@@ -81,7 +82,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(
+            raise UserError(
                 f"{length} tokens are more than the network's context of {self.context}. HINT: set model.init_args.context and "
                 "data.init_args.context to the same."
             )
