@@ -99,7 +99,7 @@ def _find(name: str, asking: Path | None) -> Path:
 def option(argv: list[str], *names: str) -> str | None:
     """The value of a flag on a command line, the last one."""
     found = None
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in pairwise([*argv, ""]):
         for name in names:
             if word == name:
                 found = following

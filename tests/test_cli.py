@@ -104,6 +104,7 @@ def test_a_run_that_only_tries_the_code_leaves_nothing_to_go_on_from(quick):
 
 
 MISTAKES = {
+    "no words at all": ([], 'expected "subcommand" to be one of {fit,validate,'),
     "a config that is not there": (["fit", "--config=nope.yaml"], "no config 'nope.yaml'"),
     "a typo in a flag": (["fit", DDP, "--trainer.max_epoch=3"], "no key trainer.max_epoch. Did you mean trainer.max_epochs?"),
     "a typo in YAML": (["fit", "--config=typo.yaml"], "typo.yaml, line 2: There is no key trainer.max_epoch. Did you mean"),
@@ -157,8 +158,8 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     (tmp_path / "circle.yaml").write_text("base: circle.yaml\n")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
     words, cause = MISTAKES[mistake]
-    verb, config, *wrong = words
-    run = quick(verb, config, *(TINY if config == DDP and verb == "fit" else []), *wrong)
+    small = TINY if words[:2] == ["fit", DDP] else []
+    run = quick(*words[:2], *small, *words[2:])
     assert run.code in (1, 2), run.output
     assert cause in run.output
     assert "Traceback" not in run.output
