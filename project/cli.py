@@ -217,7 +217,9 @@ class ProjectCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:
-            launched = getattr(self.trainer.strategy.launcher, "procs", [])
+            observed = getattr(self.trainer.strategy.launcher, "procs", [])
+            launched = observed.copy()
+            observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
             report_error(error, self.trainer.global_rank, host(), launched)
             raise SystemExit(1) from None
         finally:

@@ -41,6 +41,14 @@ def test_the_error_is_printed_once_and_last(cli, on):
     assert_ended_soon(run)
 
 
+def test_a_rank_0_that_is_slow_to_end_is_not_killed_for_the_failure_of_another(cli):
+    """Lightning's observer sends a SIGKILL some time after a launched rank has failed; the exit code would be 137."""
+    slow = "--trainer.callbacks=tests.probes.SlowToEnd"
+    run = cli(*BROKEN, "--data.source.train.init_args.on=1", "--trainer.devices=2", slow)
+    assert run.code == 1
+    assert run.output.rstrip().endswith("KeyError: 'this dataset is broken'")
+
+
 def assert_ended_soon(run):
     """Within ten seconds of the exception, all of it."""
     seconds = since_struck(run.folder)
