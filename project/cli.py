@@ -19,25 +19,25 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from project.bench import report
-from project.cluster.findings import verdict
+from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
 from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, expand, option, save_config
 from project.data import ImageData
+from project.doctor.findings import verdict
 from project.errors import UserError
-from project.guests import welcome
 from project.model import ImageClassifier
-from project.run import RUNS, checked, open_beside, open_run, saved_config, weights
+from project.runs import RUNS, checked, open_beside, open_run, saved_config, weights
 from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
 from project.survive.failure import report as report_error
-from project.survive.watchdog import Watchdog
+from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
 
 log = logging.getLogger(__name__)
 
-welcome()  # functions behind a class_path, whatever their signatures say
+take_functions()  # functions behind a class_path, whatever their signatures say
 
 EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
 
@@ -145,7 +145,7 @@ class ProjectCLI(LightningCLI):
         configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}
         ours: list[Callback] = []
         if settings.debug:
-            loud(self.folder)
+            log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit":
             ours += [Changes(configuration), SaveConfig(self._saved)]
@@ -160,12 +160,12 @@ class ProjectCLI(LightningCLI):
         trainer.configuration = configuration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoints):
-                callback.facts["configuration"] = configuration
+                callback.manifest["configuration"] = configuration
         if self._begun is not None:
-            facts = self._begun[1]
-            at = facts["position"]
+            manifest = self._begun[1]
+            at = manifest["position"]
             first = min(at["global_step"], at["logged_steps"])
-            trainer.loggers_go_on(first, facts.get("logged", ()), starts_again=not at["validation_due"])
+            trainer.loggers_go_on(first, manifest.get("logged", ()), starts_again=not at["validation_due"])
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             trainer.loggers_go_on(0)
         return trainer
@@ -205,10 +205,10 @@ class ProjectCLI(LightningCLI):
         self._saved = saved
         return begun
 
-    def _resume(self, path: Path, facts: dict[str, Any]) -> None:
-        at = facts["position"]
+    def _resume(self, path: Path, manifest: dict[str, Any]) -> None:
+        at = manifest["position"]
         self.config_init[self.subcommand].ckpt_path = str(path)
-        if facts["finished"]:
+        if manifest["finished"]:
             log.info("Takes up %s: the end of the run, after %d steps", path, at["global_step"])
         else:
             log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
@@ -291,7 +291,7 @@ class ProjectCLI(LightningCLI):
             raise SystemExit(1)
 
 
-def loud(folder: Path) -> None:
+def log_communication(folder: Path) -> None:
     """NCCL and torch.distributed say what they do; what the user has set already stays.
 
     INFO and not DETAIL: with gloo, DETAIL makes DistributedDataParallel of torch 2.15 crash (SIGSEGV).

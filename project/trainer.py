@@ -13,23 +13,20 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -38,36 +35,36 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from project.cluster import facts, shared
-from project.cluster.compression import CompressGradients, Compression
+from project.arguments import LEAST, refuse_odd_numbers
+from project.bench.measure import measure
+from project.callbacks import with_ours
+from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
-from project.cluster.doctor import Doctor
-from project.cluster.findings import Finding, show, write
 from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect, host
-from project.cluster.meeting import Meeting
 from project.cluster.memory import keep_freed_memory
-from project.contest import contest
+from project.cluster.rendezvous import Rendezvous
 from project.data import ImageData
+from project.doctor.doctor import examine
+from project.doctor.examination import Examination
+from project.doctor.examined import examined_run
+from project.doctor.findings import Finding, show, write
 from project.errors import UserError
-from project.patient import patient
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, SaveFirst, checkpoints_of, newest_good
-from project.survive.monitored import Monitored
-from project.survive.nonfinite import Act, NonFinite
-from project.survive.preemption import StopTogether
+from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, checkpoints_of, newest_good
+from project.survive.hang.watchdog import Watchdog
+from project.survive.nonfinite import Act
 from project.survive.signals import SIGNALS
-from project.survive.watchdog import Watchdog
-from project.train.batch_norm import StepStatistics
+from project.train.batching import accumulation
+from project.train.compression import Compression
 from project.train.epochs import own_loops
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.position import out_of_time
+from project.train.precision import cpu_precision, on_cpu
 from project.train.resuming import Resuming
-from project.train.rng import ChanceByMicroBatch
 from project.train.strategy import share_in_order
-from project.watch.console import Progress, sign
+from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
-from project.watch.predictions import PredictionWriter
 from project.watch.throughput import Throughput, flops, peak
 
 log = logging.getLogger(__name__)
@@ -78,49 +75,6 @@ _STARTED = "PROJECT_STARTED"
 _TRAINERS = count(1)  # of this program that were given no folder
 
 Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
-
-# The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
-_LEAST = {
-    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches"), 1),
-    **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
-    **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
-}
-
-
-def _refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
-    for name, least in _LEAST.items():
-        value = settings.get(name)
-        if isinstance(value, (int, float)) and not value >= least:
-            raise UserError(f"trainer.{name} is {least} at least, and not {value}.")
-        if name.startswith("limit_") and isinstance(value, float) and value > 1:
-            raise UserError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
-    interval = settings.get("val_check_interval")
-    share = isinstance(interval, float)
-    if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):
-        raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
-
-
-def _fast_in_bf16() -> bool:
-    """By what this CPU has, and not by a measurement: all ranks must find the same. Measured: an AMD EPYC with AVX512_BF16 is
-    2.2 times as fast as in fp32, an Intel Xeon with that and without AMX 0.7 times.
-    """
-    has = torch.cpu.get_capabilities()
-    if has.get("architecture") != "x86_64":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(has.get("amx_bf16")) or (bool(has.get("avx512_bf16")) and "Intel" not in str(has.get("cpu_name")))
-
-
-def cpu_precision(precision: str) -> tuple[str, str | None]:
-    """The precision to use where there is no GPU, and why it is another than the one asked for."""
-    if precision not in ("16-mixed", "16", "bf16-mixed", "bf16", "16-true"):
-        return precision, None
-    if precision.startswith("bf16") and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return precision, None  # asked for by name
-    if _fast_in_bf16():
-        taken, reason = "bf16-mixed", "there is no GPU, and this CPU computes in bf16"
-    else:
-        taken, reason = "32-true", "there is no GPU, and this CPU is no faster in bf16"
-    return taken, None if taken == precision else reason
 
 
 class ResumingOnHosts(Resuming):
@@ -140,7 +94,7 @@ class ResumingOnHosts(Resuming):
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
-            if problem := shared.file_problem(Path(checkpoint_path), trainer.host_names, _gather):
+            if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, _gather):
                 raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
@@ -204,20 +158,20 @@ class Trainer(pl.Trainer):
         limits = (limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
         kwargs["val_check_interval"] = val_check_interval
         numbers: dict[str, Any] = {"accumulate_grad_batches": accumulate_grad_batches, "join_timeout": join_timeout}
-        numbers |= dict(zip((name for name in _LEAST if name.startswith("limit_")), limits, strict=True))
-        _refuse_odd_numbers({**kwargs, **numbers})
+        numbers |= dict(zip((name for name in LEAST if name.startswith("limit_")), limits, strict=True))
+        refuse_odd_numbers({**kwargs, **numbers})
         launch = detect()
         settled, lines = launch.settle(kwargs)
         kwargs.update(settled)
         accelerator_, precision_ = accelerator, None if precision is None else str(precision)
-        if precision_ is not None and _on_cpu(accelerator):
+        if precision_ is not None and on_cpu(accelerator):
             precision_, reason = cpu_precision(precision_)
             if reason:
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
         for line in lines:
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)
-        if _on_cpu(accelerator):
+        if on_cpu(accelerator):
             keep_freed_memory()
 
         bare = bool(kwargs.get("barebones"))
@@ -230,7 +184,7 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=_with_ours(callbacks, wanted, nonfinite, gradient_compression),
+                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression),
                 logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -242,7 +196,7 @@ class Trainer(pl.Trainer):
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UserError(f"The trainer's settings don't work here: {error}") from error
-        sign(self.global_rank, host(), self.world_size)
+        name_speaker(self.global_rank, host(), self.world_size)
         self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
         self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
         self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it
@@ -309,14 +263,14 @@ class Trainer(pl.Trainer):
 
     # Before the ranks are connected ----------------------------------------------------------------------------------
 
-    def _meet(self, seconds: float) -> tuple[Meeting, Route | None]:
+    def _meet(self, seconds: float) -> tuple[Rendezvous, Route | None]:
         """All ranks are there, every host reaches every other, and by which way; then they are connected."""
         environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
-        meeting = Meeting(self.global_rank, self.world_size, *place, seconds, self._launch.host_of, hosted=hosted)
-        self.host_names = meeting.hosts
-        route = meeting.find_route()
+        rendezvous = Rendezvous(self.global_rank, self.world_size, *place, seconds, self._launch.host_of, hosted=hosted)
+        self.host_names = rendezvous.hosts
+        route = rendezvous.find_route()
         if route is None:
             use_loopback()
         else:
@@ -326,7 +280,7 @@ class Trainer(pl.Trainer):
         device = self.strategy.root_device
         dist.init_process_group(
             backend,
-            store=PrefixStore("ranks", meeting.store),
+            store=PrefixStore("ranks", rendezvous.store),
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
@@ -334,24 +288,24 @@ class Trainer(pl.Trainer):
         )
         if backend == "nccl":  # as Lightning does where it connects the ranks itself
             atexit.register(_destroy_dist_connection)
-        return meeting, route
+        return rendezvous, route
 
     def _meet_as_equals(self) -> None:
         """On several hosts: nobody trains something else than the others."""
         if dist.is_initialized():
             return
-        meeting, _ = self._meet(self._join_timeout)
-        mine = facts.of_this_rank(self.strategy.root_device, self.configuration)
-        place = Path(self.default_root_dir), self.global_rank, meeting.hosts, meeting.exchange
+        rendezvous, _ = self._meet(self._join_timeout)
+        mine = environment.of_this_rank(self.strategy.root_device, self.configuration)
+        place = Path(self.default_root_dir), self.global_rank, rendezvous.hosts, rendezvous.exchange
         problems = []
-        if differing := facts.compare(mine, self.configuration, meeting.hosts, meeting.exchange):
+        if differing := environment.compare(mine, self.configuration, rendezvous.hosts, rendezvous.exchange):
             problems.append(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
-        if not self.shared_folder and (moved := shared.moved(*place)):
-            problems.append(f"{moved[0]}. HINT: {shared.MOVE}")
-        if self.shared_folder and (unseen := shared.folder_problem(*place)):
-            problems.append(f"{unseen[0]}. HINT: {shared.SHARE}")
+        if not self.shared_folder and (moved := shared_folder.moved(*place)):
+            problems.append(f"{moved[0]}. HINT: {shared_folder.MOVE}")
+        if self.shared_folder and (unseen := shared_folder.folder_problem(*place)):
+            problems.append(f"{unseen[0]}. HINT: {shared_folder.SHARE}")
         if problems:
-            meeting.end("\n".join(problems))
+            rendezvous.end("\n".join(problems))
 
     # Verbs that are ours ---------------------------------------------------------------------------------------------
 
@@ -388,18 +342,18 @@ class Trainer(pl.Trainer):
         if not isinstance(datamodule, ImageData):
             raise UserError("bench compares with a plain loop that trains MiniResNet. HINT: try --config configs/bench.yaml.")
         self._as_for_a_fit(model, datamodule)
-        return contest(self, model, datamodule, ranks, turns, steps)
+        return measure(self, model, datamodule, ranks, turns, steps)
 
     def _examine(self, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float) -> list[Finding]:
         start = time.monotonic()
         folder, findings = Path(self.default_root_dir), []
         try:
-            meeting, route = self._meet(seconds) if self.world_size > 1 else (None, None)
+            rendezvous, route = self._meet(seconds) if self.world_size > 1 else (None, None)
         except ValueError as error:
             text, _, fix = str(error).partition(" HINT: ")
             findings = [Finding("ranks", "bad", text, fix, [{"rank": self.global_rank, "host": host()}])]
         else:
-            findings = self._doctor_for(model, data, fast, meeting, route).findings
+            findings = self._doctor_for(model, data, fast, rendezvous, route).findings
         if self.is_global_zero or not dist.is_initialized():
             show(findings, Console(stderr=True))
         if self.is_global_zero:
@@ -407,15 +361,15 @@ class Trainer(pl.Trainer):
         return findings
 
     def _doctor_for(
-        self, model: LightningModule, data: LightningDataModule, fast: bool, meeting: Meeting | None, route: Route | None
-    ) -> Doctor:
-        folder = self.strategy.broadcast(str(self.default_root_dir)) if meeting else self.default_root_dir
+        self, model: LightningModule, data: LightningDataModule, fast: bool, rendezvous: Rendezvous | None, route: Route | None
+    ) -> Examination:
+        folder = self.strategy.broadcast(str(self.default_root_dir)) if rendezvous else self.default_root_dir
         self._as_for_a_fit(model, data)
-        on_this_host = meeting.hosts.count(meeting.hosts[self.global_rank]) if meeting else 1
-        doctor = Doctor(patient(self, model, data, Path(folder), on_this_host), meeting, route, fast)
-        doctor.examine()
+        on_this_host = rendezvous.hosts.count(rendezvous.hosts[self.global_rank]) if rendezvous else 1
+        examination = Examination(examined_run(self, model, data, Path(folder), on_this_host), rendezvous, route, fast)
+        examine(examination)
         self.training = False
-        return doctor
+        return examination
 
     def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule) -> None:
         """Puts them together as far as the data's loaders need it."""
@@ -440,7 +394,9 @@ class Trainer(pl.Trainer):
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
             if self.training:
-                self._settled(data.accumulation(self.world_size, self._wanted_accumulation), data.batch_size)
+                where = "data.global_batch_size data.batch_size"
+                wanted, size = self._wanted_accumulation, data.batch_size
+                self._settled(accumulation(data.global_batch_size, size, self.world_size, wanted, where), size)
         elif self.training and self._wanted_accumulation != "auto":
             self._settled(self._wanted_accumulation, None)
 
@@ -479,29 +435,6 @@ def _new_folder(launch: Launch) -> Path:
         stem = f"run-{launch.name or os.environ.setdefault(_STARTED, f'{datetime.now():%Y%m%d-%H%M%S}')}"
     number = next(_TRAINERS)
     return Path("lightning_logs", stem if number == 1 else f"{stem}-{number}").absolute()
-
-
-def _on_cpu(accelerator: Any) -> bool:
-    return accelerator == "cpu" or (
-        accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
-    )
-
-
-def _with_ours(
-    given: Sequence[Callback] | Callback | None, wanted: Sequence[type[Callback]], nonfinite: Act, compression: Compression
-) -> list[Callback]:
-    """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
-    callbacks = [given] if isinstance(given, Callback) else list(given or [])
-    for kind in wanted:
-        alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
-        if not any(isinstance(one, alike) for one in callbacks):
-            callbacks.append(kind())
-    if compression != "none":
-        callbacks.append(CompressGradients(compression))
-    # First, so that what the others do counts as progress or as a hang, and not as what was before.
-    watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
-    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), Monitored()]
-    return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

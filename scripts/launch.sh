@@ -87,14 +87,14 @@ if [ "$most" -gt 1 ]; then
   [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
   # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come.
   conf=is_host=$is_master,join_timeout=$JOIN_TIMEOUT,last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=5
-  meeting=(
+  rendezvous=(
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
   this="$(uname -n), $address"
   clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else
-  meeting=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
+  rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
   this=$(uname -n)
   clock=()
 fi
@@ -112,12 +112,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
 # torchrun would wait ten minutes for a node that does not come, and not say which.
 if [ "$most" -gt 1 ] && [ -z "$elastic" ]; then
-  "$python" -m project.cluster.meeting --node-rank "$NODE_RANK" --nodes "$NNODES" \
+  "$python" -m project.cluster.rendezvous --node-rank "$NODE_RANK" --nodes "$NNODES" \
     --address "$MASTER_ADDR" --port "$MASTER_PORT" --processes "$NPROC_PER_NODE" --seconds "$JOIN_TIMEOUT"
 fi
 
 # In place of this script, so that a signal to it is one to torchrun.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
 exec "$python" -m project.cluster.agent ${clock[@]+"${clock[@]}"} \
-  --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${meeting[@]}" --max-restarts "$MAX_RESTARTS" \
+  --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${rendezvous[@]}" --max-restarts "$MAX_RESTARTS" \
   -m project -- "$@"

@@ -4,7 +4,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 
 from project.cluster.launcher import Launch
 from project.config import expand
-from project.run import open_run
+from project.runs import open_run
 from tests.conftest import ROOT, TINY, environment
 
 DDP = "--config=configs/ddp.yaml"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from project.survive.hang import EXIT_CODE
+from project.survive.hang.verdict import EXIT_CODE
 from project.survive.signals import EXIT_CODES
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 from tests.survive.test_resume import faults

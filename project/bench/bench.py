@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from project.bench.gate import load
-from project.bench.turns import Measured, Program, in_turns
+from project.bench.interleaved import Measured, Program, interleaved
+from project.bench.worker import load
 
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
 PLAIN_LOOP = Path(__file__).with_name("plain_ddp.py")
@@ -25,7 +25,7 @@ _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """What is compared, and how long."""
 
     config: Path
@@ -42,21 +42,21 @@ class Contest:
         command = (
             sys.executable,
             "-m",
-            "project.bench.gate",
+            "project.bench.worker",
             str(PLAIN_LOOP),
             "--epochs=1000000",
             f"--size={self.images}",
             *words,
         )
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())} if ranks > 1 else {}
-        return Program(PLAIN, ranks, (command,) * ranks, {**self._environment(ranks), **meeting})
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())} if ranks > 1 else {}
+        return Program(PLAIN, ranks, (command,) * ranks, {**self._environment(ranks), **rendezvous})
 
     def ours(self, name: str, ranks: int, *words: str) -> Program:
         command = (
             *(sys.executable, "-m", "project", "fit", f"--config={self.config}", f"--run={name.replace(' ', '-')}-{ranks}"),
             *(f"--trainer.devices={ranks}", "--trainer.num_nodes=1", "--trainer.max_epochs=1000000", "--trainer.max_steps=-1"),
             *("--trainer.limit_val_batches=0", "--data.global_batch_size=null", "--trainer.accumulate_grad_batches=1"),
-            *("--trainer.callbacks+=project.bench.gate.Turns", *words),
+            *("--trainer.callbacks+=project.bench.worker.BenchWorker", *words),
         )
         return Program(name, ranks, (command,), self._environment(ranks))
 
@@ -79,12 +79,12 @@ class Round:
         return self.batch_size * self.ranks / self.programs[name].step
 
 
-def training(contest: Contest, ranks: int, dtypes: Sequence[torch.dtype]) -> Round:
-    batch, workers = f"{contest.batch_size}", f"{contest.workers(ranks)}"
+def training(comparison: Comparison, ranks: int, dtypes: Sequence[torch.dtype]) -> Round:
+    batch, workers = f"{comparison.batch_size}", f"{comparison.workers(ranks)}"
     programs = [
-        contest.plain(ranks, "--batch-size", batch, "--workers", workers),
-        contest.ours(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false"),
-        contest.ours(OURS, ranks),
+        comparison.plain(ranks, "--batch-size", batch, "--workers", workers),
+        comparison.ours(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false"),
+        comparison.ours(OURS, ranks),
     ]
     peaks: dict[str, list[float]] = {str(dtype).removeprefix("torch."): [] for dtype in dtypes}
 
@@ -92,25 +92,25 @@ def training(contest: Contest, ranks: int, dtypes: Sequence[torch.dtype]) -> Rou
         for dtype in dtypes:
             peaks[str(dtype).removeprefix("torch.")].append(peak(dtype))
 
-    measured = in_turns(programs, contest.folder, contest.turns, contest.steps, product)
-    return Round(ranks, contest.batch_size, measured, {name: max(values) for name, values in peaks.items()})
+    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps, product)
+    return Round(ranks, comparison.batch_size, measured, {name: max(values) for name, values in peaks.items()})
 
 
-def framework(contest: Contest, ranks: int) -> Round:
+def framework(comparison: Comparison, ranks: int) -> Round:
     """A network that is nothing, on images that are nothing: what is left of a step."""
     small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.crop_padding=0")
     programs = [
-        contest.plain(ranks, "--trivial", "--batch-size=2"),
-        contest.ours(OURS, ranks, "--model.network=project.bench.gate.Trivial", "--trainer.precision=32-true", *small),
+        comparison.plain(ranks, "--trivial", "--batch-size=2"),
+        comparison.ours(OURS, ranks, "--model.network=project.bench.worker.Trivial", "--trainer.precision=32-true", *small),
     ]
-    measured = in_turns(programs, contest.folder, contest.turns, contest.steps * _FRAMEWORK_STEPS)
+    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps * _FRAMEWORK_STEPS)
     return Round(ranks, 2, measured)
 
 
-def loading(contest: Contest, ours: Callable[[], Iterator[int]]) -> dict[str, list[float]]:
+def loading(comparison: Comparison, ours: Callable[[], Iterator[int]]) -> dict[str, list[float]]:
     """Samples a second of one core, from the loader to the batch that is ready on the device; no network."""
     plain = load(str(PLAIN_LOOP))
-    args = plain.arguments().parse_args([f"--size={contest.images}", f"--batch-size={contest.batch_size}"])
+    args = plain.arguments().parse_args([f"--size={comparison.images}", f"--batch-size={comparison.batch_size}"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def theirs() -> Iterator[int]:
@@ -122,7 +122,7 @@ def loading(contest: Contest, ours: Callable[[], Iterator[int]]) -> dict[str, li
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for number in range(contest.turns + 1):
+        for number in range(comparison.turns + 1):
             for name, batches in ((PLAIN, theirs), (OURS, ours)):
                 speed = _pace(batches())
                 if number:
@@ -160,13 +160,13 @@ def peak(dtype: torch.dtype, repeats: int = 3) -> float:
     return 2 * size**3 / best
 
 
-def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float]], contest: Contest) -> dict[str, Any]:
+def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float]], comparison: Comparison) -> dict[str, Any]:
     """Everything that was measured, for JSON."""
     return {
-        "batch_size": contest.batch_size,
-        "turns": contest.turns,
-        "steps": contest.steps,
-        "training": [_training_results(one, contest.flops) for one in rounds],
+        "batch_size": comparison.batch_size,
+        "turns": comparison.turns,
+        "steps": comparison.steps,
+        "training": [_training_results(one, comparison.flops) for one in rounds],
         "framework": {
             "ranks": alone.ranks,
             "us_a_step": {name: 1e6 * value.step for name, value in alone.programs.items()},

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from project.cluster import doors
+from project.cluster import reachability
 from project.cluster.interfaces import resolve
-from project.cluster.meeting import reach
+from project.cluster.rendezvous import reach
 from project.errors import UserError
 
 _TICK = 0.5  # seconds between two times that the host of the store publishes
@@ -43,13 +43,13 @@ def _store(address: str, port: int, seconds: float) -> PrefixStore:
 
 def _publish(port: int, seconds: float, over: threading.Event) -> None:
     """On the host of the store, beside its agent, which makes the store."""
-    door = doors.Door("", socket.gethostname())
+    listener = reachability.Listener("", socket.gethostname())
     with suppress(dist.DistError):
         store = _store("127.0.0.1", port, seconds)
-        store.set("door", str(door.port))
+        store.set("listener", str(listener.port))
         while not over.wait(_TICK):
             store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
-    door.close()
+    listener.close()
 
 
 def _join(address: str, port: int, seconds: float) -> None:
@@ -67,11 +67,11 @@ def _join(address: str, port: int, seconds: float) -> None:
 
 
 def _greet(address: str, store: PrefixStore) -> None:
-    door = int(store.get("door"))
-    visits = (doors.knock(one, door) for one in resolve(address))
-    visit = next((one for one in visits if one.error is None), doors.Visit())
-    if visit.limit is not None:
-        raise UserError(f"{doors.lost(visit, socket.gethostname(), visit.name)}. HINT: {doors.HINT}")
+    port = int(store.get("listener"))
+    probes = (reachability.probe(one, port) for one in resolve(address))
+    found = next((one for one in probes if one.error is None), reachability.Probe())
+    if found.limit is not None:
+        raise UserError(f"{reachability.lost(found, socket.gethostname(), found.name)}. HINT: {reachability.HINT}")
     before = store.get("now")
     while (now := store.get("now")) == before:  # it is new at the moment when it changes
         time.sleep(_TICK / 50)

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from project.data.augment import Normalise, crop_and_flip
 from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
-from project.data.batching import accumulation
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order, limited
@@ -106,13 +105,6 @@ class ImageData(LightningDataModule):
                 "it was. HINT: a dataset with __len__ and __getitem__(index); of Hugging Face's, without streaming."
             )
         return dataset
-
-    # How a global batch is made up -----------------------------------------------------------------------------------
-
-    def accumulation(self, world_size: int, wanted: int | Literal["auto"]) -> int:
-        """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks."""
-        where = "data.global_batch_size data.batch_size"
-        return accumulation(self.global_batch_size, self.batch_size, world_size, wanted, where)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 

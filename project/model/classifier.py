@@ -18,7 +18,7 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
-from project.model.later import Later
+from project.model.delayed import DelayedSums
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
@@ -100,7 +100,7 @@ class ImageClassifier(LightningModule):
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
         self.epoch_tally, self.eval_tally = Tally(), Tally()
         self._step_notes: list[Note] = []
-        self._sent: tuple[int, float, int, Later] | None = None
+        self._sent: tuple[int, float, int, DelayedSums] | None = None
         self._noted_step, self._compile = 0, compile
         self._seen: set[bool] = set()  # modes, training and not, whose first output has been looked at
         self._no_gradient_yet = True
@@ -130,7 +130,7 @@ class ImageClassifier(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The means of an epoch cover all of it, also where the run was resumed within."""
         self._log_sent()
-        sums = Later(self.epoch_tally.total(), self.trainer.world_size).read()
+        sums = DelayedSums(self.epoch_tally.total(), self.trainer.world_size).read()
         checkpoint["epoch_guesses"] = self.epoch_tally.guesses
         checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype)
 
@@ -172,7 +172,7 @@ class ImageClassifier(LightningModule):
             self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
         if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             lr = trainer.optimizers[0].param_groups[0]["lr"]
-            self._sent = step, lr, notes[0][1].shape[1], Later(add_up(notes), trainer.world_size)
+            self._sent = step, lr, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
             if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
                 self._log_sent()  # for a schedule that is about to look at it
 
@@ -221,7 +221,7 @@ class ImageClassifier(LightningModule):
 
     def _finish_evaluation(self, stage: str) -> None:
         if self.trainer.sanity_checking:  # for those who want to know which metrics there will be; no logger sees them
-            sums = Later(self.eval_tally.total(), self.trainer.world_size).read()
+            sums = DelayedSums(self.eval_tally.total(), self.trainer.world_size).read()
             values = {f"{stage}/{name}": value for name, value in means(sums, self.eval_tally.guesses).items()}
             self.eval_tally.reset()
         else:
@@ -273,7 +273,7 @@ class ImageClassifier(LightningModule):
 
     def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
         """Logs the means over all ranks, and begins anew. The host waits for the device here, once an epoch."""
-        sums = Later(tally.total(), self.trainer.world_size).read()
+        sums = DelayedSums(tally.total(), self.trainer.world_size).read()
         tally.reset()
         return self._log(tag, means(sums, tally.guesses), self.trainer.global_step)
 

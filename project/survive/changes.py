@@ -1,7 +1,7 @@
 """Changes: what a run was trained with travels in its checkpoints; another optimiser setting or schedule really takes effect.
 
 A checkpoint brings its learning rate, weight decay and schedule back with it. Where the configuration has others (the run's
-identity allows it and the user said so, see `project.run`), they take over here: the optimiser keeps what it has gathered
+identity allows it and the user said so, see `project.runs`), they take over here: the optimiser keeps what it has gathered
 (momentum, say), and the new schedule is where it would be had it been there from the beginning. ReduceLROnPlateau, which lives
 on metrics, begins anew.
 """

@@ -1,8 +1,8 @@
 """Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one goes.
 
-A checkpoint is a file, step-N.ckpt, and its facts, step-N.json: checksum, position, metrics, the run's configuration and
-versions. Both are written under another name, forced to the disk and renamed, the facts first: a file that is there has its
-facts. `newest_good` reads back: what fails its checksum is set aside (*.bad), and the next newest is taken.
+A checkpoint is a file, step-N.ckpt, and its manifest, step-N.json: checksum, position, metrics, the run's configuration
+and versions. Both are written under another name, forced to the disk and renamed, the manifest first: a file that is there
+has one. `newest_good` reads back: what fails its checksum is set aside (*.bad), and the next newest is taken.
 """
 
 import hashlib
@@ -58,23 +58,23 @@ class SafeCheckpointIO(TorchCheckpointIO):
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def facts_of(path: Path) -> Path:
+def manifest_of(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; a ValueError says what is wrong with it."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; a ValueError says what is wrong with it."""
     try:
-        facts: dict[str, Any] = json.loads(facts_of(path).read_text())
-        size, digest = facts["bytes"], facts["sha256"]
+        manifest: dict[str, Any] = json.loads(manifest_of(path).read_text())
+        size, digest = manifest["bytes"], manifest["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its facts can't be read ({error})") from error
+        raise UserError(f"its manifest can't be read ({error})") from error
     if path.stat().st_size != size:
         raise UserError(f"it has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
         if _digest(file) != digest:
             raise UserError("its checksum is wrong")
-    return facts
+    return manifest
 
 
 def _digest(file: BinaryIO) -> str:
@@ -88,12 +88,12 @@ def newest_good(folder: Path, set_aside: bool = True) -> tuple[Path, dict[str, A
     """The newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
     for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         try:
-            return path, read_facts(path)
+            return path, read_manifest(path)
         except (ValueError, OSError) as error:
             if not set_aside:
                 continue
             log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
-            for part in (path, facts_of(path)):
+            for part in (path, manifest_of(path)):
                 if os.path.lexists(part):
                     part.replace(part.with_name(part.name + ".bad"))
     return None
@@ -118,20 +118,20 @@ def _write(path: Path, fill: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def write(path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Writes a checkpoint and its facts, and reads it back."""
+def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Writes a checkpoint and its manifest, and reads it back."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         _write(temporary, lambda file: torch.save(checkpoint, file))
         with temporary.open("rb") as file:
-            facts = {**facts, "bytes": temporary.stat().st_size, "sha256": _digest(file)}
-        text = json.dumps(facts, indent=1).encode()
-        _write(facts_of(path), lambda file: file.write(text))
+            manifest = {**manifest, "bytes": temporary.stat().st_size, "sha256": _digest(file)}
+        text = json.dumps(manifest, indent=1).encode()
+        _write(manifest_of(path), lambda file: file.write(text))
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    read_facts(path)
+    read_manifest(path)
 
 
 def _cause(error: BaseException | None) -> str:
@@ -148,7 +148,7 @@ def _cause(error: BaseException | None) -> str:
 
 
 Record = tuple[dict[str, Any], dict[str, Any]]
-"""What is written: a checkpoint and its facts."""
+"""What is written: a checkpoint and its manifest."""
 
 
 class SaveFirst(Callback):
@@ -220,7 +220,7 @@ class Checkpoints(Checkpoint):
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
         self.needs_metric = monitor not in (None, "auto")
-        self.facts: dict[str, Any] = {}  # what else belongs to the run: set by who knows
+        self.manifest: dict[str, Any] = {}  # what else belongs to the run: set by who knows
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
@@ -245,8 +245,8 @@ class Checkpoints(Checkpoint):
             for left in (*self._folder.glob(".step-*"), *self._folder.glob("step-*.json")):
                 if left.name.startswith(".") or not left.with_suffix(".ckpt").exists():
                     left.unlink()  # of a write that was cut off
-            for path, facts in self._kept():
-                self._note(path, facts)
+            for path, manifest in self._kept():
+                self._note(path, manifest)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Now, and not when the run has been lost: could it go on from what would be saved?
@@ -326,7 +326,7 @@ class Checkpoints(Checkpoint):
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
         remembered, self._before_validation = self._before_validation, None
-        copy, facts = remembered if remembered and at.validation_due else self._record(trainer, finished)
+        copy, manifest = remembered if remembered and at.validation_due else self._record(trainer, finished)
         if not trainer.is_global_zero:
             return
         self.wait()
@@ -334,10 +334,10 @@ class Checkpoints(Checkpoint):
         due = "-validation" if at.validation_due else ""
         path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
-        self._pending = self._writer.submit(self._write, path, copy, facts)
+        self._pending = self._writer.submit(self._write, path, copy, manifest)
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
-        """A copy of the run's state in main memory, and its facts; on other ranks than 0, nothing."""
+        """A copy of the run's state in main memory, and its manifest; on other ranks than 0, nothing."""
         at = position(trainer)
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if not trainer.is_global_zero:
@@ -350,8 +350,8 @@ class Checkpoints(Checkpoint):
                 flush()
             if since := getattr(logger, "since", None):
                 logged += since(first) or ()  # of a logger that takes any name for a method, nothing
-        facts = {
-            **self.facts,
+        manifest = {
+            **self.manifest,
             "position": at.state_dict(),
             "finished": finished,
             "logged": logged,
@@ -361,7 +361,7 @@ class Checkpoints(Checkpoint):
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         # The host waits for the device here: the copy must hold this step's values, not a later one's.
-        return apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)), facts
+        return apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)), manifest
 
     @property
     def writing(self) -> bool:
@@ -373,26 +373,26 @@ class Checkpoints(Checkpoint):
             self._pending.result()
             self._pending = None
 
-    def _write(self, path: Path, checkpoint: dict[str, Any], facts: dict[str, Any]) -> None:
+    def _write(self, path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> None:
         began = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             check(checkpoint)
-            write(path, checkpoint, facts)
+            write(path, checkpoint, manifest)
             if not self._read_back:
                 SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
                 self._read_back = True
             self.failed, self.seconds = None, time.monotonic() - began
-            self._note(path, facts)
+            self._note(path, manifest)
             self._prune()
         except Exception as error:
             self.failed = _cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
             log.error("Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
-    def _note(self, path: Path, facts: dict[str, Any]) -> None:
+    def _note(self, path: Path, manifest: dict[str, Any]) -> None:
         self.last = path
-        metrics = facts.get("metrics", {})
+        metrics = manifest.get("metrics", {})
         name, mode = goes_by(self.monitor, self.mode, metrics)
         value = metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
@@ -404,7 +404,7 @@ class Checkpoints(Checkpoint):
     def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in sorted(self._folder.glob("step-*.ckpt")):
             try:
-                yield path, json.loads(facts_of(path).read_text())
+                yield path, json.loads(manifest_of(path).read_text())
             except (OSError, ValueError):
                 continue
 
@@ -414,4 +414,4 @@ class Checkpoints(Checkpoint):
         for path in paths:
             if path not in keep:
                 path.unlink(missing_ok=True)
-                facts_of(path).unlink(missing_ok=True)
+                manifest_of(path).unlink(missing_ok=True)

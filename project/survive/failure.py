@@ -22,8 +22,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.errors import UserError
+from project.survive.hang.warden import Memory
 from project.survive.signals import EXIT_CODES, SIGNALS
-from project.survive.warden import Memory
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         said = f"rank {rank}, {host}: {text}"
-        facts = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": facts}))
+        message_of_rank = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message_of_rank}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
     elif which == "crash":
         text = f"\n{text}"

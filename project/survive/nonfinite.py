@@ -154,7 +154,7 @@ class NonFinite(Callback):
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    # Later, on a GPU -------------------------------------------------------------------------------------------------
+    # DelayedSums, on a GPU -------------------------------------------------------------------------------------------------
 
     def _read_later(self, step: Step) -> None:
         step.flag = step.flag.to("cpu", non_blocking=True)  # into pinned memory: the host does not wait

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from project.survive.warden import QUIET
+from project.survive.hang.warden import QUIET
 
 _PR_SET_PDEATHSIG = 1
 

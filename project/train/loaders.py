@@ -10,11 +10,11 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
-from project.data.batching import accumulation
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
 from project.data.order import Limit, Order, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
+from project.train.batching import accumulation
 
 log = logging.getLogger(__name__)
 

@@ -78,7 +78,7 @@ def out_of_time(trainer: Trainer) -> bool:
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
-def put(fit_loop: dict[str, Any], at: Position, world_size: int) -> None:
+def set_counters(fit_loop: dict[str, Any], at: Position, world_size: int) -> None:
     """Rewrites the saved state of Lightning's fit loop so that it goes on from a position."""
     begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]

@@ -23,7 +23,7 @@ from project.train import metrics
 from project.train.logged import Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
-from project.train.position import Position, position, put
+from project.train.position import Position, position, set_counters
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Resuming(_CheckpointConnector):
             here = self.trainer.global_rank, self.trainer.world_size
             self._logged().go_on(self._loaded_checkpoint["logged_sums"], *here)
             self._loops().metric_states = self._loaded_checkpoint["metric_states"]
-        put(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
+        set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
 

@@ -51,11 +51,11 @@ def open_log(rank: int, host: str) -> None:
     root.handlers[:] = [handler, MemoryHandler(1_000, logging.CRITICAL + 1)]
     root.setLevel(logging.INFO)
     logging.raiseExceptions = False  # a reader that went away (| head) is no reason for tracebacks
-    sign(rank, host)
-    hush(rank)
+    name_speaker(rank, host)
+    silence_libraries(rank)
 
 
-def sign(rank: int, host: str, world_size: int = 1) -> None:
+def name_speaker(rank: int, host: str, world_size: int = 1) -> None:
     """From here on this process's lines say who speaks: all lines of other ranks than 0, and the errors of rank 0."""
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -67,7 +67,7 @@ def sign(rank: int, host: str, world_size: int = 1) -> None:
     logging.setLogRecordFactory(record)
 
 
-def hush(rank: int) -> None:
+def silence_libraries(rank: int) -> None:
     """Silences what libraries say that is no news: tips, adverts, deprecations, advice that doesn't hold here."""
     for name in _NOISY:
         logger = logging.getLogger(name)

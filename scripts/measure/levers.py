@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.fx.experimental.optimization import fuse
 
-from project.bench.bench import Contest
+from project.bench.bench import Comparison
+from project.bench.interleaved import Program, interleaved
 from project.bench.report import spread
-from project.bench.turns import Program, in_turns
 from project.cluster.cores import cores
 from project.cluster.memory import keep_freed_memory
 from project.model import MiniResNet
@@ -55,7 +55,7 @@ FOLDING = "folded_batch_norm"
 TURNS, STEPS = 5, 3
 
 
-def program(contest: Contest, name: str, ranks: int, *words: str) -> Program:
+def program(contest: Comparison, name: str, ranks: int, *words: str) -> Program:
     code = [word for word in words if word.startswith("import ")]
     made = contest.ours(name, ranks, *(word for word in words if word not in code))
     if not code:
@@ -88,7 +88,7 @@ def main() -> None:
     for column in ("lever", "processes", "with", "without", "ratio"):
         table.add_column(column, justify="left" if column == "lever" else "right")
     with TemporaryDirectory() as place:
-        contest = Contest(
+        contest = Comparison(
             config=Path(__file__).parents[2] / "configs" / "bench.yaml",
             folder=Path(place),
             batch_size=64,
@@ -107,7 +107,7 @@ def main() -> None:
             programs = [program(contest, "with", ranks, *on), program(contest, "without", ranks, *off)]
             folder = Path(place) / name
             folder.mkdir()
-            measured = in_turns(programs, folder, TURNS, STEPS)
+            measured = interleaved(programs, folder, TURNS, STEPS)
             ratio = measured["with"].against(measured["without"])
             speeds = [f"{64 * ranks / measured[one].step:,.0f}" for one in ("with", "without")]
             table.add_row(name.replace("_", " "), str(ranks), *speeds, spread(ratio, ".3f"))

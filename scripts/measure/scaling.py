@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from project.bench.bench import Contest
+from project.bench.bench import Comparison
+from project.bench.interleaved import Program, interleaved
 from project.bench.report import spread
-from project.bench.turns import Program, in_turns
 from tests.cluster.hosts import Hosts
 
 TURNS, STEPS, SLOW = 5, 2, "100mbit"
@@ -40,7 +40,7 @@ def on_hosts(program: Program, hosts: Hosts) -> Program:
 
 def show(title: str, programs: list[Program], samples: list[int], folder: Path) -> None:
     folder.mkdir()
-    measured = in_turns(programs, folder, TURNS, STEPS)
+    measured = interleaved(programs, folder, TURNS, STEPS)
     table = Table(title=title, title_justify="left")
     for column in ("", "samples/s", "times the first", "gradient sync"):
         table.add_column(column, justify="right" if column else "left")
@@ -59,7 +59,7 @@ def main() -> None:
         sys.exit("There is no program ip. HINT: apt-get install iproute2")
     with TemporaryDirectory() as place, Hosts(2, Path(place)) as hosts:
         config = Path(__file__).parents[2] / "configs" / "bench.yaml"
-        contest = Contest(config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, 0.0, turns=TURNS, steps=STEPS)
+        contest = Comparison(config, Path(place), 64, 50_000, lambda ranks: 0, lambda ranks: 1, 0.0, turns=TURNS, steps=STEPS)
         half, four = "--data.batch_size=32", "--trainer.accumulate_grad_batches=4"
         bf16 = "--trainer.gradient_compression=bf16"
 

@@ -19,9 +19,9 @@ from lightning.pytorch import Callback
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier, MiniResNet
 from project.survive.checkpoints import Checkpoints
+from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
-from project.survive.watchdog import Watchdog
 from project.train.batch_norm import StepStatistics
 from project.train.rng import ChanceByMicroBatch
 from project.trainer import Trainer

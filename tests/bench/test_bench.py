@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from project.bench.bench import PLAIN_LOOP
-from project.bench.gate import load
+from project.bench.worker import load
 from project.model import MiniResNet
-from project.trainer import cpu_precision
+from project.train.precision import cpu_precision
 from tests.conftest import environment
 
 

@@ -1,36 +1,15 @@
-"""How a global batch is made up of micro-batches, ranks and accumulation."""
+"""ImageData: its settings, its loaders."""
 
 import resource
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback
 
-from project.bench.gate import Trivial
+from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier
 from project.trainer import Trainer
-
-
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
-def test_accumulation_makes_up_the_global_batch(batch, world_size, count):
-    data = ImageData(batch_size=batch, global_batch_size=batch * world_size * count)
-    assert data.accumulation(world_size, "auto") == count
-    assert data.accumulation(world_size, count) == count
-    with pytest.raises(ValueError, match=f"accumulate_grad_batches={count}"):
-        data.accumulation(world_size, count + 1)
-
-
-def test_plain_accumulation_works_without_a_global_batch():
-    assert ImageData(batch_size=8).accumulation(4, 3) == 3
-    assert ImageData(batch_size=8).accumulation(4, "auto") == 1
-
-
-def test_a_world_size_that_does_not_fit_is_told_which_do():
-    with pytest.raises(ValueError, match=r"ranks that fit: 1, 2, 4, 8; nearest global batch for 3 rank\(s\): 144"):
-        ImageData(batch_size=16, global_batch_size=128).accumulation(3, "auto")
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"num_workers": -1}])

@@ -13,7 +13,7 @@ from project.data.items import Unfit
 from project.model import ImageClassifier
 from project.trainer import Trainer
 from tests.data.strange import Strange
-from tests.model.guests import Plain
+from tests.model.strange_networks import Plain
 
 SAMPLES = torch.arange(40, 44)
 

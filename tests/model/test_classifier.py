@@ -12,14 +12,14 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from project.bench.gate import Trivial
+from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic
 from project.data.batches import MicroBatches
 from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.model import ImageClassifier, MiniResNet
 from project.model.classifier import lr_factor
-from project.model.later import Later
+from project.model.delayed import DelayedSums
 from project.train.made_later import make_room
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
@@ -115,7 +115,7 @@ def test_a_validation_finds_what_was_logged_before_it(tmp_path):
 
 def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(tmp_path, monkeypatch):
     """Before, all would wait for them at every log point."""
-    moments, read = [], Later.read
+    moments, read = [], DelayedSums.read
 
     class Moments(Callback):
         def on_train_batch_start(self, *_):
@@ -124,7 +124,7 @@ def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(tmp_path, mo
         def on_after_backward(self, *_):
             moments.append("met")
 
-    monkeypatch.setattr(Later, "read", lambda later: moments.append("read") or read(later))
+    monkeypatch.setattr(DelayedSums, "read", lambda later: moments.append("read") or read(later))
     trainer = Trainer(
         max_steps=4, log_every_n_steps=1, limit_val_batches=0, callbacks=[Moments()], default_root_dir=tmp_path, logger=False,
         accelerator="cpu", enable_checkpointing=False,
@@ -200,7 +200,7 @@ def test_a_compiled_network_makes_nearly_the_same_run(tmp_path):
         folder.mkdir()
         words = ("--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--run=it", f"--model.compile={mode}")
         tiny = [word for word in TINY if "network" not in word]
-        network = "--model.network=project.bench.gate.Trivial"  # the compiler takes its time with every convolution
+        network = "--model.network=project.bench.worker.Trivial"  # the compiler takes its time with every convolution
         run = forked(folder, "fit", "--config=configs/ddp.yaml", *tiny, network, *words)
         assert run.code == 0, run.output
         curves.append(run.curve("train/loss"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.survive.checkpoints import Checkpoints, newest_good, read_facts, write
+from project.survive.checkpoints import Checkpoints, newest_good, read_manifest, write
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
 
@@ -32,7 +32,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def facts(path: Path) -> Path:
+def manifest(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
@@ -41,8 +41,8 @@ DAMAGES = {
     "empty": lambda path: path.write_bytes(b""),
     "one bit flipped": flip_a_bit,
     "another file": lambda path: path.write_bytes(b"x" * path.stat().st_size),
-    "facts gone": lambda path: facts(path).unlink(),
-    "facts torn": lambda path: facts(path).write_text(facts(path).read_text()[:40]),
+    "manifest gone": lambda path: manifest(path).unlink(),
+    "manifest torn": lambda path: manifest(path).write_text(manifest(path).read_text()[:40]),
     "a folder in its place": lambda path: (path.unlink(), path.mkdir()),
     "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("nowhere")),
 }
@@ -95,17 +95,17 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
     def broken(path):
         raise ValueError("its checksum is wrong")
 
-    monkeypatch.setattr("project.survive.checkpoints.read_facts", broken)
+    monkeypatch.setattr("project.survive.checkpoints.read_manifest", broken)
     callback._write(tmp_path / "step-000000002.ckpt", STATE, {})
     assert callback.failed is not None
     monkeypatch.undo()
-    assert read_facts(tmp_path / "step-000000001.ckpt")
+    assert read_manifest(tmp_path / "step-000000001.ckpt")
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["cut short", "facts gone"])
+@pytest.mark.parametrize("damage", ["cut short", "manifest gone"])
 def test_a_run_goes_on_from_the_one_before(uninterrupted, quick, tmp_path, damage):  # noqa: F811
     stop = faults({"step": 14, "number": int(signal.SIGTERM)})
     assert quick(*FIT, stop).code == 143

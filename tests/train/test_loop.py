@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from project.bench.gate import Trivial
+from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic, SyntheticImages
 from project.model import ImageClassifier
 from project.trainer import Trainer

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from project.survive.hang import EXIT_CODE
+from project.survive.hang.verdict import EXIT_CODE
 from tests.conftest import forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from project.cluster.network import bus_bandwidth, fit, rounds, slow_links
+from project.doctor.network import bus_bandwidth, fit, rounds, slow_links
 
 
 @given(st.integers(2, 12))

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, NoReturn
 
-from project.bench.gate import SOCKET
+from project.bench.worker import SOCKET
 from project.errors import UserError
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -156,7 +156,7 @@ class Running:
         self._place.cleanup()
 
 
-def in_turns(programs: Sequence[Program], folder: Path, turns: int, steps: int, between: Any = None) -> dict[str, Measured]:
+def interleaved(programs: Sequence[Program], folder: Path, turns: int, steps: int, between: Any = None) -> dict[str, Measured]:
     """Starts them one after the other, leaves a turn of each out as its warm-up, and lets them take turns."""
     measured = {program.name: Measured() for program in programs}
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 from lightning.pytorch.trainer import trainer
 
-from project.survive.warden import DUMP, dumped
+from project.survive.hang.warden import DUMP, dumped
 
 _LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
 _PACKAGES = sysconfig.get_paths()["purelib"]

@@ -9,8 +9,8 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
-from project.bench.bench import PLAIN_LOOP, Contest, framework, loading, results, training
-from project.bench.gate import load
+from project.bench.bench import PLAIN_LOOP, Comparison, framework, loading, results, training
+from project.bench.worker import load
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.errors import UserError
@@ -24,7 +24,7 @@ def _workers(data: ImageData, ranks: int) -> int:
     return data.workers
 
 
-def contest(
+def measure(
     trainer: Trainer, model: LightningModule, data: ImageData, ranks: Sequence[int] | None, turns: int, steps: int
 ) -> dict[str, Any]:
     """Measures, with programs of their own; nothing is trained in this process."""
@@ -47,7 +47,7 @@ def contest(
     data.setup("fit")
     devices = torch.cuda.device_count() or cores()
     chosen = ranks or [count for count in (1, 2) if count <= devices]
-    made = Contest(
+    made = Comparison(
         config=config,
         folder=folder,
         batch_size=data.batch_size,

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
-from project.cluster.facts import flat
+from project.cluster.environment import flat
 from project.cluster.launcher import Launch
 from project.errors import UserError
-from project.survive.checkpoints import facts_of, goes_by, newest_good, read_facts
+from project.survive.checkpoints import goes_by, manifest_of, newest_good, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Run:
     def begin(
         self, config: dict[str, Any], resume: str, change: str | None, start: str | None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to go on from and its facts, or None to begin at the beginning.
+        """The checkpoint to go on from and its manifest, or None to begin at the beginning.
 
         `resume`: auto, never or a path; `change`: keys that may have another value than they had, with commas; `start`: a
         checkpoint to begin from, where the run has none of its own.
@@ -116,7 +116,7 @@ class Run:
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
         found = newest_good(checkpoints) if resume == "auto" else self._at(Path(resume))
-        if found is None and start is not None and facts_of(Path(start)).exists():
+        if found is None and start is not None and manifest_of(Path(start)).exists():
             found = self._at(Path(start))
         if found is not None:
             if found[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
@@ -130,7 +130,7 @@ class Run:
         if not path.is_file():
             raise UserError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
-            return path, read_facts(path)
+            return path, read_manifest(path)
         except ValueError as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
@@ -138,15 +138,15 @@ class Run:
         for newer in (self.folder / "checkpoints").glob("step-*.ckpt"):
             if newer.name > path.name:  # or the next 'auto' would go on from there
                 log.info("%s is of a later step and is set aside.", newer)
-                for part in (newer, facts_of(newer)):
+                for part in (newer, manifest_of(newer)):
                     part.replace(part.with_name(part.name + ".later"))
 
-    def _compare(self, facts: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
+    def _compare(self, manifest: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
         """Says what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
 
         Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.
         """
-        before = facts.get("configuration") or saved_config(self.folder)
+        before = manifest.get("configuration") or saved_config(self.folder)
         if before is None:
             return
         changes = differences(before, config)
@@ -166,7 +166,7 @@ class Run:
         if changes:
             log.warning("The configuration of the run has changed: %s", _said(changes, list(changes)))
         if any(kind_of(key) == "word" for key in changes):
-            self._keep_config(facts["position"]["global_step"])
+            self._keep_config(manifest["position"]["global_step"])
 
     def _keep_config(self, step: int) -> None:
         """What was trained up to here stays known."""
@@ -296,12 +296,12 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     best = [path for _, path in rated]
     for path in dict.fromkeys(best + ([] if which == "best" else newest)):
         try:
-            facts = read_facts(path)
+            manifest = read_manifest(path)
         except (ValueError, OSError) as error:
             log.warning("Checkpoint %s is not used: %s.", path, error)
             continue
         why = f"the best by {monitor}: {_metrics(path)[monitor]:.4f}" if path in best else "the newest"
-        log.info("Weights of %s, step %d (%s)", path, facts["position"]["global_step"], why)
+        log.info("Weights of %s, step %d (%s)", path, manifest["position"]["global_step"], why)
         return path
     raise UserError(
         f"The run {folder.name} has no good checkpoint in {folder / 'checkpoints'}. HINT: --run takes the name of a run in "
@@ -311,6 +311,6 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
 
 def _metrics(path: Path) -> dict[str | None, float]:
     try:
-        return dict(json.loads(facts_of(path).read_text()).get("metrics", {}))
+        return dict(json.loads(manifest_of(path).read_text()).get("metrics", {}))
     except (OSError, ValueError):
         return {}

@@ -20,7 +20,7 @@ _SLOW = 3.0  # times slower than what good links reach
 
 
 @dataclass(frozen=True)
-class Model:
+class NetworkCost:
     """A message of so many bytes takes latency + bytes / bandwidth."""
 
     latency: float
@@ -32,11 +32,11 @@ class Model:
         return self.latency + size / self.bandwidth
 
 
-def fit(times: dict[int, float]) -> Model:
+def fit(times: dict[int, float]) -> NetworkCost:
     """The model behind measured times: the smallest message is all latency, the largest shows the bandwidth."""
     small, large = min(times), max(times)
     latency = times[small]
-    return Model(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
+    return NetworkCost(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
 
 
 def now(device: torch.device) -> float:

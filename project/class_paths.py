@@ -17,7 +17,7 @@ from jsonargparse._util import import_object
 from project.errors import UserError
 
 
-def welcome() -> None:
+def take_functions() -> None:
     """From here on, in this process. A version of jsonargparse that is built otherwise is left as it is."""
     for name, ours in (
         ("is_subclass_or_implements_protocol", _is_the_class),

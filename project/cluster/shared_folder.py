@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from project.cluster.facts import named
+from project.cluster.environment import named
 
 Gather = Callable[[Any], list[Any]]
 Problem = tuple[str, list[int]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from project.run import KINDS, differences, kind_of, weights
+from project.runs import KINDS, differences, kind_of, weights
 from tests.conftest import ROOT, TINY
 from tests.survive.test_resume import faults
 
@@ -146,8 +146,8 @@ def checkpoints(folder: Path, **metrics: float) -> Path:
 
     (folder / "checkpoints").mkdir(parents=True)
     for number, (name, value) in enumerate(metrics.items()):
-        facts = {"metrics": {"val/acc": value} if value >= 0 else {}, "position": {"global_step": number}}
-        write(folder / f"checkpoints/step-{number:09d}.ckpt", {"name": name}, facts)
+        manifest = {"metrics": {"val/acc": value} if value >= 0 else {}, "position": {"global_step": number}}
+        write(folder / f"checkpoints/step-{number:09d}.ckpt", {"name": name}, manifest)
     return folder
 
 
@@ -172,5 +172,5 @@ def test_the_best_else_the_newest_that_is_whole(tmp_path):
 
 def test_a_checkpoint_says_what_it_was_trained_with(quick, tmp_path):
     assert quick(*FIT, STOP).code == 143
-    facts = json.loads((tmp_path / "lightning_logs/it/checkpoints/step-000000004.json").read_text())
-    assert facts["configuration"]["model"]["optimizer"]["init_args"]["lr"] == 0.01
+    manifest = json.loads((tmp_path / "lightning_logs/it/checkpoints/step-000000004.json").read_text())
+    assert manifest["configuration"]["model"]["optimizer"]["init_args"]["lr"] == 0.01

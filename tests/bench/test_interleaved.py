@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from project.bench.turns import Program, in_turns
+from project.bench.interleaved import Program, interleaved
 from tests.conftest import ROOT
 
 RANK = """
 import os, time
-from project.bench.gate import Gate
+from project.bench.worker import Worker
 
-gate = Gate()
+gate = Worker()
 for step in range(100_000):
     with open("order.txt", "a") as file:
         file.write(os.environ["NAME"] + os.environ.get("RANK", "0") + " ")
@@ -26,7 +26,7 @@ def program(name: str, pause: float, ranks: int = 1, text: str = RANK) -> Progra
 
 
 def test_one_after_the_other_in_each_round(tmp_path):
-    measured = in_turns([program("a", 0.0), program("b", 0.02, ranks=2)], tmp_path, turns=2, steps=3)
+    measured = interleaved([program("a", 0.0), program("b", 0.02, ranks=2)], tmp_path, turns=2, steps=3)
     order = (tmp_path / "order.txt").read_text().split()
     assert order[:1] == ["a0"]
     assert set(order[1:3]) == {"b0", "b1"}  # one program starts after the other
@@ -43,4 +43,4 @@ def test_one_after_the_other_in_each_round(tmp_path):
 
 def test_a_program_that_ends_is_shown(tmp_path):
     with pytest.raises(ValueError, match=r"'broken' has ended:\n(.|\n)*ZeroDivisionError(.|\n)*broken.log"):
-        in_turns([program("broken", 0, text="1/0")], tmp_path, turns=1, steps=1)
+        interleaved([program("broken", 0, text="1/0")], tmp_path, turns=1, steps=1)

@@ -13,7 +13,7 @@ from tests.conftest import ROOT, environment
 def node(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> "subprocess.Popen[str]":
     words = [f"--node-rank={rank}", f"--nodes={nodes}", f"--address={address}", f"--port={port}", f"--processes={processes}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "project.cluster.meeting", "--seconds=4", *words],
+        [sys.executable, "-m", "project.cluster.rendezvous", "--seconds=4", *words],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,

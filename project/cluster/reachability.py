@@ -25,7 +25,7 @@ HINT = (
 )
 
 
-class Door:
+class Listener:
     """Says its name to everyone who connects, takes what they bring, and gives as much back; until it is closed."""
 
     def __init__(self, address: str, name: str) -> None:
@@ -71,8 +71,8 @@ def _take(line: socket.socket) -> int:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """What came of knocking at a door."""
+class Probe:
+    """What a probe of a listener has found."""
 
     name: str = ""
     """Who answered."""
@@ -84,24 +84,24 @@ class Visit:
     """Whether the longer ones get lost on the way back."""
 
 
-def knock(address: str, port: int) -> Visit:
-    """Connects to a door, and finds out which packets pass."""
+def probe(address: str, port: int) -> Probe:
+    """Connects to a listener, and finds out which packets pass."""
     try:
         name, there, again = _call(address, port, ATTEMPT)
     except OSError as error:
-        return Visit(error=error)
+        return Probe(error=error)
     if again:
-        return Visit(name)
+        return Probe(name)
     with suppress(OSError):  # a packet or two may get lost anywhere: once more, and with more patience
         if _call(address, port, 2 * ATTEMPT)[2]:
-            return Visit(name)
-    return Visit(name, limit=_limit(address, port), back=there)
+            return Probe(name)
+    return Probe(name, limit=_limit(address, port), back=there)
 
 
-def lost(visit: Visit, here: str, there: str) -> str:
-    """What a visit from `here` found of packets that don't arrive, in words."""
-    start, end = (there, here) if visit.back else (here, there)
-    what = f"Packets over {visit.limit} bytes" if visit.limit else "Even short packets, once the two are connected,"
+def lost(found: Probe, here: str, there: str) -> str:
+    """What a probe from `here` found of packets that don't arrive, in words."""
+    start, end = (there, here) if found.back else (here, there)
+    what = f"Packets over {found.limit} bytes" if found.limit else "Even short packets, once the two are connected,"
     return f"{what} from {start} don't arrive at {end}"
 
 

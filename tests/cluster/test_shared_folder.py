@@ -1,6 +1,6 @@
 """What hosts that don't share a folder say of it; tests/cluster/test_unfit.py has the hosts."""
 
-from project.cluster.shared import file_problem, moved
+from project.cluster.shared_folder import file_problem, moved
 
 
 def test_a_checkpoint_that_one_host_does_not_see_or_has_otherwise(tmp_path):

@@ -1,7 +1,7 @@
 """Where the ranks meet before anything else connects them: who is there, who is missing, who can't reach whom.
 
 torch waits for a missing rank for ten minutes and more, and doesn't say which one it is. Here every rank comes to rank 0's
-port first; within a deadline rank 0 knows who came. `python -m project.cluster.meeting` does it for whole nodes, before
+port first; within a deadline rank 0 knows who came. `python -m project.cluster.rendezvous` does it for whole nodes, before
 torchrun is started (scripts/launch.sh).
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from project.cluster import doors
+from project.cluster import reachability
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
 from project.errors import UserError
 
@@ -39,7 +39,7 @@ _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has some
 
 
 class ToldByRankZero(SystemExit):
-    """The meeting failed, and rank 0 says why: this rank ends in silence."""
+    """The rendezvous failed, and rank 0 says why: this rank ends in silence."""
 
 
 def reach(address: str, port: int, seconds: float) -> None:
@@ -47,7 +47,7 @@ def reach(address: str, port: int, seconds: float) -> None:
     here, end = socket.gethostname(), time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((address, port), timeout=doors.ATTEMPT).close()
+            socket.create_connection((address, port), timeout=reachability.ATTEMPT).close()
             return
         except OSError as error:
             if time.monotonic() > end:
@@ -88,7 +88,7 @@ def _free(port: int) -> None:
             ) from None
 
 
-class Meeting:
+class Rendezvous:
     """The ranks that have come to rank 0's port. Every method is called by all of them."""
 
     def __init__(
@@ -116,30 +116,31 @@ class Meeting:
             "127.0.0.1" if listening else address, port, None, listening, timedelta(seconds=seconds), wait_for_workers=False
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
-        self.store = PrefixStore(f"meeting/{attempt}", store)
-        door = doors.Door("", f"{socket.gethostname()} 0") if rank == 0 else None
+        self.store = PrefixStore(f"rendezvous/{attempt}", store)
+        listener = reachability.Listener("", f"{socket.gethostname()} 0") if rank == 0 else None
         try:
-            if door is not None:
-                self.store.set("door", str(door.port))
+            if listener is not None:
+                self.store.set("listener", str(listener.port))
             else:  # before anything is sent that is longer than a short packet
-                self._check_packets(int(self.store.get("door")))
+                self._check_packets(int(self.store.get("listener")))
             self._sign_in()
         finally:
-            if door is not None:
-                door.close()
+            if listener is not None:
+                listener.close()
 
     def _check_packets(self, port: int) -> None:
         """Packets of any size arrive at rank 0's host, and come back; otherwise both hosts say so."""
-        visits = (doors.knock(address, port) for address in resolve(self.address))
-        visit = next((one for one in visits if one.error is None), doors.Visit())  # none: a firewall, which is looked at later
-        if visit.limit is None:
+        probes = (reachability.probe(address, port) for address in resolve(self.address))
+        # None of them answers: a firewall, which is looked at later.
+        found = next((one for one in probes if one.error is None), reachability.Probe())
+        if found.limit is None:
             return
         here = socket.gethostname()
-        text = doors.lost(visit, here, visit.name.split()[0])
+        text = reachability.lost(found, here, found.name.split()[0])
         self.store.set("problem", text)  # which is short enough
         if self.store.add(f"said/{here}", 1) > 1:
             raise ToldByRankZero(1)
-        raise UserError(f"{text}. HINT: {doors.HINT}")
+        raise UserError(f"{text}. HINT: {reachability.HINT}")
 
     def _sign_in(self) -> None:
         here = socket.gethostname()
@@ -203,7 +204,7 @@ class Meeting:
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
                 problem = self.store.get("problem").decode()
-                raise UserError(problem if "HINT" in problem else f"{problem}. HINT: {doors.HINT}")
+                raise UserError(problem if "HINT" in problem else f"{problem}. HINT: {reachability.HINT}")
             now = time.monotonic()
             if now > end:
                 raise UserError(
@@ -279,33 +280,33 @@ class Meeting:
         problems = [problem for found in failed for problem in found]
         if problems:
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-            hint = _PORTS if any(is_port for _, is_port in problems) else doors.HINT
+            hint = _PORTS if any(is_port for _, is_port in problems) else reachability.HINT
             self.end(f"{'; '.join(text for text, _ in problems[:4])}{more}. HINT: {hint}")
 
     def _try_ways(self, address: str) -> list[tuple[str, bool]]:
         """What is in the way from here to the other hosts, and whether it may be a closed port."""
         leaders = self.leaders()
         leading = self.rank in leaders
-        door = doors.Door(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
+        listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
         try:
-            places = self.exchange([address, door.port] if door else None)
+            places = self.exchange([address, listener.port] if listener else None)
             others = [rank for rank in leaders if rank != self.rank] if leading else []
             with ThreadPoolExecutor(32) as pool:
                 answers = list(pool.map(lambda rank: self._try(rank, *places[rank]), others))
-            self.exchange(None)  # all have tried before any door closes
+            self.exchange(None)  # all have tried before any listener closes
         finally:
-            if door:
-                door.close()
+            if listener:
+                listener.close()
         return [answer for answer in answers if answer]
 
     def _try(self, rank: int, address: str, port: int) -> tuple[str, bool] | None:
-        visit, here, there = doors.knock(address, port), self.hosts[self.rank], self.hosts[rank]
+        found, here, there = reachability.probe(address, port), self.hosts[self.rank], self.hosts[rank]
         start = f"{here} can't reach {there} at {address}: "
-        if (error := visit.error) is not None:
+        if (error := found.error) is not None:
             return start + ("no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)), True
-        if visit.name != f"{there} {rank}":
-            return f"{start}{visit.name or 'another program'} answers there", True
-        return None if visit.limit is None else (doors.lost(visit, here, there), False)
+        if found.name != f"{there} {rank}":
+            return f"{start}{found.name or 'another program'} answers there", True
+        return None if found.limit is None else (reachability.lost(found, here, there), False)
 
 
 def _identity() -> str:
@@ -330,7 +331,7 @@ def _apart(members: Sequence[Sequence[str]]) -> list[str]:
 
 def main() -> None:
     """A roll call of nodes, before torchrun: each says which one it is, and all learn whether all are there."""
-    parser = argparse.ArgumentParser(prog="python -m project.cluster.meeting", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m project.cluster.rendezvous", description=main.__doc__)
     for name in ("node-rank", "nodes", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--address", required=True)
@@ -339,12 +340,14 @@ def main() -> None:
     words = parser.parse_args()
     logging.basicConfig(format="launch.sh: %(message)s")
     try:
-        meeting = Meeting(words.node_rank, words.nodes, words.address, words.port, words.seconds, noun="node")
-        counts = meeting.exchange(words.processes)
+        rendezvous = Rendezvous(words.node_rank, words.nodes, words.address, words.port, words.seconds, noun="node")
+        counts = rendezvous.exchange(words.processes)
         if len(set(counts)) > 1:
-            shown = ", ".join(f"{host}: {count}" for host, count in zip(meeting.hosts, counts, strict=True))
-            meeting.end(f"The nodes start different numbers of processes ({shown}). HINT: set NPROC_PER_NODE, on all the same.")
-        meeting.close()
+            shown = ", ".join(f"{host}: {count}" for host, count in zip(rendezvous.hosts, counts, strict=True))
+            rendezvous.end(
+                f"The nodes start different numbers of processes ({shown}). HINT: set NPROC_PER_NODE, on all the same."
+            )
+        rendezvous.close()
     except ValueError as error:
         print(f"launch.sh: {error}", file=sys.stderr)
         sys.exit(1)

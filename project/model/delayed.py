@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Later:
+class DelayedSums:
     """Started here, by all ranks alike; whoever reads it a step later hardly waits."""
 
     def __init__(self, sums: Tensor, world_size: int) -> None:

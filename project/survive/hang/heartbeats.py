@@ -37,7 +37,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """How far a rank is. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
 
     at: tuple[int, int, int]
@@ -121,5 +121,5 @@ class Channel:
         self._socket.close()
 
 
-def unpacked(content: dict[str, Any]) -> Beat:
-    return Beat(**{**content, "at": tuple(content["at"])})
+def unpacked(content: dict[str, Any]) -> Heartbeat:
+    return Heartbeat(**{**content, "at": tuple(content["at"])})

@@ -10,7 +10,7 @@ import yaml
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier
 from project.trainer import Trainer
-from tests.model.guests import Half, Plain
+from tests.model.strange_networks import Half, Plain
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ RUN = (
 
 
 def given(key, name, /, **init_args):
-    return f"--{key}={json.dumps({'class_path': f'tests.model.guests.{name}', 'init_args': init_args})}"
+    return f"--{key}={json.dumps({'class_path': f'tests.model.strange_networks.{name}', 'init_args': init_args})}"
 
 
 def assert_one_line(run, *parts, ranks=1):
@@ -176,9 +176,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, name):
     """From a YAML with other arguments that the command line overrides; and the run's own config runs again."""
-    config = {"model": {"network": {"class_path": f"tests.model.guests.{name}", "init_args": {**FUNCTIONS[name]}}}}
+    config = {"model": {"network": {"class_path": f"tests.model.strange_networks.{name}", "init_args": {**FUNCTIONS[name]}}}}
     config["model"]["network"]["init_args"]["num_classes"] = 11
-    config["model"]["lr_scheduler"] = {"class_path": "tests.model.guests.halving", "init_args": {"gamma": 0.25}}
+    config["model"]["lr_scheduler"] = {"class_path": "tests.model.strange_networks.halving", "init_args": {"gamma": 0.25}}
     (tmp_path / "guest.yaml").write_text(yaml.safe_dump(config))
     words = ("--trainer.limit_val_batches=0", "--model.lr_scaling=none")
     run = quick(*RUN, "--config=guest.yaml", "--model.network.init_args.num_classes=10", *words, "--run=it")
@@ -192,7 +192,10 @@ def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, na
 
 @pytest.mark.parametrize("name", ["halving", "annotated_halving"])
 def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick, name):
-    words = (f"--model.lr_scheduler=tests.model.guests.{name}", "--model.optimizer=tests.model.guests.descent")
+    words = (
+        f"--model.lr_scheduler=tests.model.strange_networks.{name}",
+        "--model.optimizer=tests.model.strange_networks.descent",
+    )
     run = quick(*RUN, *words, "--model.lr_scaling=none")
     assert run.code == 0, run.output
     assert [value for _, value in run.events("train/lr")] == pytest.approx([0.1 / 2, 0.1 / 4, 0.1 / 8])
@@ -223,7 +226,7 @@ def test_a_function_is_a_dataset(quick):
 
 def test_what_a_function_returns_is_looked_at(quick):
     assert_one_line(quick(*RUN, given("model.network", "no_network")), "model.network made a str, and not a torch.nn.Module.")
-    run = quick(*RUN, "--model.lr_scheduler=tests.model.guests.no_schedule")
+    run = quick(*RUN, "--model.lr_scheduler=tests.model.strange_networks.no_schedule")
     assert_one_line(run, "model.lr_scheduler made a NoneType, and not a torch.optim.lr_scheduler.LRScheduler.")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from project.cluster.facts import compare, different, differing_keys, named
+from project.cluster.environment import compare, different, differing_keys, named
 from tests.conftest import TINY, Run, environment
 
 HEALTHY = ("doctor", "--config", "configs/ddp.yaml", *TINY)
@@ -86,8 +86,8 @@ def test_ranks_are_named_by_host():
 
 
 def test_what_most_ranks_have_is_what_is_usual():
-    facts = [{"torch": "2.15"}, {"torch": "2.15"}, {"torch": "2.14"}]
-    assert different(facts, ["h1", "h2", "h3"], ["torch"]) == {"rank 2 on h3: torch 2.14, elsewhere 2.15": [2]}
+    environments = [{"torch": "2.15"}, {"torch": "2.15"}, {"torch": "2.14"}]
+    assert different(environments, ["h1", "h2", "h3"], ["torch"]) == {"rank 2 on h3: torch 2.14, elsewhere 2.15": [2]}
 
 
 def test_a_configuration_that_differs_is_shown_by_key():
@@ -102,8 +102,8 @@ def test_only_what_differs_is_sent_in_full():
         sent.append(mine)
         return [mine, mine]
 
-    facts = dict.fromkeys(
+    environments = dict.fromkeys(
         ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "configuration"), "same"
     )
-    assert compare(facts, {"large": "configuration"}, ["h1", "h2"], gather) == {}
-    assert sent == [facts]
+    assert compare(environments, {"large": "configuration"}, ["h1", "h2"], gather) == {}
+    assert sent == [environments]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from project.survive import warden
-from project.survive.hang import EXIT_CODE
-from project.survive.warden import started
+from project.survive.hang import warden
+from project.survive.hang.verdict import EXIT_CODE
+from project.survive.hang.warden import started
 from tests.cluster.machine import descendants, wait_until
 from tests.conftest import environment, since_struck, took
 from tests.survive.test_failure import BROKEN
@@ -193,7 +193,7 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str)
         "os.kill(os.getpid(), 19)" if what == "stopped" else "\n while True: ctypes.PyDLL(None).pause()"
     )  # with Python's lock held
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import ctypes, os; from project.survive.stacks import open_dump\n"
+        [sys.executable, "-c", "import ctypes, os; from project.survive.hang.stacks import open_dump\n"
          f"file, path = open_dump()\nprint(path, flush=True)\ndef sit_and_wait(): {wait}\nsit_and_wait()"],
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

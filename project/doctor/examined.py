@@ -16,15 +16,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from project.cluster.doctor import Patient
-from project.cluster.facts import of_this_rank
+from project.cluster.environment import of_this_rank
 from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
+from project.doctor.examination import ExaminedRun
 from project.survive.checkpoints import Checkpoints
 from project.train.micro_batch import samples_of
 
 
-class _Bed:
+class _ModelAndData:
     """The model on its device and the data that it is fed with. What is examined is a copy: the run begins untouched."""
 
     def __init__(self, trainer: Trainer, model: LightningModule, data: LightningDataModule) -> None:
@@ -106,30 +106,32 @@ class _Bed:
         return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
-def patient(trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int) -> Patient:
+def examined_run(
+    trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
+) -> ExaminedRun:
     """What the doctor needs to know of a run. `processes`: those on this host."""
     configuration: dict[str, Any] = trainer.configuration  # type: ignore[attr-defined]
-    bed = _Bed(trainer, model, data)
+    pair = _ModelAndData(trainer, model, data)
     kept = next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
-    weights = sum(value.numel() * value.element_size() for value in bed.model.state_dict().values())
-    gradients = sum(value.numel() * value.element_size() for value in bed.model.parameters() if value.requires_grad)
-    return Patient(
+    weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
+    gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
+    return ExaminedRun(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         local_rank=trainer.local_rank,
         processes=processes,
-        device=bed.device,
+        device=pair.device,
         folder=folder,
         shared=trainer.shared_folder,  # type: ignore[attr-defined]
-        facts=of_this_rank(bed.device, configuration),
+        environment=of_this_rank(pair.device, configuration),
         configuration=configuration,
-        sizes=bed.sizes,
+        sizes=pair.sizes,
         accumulation=trainer.accumulate_grad_batches,
         gradient_bytes=gradients,
         checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
         checkpoints=(kept.keep_last + 1) if kept else 0,
-        compute=bed.compute,
-        load=bed.load,
+        compute=pair.compute,
+        load=pair.load,
         prepare=data.prepare_data,
-        fingerprint=bed.fingerprint,
+        fingerprint=pair.fingerprint,
     )

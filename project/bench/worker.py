@@ -1,7 +1,7 @@
 """A program that trains in turns: it takes so many steps when the benchmark says so, reports, and waits.
 
-    python -m project fit ... --trainer.callbacks+=project.bench.gate.Turns
-    python -m project.bench.gate project/bench/plain_ddp.py --batch-size 64      the same for the plain loop
+    python -m project fit ... --trainer.callbacks+=project.bench.worker.BenchWorker
+    python -m project.bench.worker project/bench/plain_ddp.py --batch-size 64      the same for the plain loop
 
 Each rank talks to the benchmark through the socket whose path is in BENCH_SOCKET; without one nothing waits.
 """
@@ -24,7 +24,7 @@ from project.bench.phases import Phases
 SOCKET = "BENCH_SOCKET"
 
 
-class Gate:
+class Worker:
     """Between two steps: the turn goes on, or is over."""
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class Gate:
         self._lines.flush()
 
 
-class Turns(Callback):
-    """The gate, in our training."""
+class BenchWorker(Callback):
+    """The worker, in our training."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._gate = Gate()
+        self._worker = Worker()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._gate.after_step()
+            self._worker.after_step()
 
 
 class Trivial(nn.Module):
@@ -115,7 +115,7 @@ def main() -> None:
     if trivial:
         plain.SyntheticDataset = Ready  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    plain.train(args, Trivial() if trivial else plain.MiniResNet(), Gate().after_step)
+    plain.train(args, Trivial() if trivial else plain.MiniResNet(), Worker().after_step)
 
 
 if __name__ == "__main__":

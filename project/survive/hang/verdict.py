@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from project.cluster import doors
+from project.cluster import reachability
 from project.cluster.launcher import detect
-from project.survive import stacks
 from project.survive.agent import agent
-from project.survive.beats import Beat, Member, unpacked
-from project.survive.warden import dumped, end_with_children, started
+from project.survive.hang import stacks
+from project.survive.hang.heartbeats import Heartbeat, Member, unpacked
+from project.survive.hang.warden import dumped, end_with_children, started
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Guilty:
 
     rank: int
     host: str
-    beat: Beat
+    beat: Heartbeat
     quiet: float | None = None
     place: str = ""
     waits: str = ""
@@ -119,7 +119,7 @@ class Verdict:
     def hint(self) -> str:
         first = self.guilty[0]
         if self.network:
-            return doors.HINT
+            return reachability.HINT
         if first.quiet is not None:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
         if first.beat.phase == "start-up" and first.beat.collective:
@@ -133,10 +133,10 @@ def verdict(content: dict[str, Any]) -> Verdict:
     return Verdict([guilty(one) for one in content["guilty"]], content["waiting"], content["network"])
 
 
-def waiting(beats: Iterable[tuple[Member, Beat]]) -> str:
+def waiting(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
     """What the ranks that are not at fault do, in a few words."""
     phases: dict[str, list[Member]] = defaultdict(list)
-    for member, beat in beats:
+    for member, beat in heartbeats:
         phases[beat.phase].append(member)
     parts = []
     for phase, members in phases.items():
@@ -154,7 +154,7 @@ class Scene:
 
     members: Sequence[Member]
     me: Member
-    beat: Beat
+    beat: Heartbeat
     folder: Path | None
     local_rank: int
 
@@ -213,8 +213,8 @@ def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
 def _tell_torchrun(text: str, scene: Scene) -> None:
     """torchrun has the last word, and prints what it finds in this file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        facts = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": facts}))
+        message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
 
 
 def _flush() -> None:

@@ -28,12 +28,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import mtu, own_address
 from project.errors import UserError
-from project.survive import failure, hang, stacks, warden
+from project.survive import failure
 from project.survive.agent import agent
-from project.survive.beats import Beat, Channel, Member, machine, unpacked
-from project.survive.hang import Guilty, Scene, Verdict
+from project.survive.hang import stacks, verdict, warden
+from project.survive.hang.heartbeats import Channel, Heartbeat, Member, machine, unpacked
+from project.survive.hang.verdict import Guilty, Scene, Verdict
+from project.survive.hang.warden import started
 from project.survive.orphans import launched_by
-from project.survive.warden import started
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Watchdog(Callback):
         # Phase, when it began, and how far the run is: replaced as a whole, so that the thread reads what belongs together.
         self._now: tuple[str, float, tuple[int, int, int]] = ("start-up", time.monotonic(), (0, 0, 0))
         self._floor = 0.0  # no time before this counts as time without progress
-        self._heard: dict[int, tuple[float, Beat]] = {}  # on rank 0: of each rank, when, and what
+        self._heard: dict[int, tuple[float, Heartbeat]] = {}  # on rank 0: of each rank, when, and what
         self._answered = 0.0  # on the others: when rank 0 did
         self._asking_since = 0.0
         self._verdict: Verdict | None = None
@@ -251,7 +252,7 @@ class Watchdog(Callback):
         usual = max(statistics.median(one) for one in (times, list(self._spent["step"])) if one)
         return max(self.at_least, self.factor * usual)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         phase, since, at = self._now
         idle, allowed = time.monotonic() - max(since, self._floor), self._allowed(phase)
         own, collective = allowed, False
@@ -264,7 +265,7 @@ class Watchdog(Callback):
             elif stacks.in_checkpoint(frames):
                 phase, own = "checkpoint", max(allowed, self.startup)
         step, epoch = self._trainer.global_step, self._trainer.current_epoch
-        return Beat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective)
+        return Heartbeat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective)
 
     def _listen(self, seconds: float) -> None:
         if self._channel is None:
@@ -280,7 +281,7 @@ class Watchdog(Callback):
             elif message["kind"] == "testify":
                 self._channel.send(0, "testimony", guilty=self._me(self._beat()).packed())
             elif message["kind"] == "testimony":
-                one = hang.guilty(message["guilty"])
+                one = verdict.guilty(message["guilty"])
                 self._testimonies[one.rank] = one
             elif message["kind"] == "fill" and self._channel is not None:
                 self._channel.fill(0, "filled", message["size"], rank=self._rank)
@@ -291,7 +292,7 @@ class Watchdog(Callback):
             elif message["kind"] == "fails":
                 failure.hear()
             elif message["kind"] == "hang":
-                self._verdict = hang.verdict(message["verdict"])
+                self._verdict = verdict.verdict(message["verdict"])
                 return
 
     # Who is at fault -------------------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class Watchdog(Callback):
         """On rank 0: when some rank has waited too long, finds the ones that it waits for."""
         if not any(beat.waits for _, beat in self._heard.values()):
             return
-        between = len(self._members) / _HEARD  # seconds between two beats, if that is more than a tick
+        between = len(self._members) / _HEARD  # seconds between two heartbeats, if that is more than a tick
         quiet = {rank: now - max(then, self._floor) for rank, (then, _) in sorted(self._heard.items())}
         silent = [rank for rank, seconds in quiet.items() if seconds > _SILENT + between]
         if not silent and any(seconds > 2 * _TICK + between for seconds in quiet.values()):
@@ -313,7 +314,7 @@ class Watchdog(Callback):
             network = "" if silent else self._swallowed()
             guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
             others = [(self._members[rank], beat) for rank, (_, beat) in self._heard.items() if rank not in (silent or behind)]
-            self._verdict = Verdict(guilty, hang.waiting(others), network)
+            self._verdict = Verdict(guilty, verdict.waiting(others), network)
 
     def _swallowed(self) -> str:
         """On rank 0: whether they wait because the longest packets get lost between the hosts."""
@@ -331,7 +332,7 @@ class Watchdog(Callback):
             missing = {rank: host for rank, host in missing.items() if rank not in self._filled}
         if not missing:
             return ""
-        hosts = ", ".join(missing[rank] for rank in sorted(missing)[: hang.SHOWN])
+        hosts = ", ".join(missing[rank] for rank in sorted(missing)[: verdict.SHOWN])
         return f"Packets of {size:,} bytes get lost between {self._members[0].host} and {hosts}, and short ones do not"
 
     def _silent(self, rank: int, now: float) -> Guilty:
@@ -342,7 +343,7 @@ class Watchdog(Callback):
         """What the ranks at fault have to say themselves, as far as it is shown."""
         assert self._channel is not None
         self._testimonies = {0: self._me(self._heard[0][1])} if 0 in ranks else {}
-        asked = {rank for rank in ranks[: hang.SHOWN] if rank != 0}
+        asked = {rank for rank in ranks[: verdict.SHOWN] if rank != 0}
         for rank in asked:
             self._channel.send(rank, "testify")
         end = time.monotonic() + 3 * _TICK
@@ -351,7 +352,7 @@ class Watchdog(Callback):
         unheard = {rank: Guilty(rank, self._members[rank].host, self._heard[rank][1]) for rank in ranks}
         return [self._testimonies.get(rank, unheard[rank]) for rank in ranks]
 
-    def _miss_rank_0(self, now: float, beat: Beat) -> None:
+    def _miss_rank_0(self, now: float, beat: Heartbeat) -> None:
         """On the others: when this rank has waited too long, and rank 0 does not even answer."""
         if beat.idle <= beat.allowed / 2:
             self._asking_since = now
@@ -359,9 +360,9 @@ class Watchdog(Callback):
         if beat.waits and quiet > _SILENT + 2 * _TICK:
             unknown = replace(beat, phase="")
             me = self._members[self._rank]
-            self._verdict = Verdict([Guilty(0, self._members[0].host, unknown, quiet)], hang.waiting([(me, beat)]))
+            self._verdict = Verdict([Guilty(0, self._members[0].host, unknown, quiet)], verdict.waiting([(me, beat)]))
 
-    def _me(self, beat: Beat) -> Guilty:
+    def _me(self, beat: Heartbeat) -> Guilty:
         return Guilty(self._rank, socket.gethostname(), beat).testify(self._dump[1])
 
     # The end ---------------------------------------------------------------------------------------------------------
@@ -376,4 +377,4 @@ class Watchdog(Callback):
                     if other.rank != self._rank and other.rank not in judged.silent:
                         self._channel.send(other.rank, "hang", verdict=told.packed())
                 time.sleep(0.1)
-        hang.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))
+        verdict.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))

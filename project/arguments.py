@@ -1,0 +1,27 @@
+"""What a number among the Trainer's arguments can mean."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from project.errors import UserError
+
+# The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
+LEAST = {
+    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches"), 1),
+    **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
+    **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
+}
+
+
+def refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
+    """Ends with a UserError, where Lightning would take a number for something else."""
+    for name, least in LEAST.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float)) and not value >= least:
+            raise UserError(f"trainer.{name} is {least} at least, and not {value}.")
+        if name.startswith("limit_") and isinstance(value, float) and value > 1:
+            raise UserError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
+    interval = settings.get("val_check_interval")
+    share = isinstance(interval, float)
+    if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):
+        raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")

@@ -1,0 +1,36 @@
+"""The callbacks that every run has, and their order."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+
+from project.survive.checkpoints import Checkpoints, SaveFirst
+from project.survive.hang.watchdog import Watchdog
+from project.survive.monitored import Monitored
+from project.survive.nonfinite import Act, NonFinite
+from project.survive.preemption import StopTogether
+from project.survive.signals import SIGNALS
+from project.train.batch_norm import StepStatistics
+from project.train.compression import CompressGradients, Compression
+from project.train.rng import ChanceByMicroBatch
+from project.watch.console import Progress
+from project.watch.predictions import PredictionWriter
+
+
+def with_ours(
+    given: Sequence[Callback] | Callback | None, wanted: Sequence[type[Callback]], nonfinite: Act, compression: Compression
+) -> list[Callback]:
+    """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
+    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    for kind in wanted:
+        alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
+        if not any(isinstance(one, alike) for one in callbacks):
+            callbacks.append(kind())
+    if compression != "none":
+        callbacks.append(CompressGradients(compression))
+    # First, so that what the others do counts as progress or as a hang, and not as what was before.
+    watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
+    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), Monitored()]
+    return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]

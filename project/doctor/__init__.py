@@ -1,0 +1,1 @@
+"""Is the cluster fit for this run?"""

@@ -1,0 +1,26 @@
+"""Is this cluster fit for this run, and if not, whose fault is it? `python -m project doctor --config ...` asks."""
+
+from project.doctor import hosts, links, training
+from project.doctor.examination import Examination
+
+
+def examine(this: Examination) -> None:
+    """All checks, in the order in which one needs what another has found."""
+    hosts.versions(this)
+    hosts.hardware(this)
+    links.interfaces(this)
+    training.data(this)
+    hosts.run_folder(this)
+    hosts.limits(this)
+    hosts.clocks(this)
+    links.collectives(this)
+    if this.fast:
+        return
+    links.speed(this)
+    if not this.has_data:
+        return
+    step = training.compute(this)
+    if step is not None:
+        training.memory(this)
+        links.gradient_sync(this, step)
+    training.loader(this, step)

@@ -1,0 +1,102 @@
+"""An examination: the run, its ranks, and what was found so far. The doctor's checks take one.
+
+Every check measures on all ranks at once, and rank 0 judges: a row with a verdict, the hosts and ranks it is about, and what
+to do. What raises on one rank becomes a finding about that rank; the others don't wait for it.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from project.cluster.environment import named
+from project.cluster.interfaces import Route
+from project.cluster.rendezvous import Rendezvous
+from project.doctor.findings import Finding, Trouble, row
+from project.doctor.network import NetworkCost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ExaminedRun:
+    """The run that is examined, as far as the doctor needs to know it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    processes: int
+    """On this host."""
+    device: torch.device
+    folder: Path
+    """The run's folder, the same on all ranks."""
+    shared: bool
+    """Whether all hosts must see it."""
+    environment: dict[str, Any]
+    configuration: Mapping[str, Any]
+    accumulation: int
+    gradient_bytes: int
+    checkpoint_bytes: int
+    checkpoints: int
+    """How many will be kept."""
+    compute: Callable[[int], None]
+    """Puts a micro-batch of so many samples through the network and back."""
+    load: Callable[[], Iterator[int]]
+    """The training loader: yields the samples of each micro-batch."""
+    prepare: Callable[[], None]
+    """Puts the data on this host where it isn't there; called by its first rank."""
+    fingerprint: Callable[[], dict[str, Any]]
+    """Opens the data, and says what it is: counts, and a hash of a few samples."""
+    sizes: Callable[[], tuple[int, int]]
+    """Samples in a micro-batch and processes of its loader, of data that was opened."""
+    micro_batch: int = 1
+    workers: int = 0
+
+
+class Examination:
+    """Of a run, on all its ranks; `findings` is complete on rank 0. `fast` leaves out what takes time."""
+
+    def __init__(self, run: ExaminedRun, rendezvous: Rendezvous | None, route: Route | None, fast: bool) -> None:
+        self.run, self.rendezvous, self.route, self.fast = run, rendezvous, route, fast
+        self.findings: list[Finding] = []
+        self.hosts = rendezvous.hosts if rendezvous else [os.uname().nodename]
+        # Its own groups, with a deadline: a collective that hangs must not take the default half hour.
+        limit = timedelta(seconds=30)
+        self.control: Any = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
+        self.group: Any = dist.new_group(timeout=limit) if rendezvous else None
+        self.network_cost = NetworkCost(0.0, float("inf"))
+        self.sample_bytes, self.has_data = 0, False
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank brings, by rank."""
+        if self.control is None:
+            return [mine]
+        answers: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(answers, mine, group=self.control)
+        return answers
+
+    def measure(self, check: str, measure: Callable[[], Any], fix: str = "", bad: bool = True) -> list[Any] | None:
+        """What all ranks measured; None when one of them couldn't, which is then a finding."""
+        try:
+            mine, error = measure(), None
+        except Exception as raised:
+            log.debug("doctor: %s", check, exc_info=True)
+            mine, error = None, f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
+        answers = self.gather((mine, error))
+        failed = {rank: text for rank, (_, text) in enumerate(answers) if text}
+        if failed:
+            texts = {text: [rank for rank in failed if failed[rank] == text] for text in failed.values()}
+            troubles = [Trouble(f"{named(ranks, self.hosts)}: {text}", ranks, bad) for text, ranks in texts.items()]
+            self.add(check, troubles, "", fix)
+            return None
+        return [value for value, _ in answers]
+
+    def add(self, check: str, troubles: Sequence[Trouble], good: str, fix: str = "", **figures: Any) -> None:
+        """A row of the table."""
+        self.findings.append(row(check, troubles, self.hosts, good, fix, figures))

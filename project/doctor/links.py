@@ -1,0 +1,142 @@
+"""The doctor's checks of the network between the ranks: its interfaces, right results, speed, and its share of a step."""
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from project.cluster.environment import named
+from project.cluster.interfaces import addresses, is_loopback, resolve, source
+from project.doctor import network
+from project.doctor.examination import Examination
+from project.doctor.findings import Trouble, in_bytes
+
+_SYNC = 0.3  # share of a step: more than that for gradients is worth a word
+
+
+def interfaces(this: Examination) -> None:
+    """The rendezvous has shown already that every host reaches every other; here is by which way."""
+    if this.rendezvous is None:
+        return this.add("network", [], "one process: none is needed")
+    all_found = this.gather(_my_network(this))
+    troubles = []
+    for rank in this.rendezvous.leaders():
+        found = all_found[rank]
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in found["doubts"]]
+    ways = ", ".join(f"{this.hosts[rank]} by {all_found[rank]['way']}" for rank in this.rendezvous.leaders()[:8])
+    this.add(
+        "network",
+        troubles,
+        f"every host reaches every other; {ways}",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or leave both unset.",
+        network=all_found,
+    )
+    return None
+
+
+def _my_network(this: Examination) -> dict[str, Any]:
+    assert this.rendezvous is not None
+    if this.route is None:
+        return {"way": os.environ.get("GLOO_SOCKET_IFNAME", "loopback"), "doubts": []}
+    doubts = []
+    others = [host for host in dict.fromkeys(this.hosts) if host != this.hosts[this.run.rank]]
+    towards = this.rendezvous.address if this.run.rank else next(iter(others), this.rendezvous.address)
+    found = resolve(towards)
+    taken = source(found[0]) if found else None
+    if not this.route.chosen and taken and taken != this.route.address and not is_loopback(taken):
+        doubts.append(f"GLOO_SOCKET_IFNAME={this.route}, and packets to {towards} go out from {taken}")
+    own = resolve(this.hosts[this.run.rank])
+    note = f", though its own name says {own[0]}" if own and is_loopback(own[0]) else ""
+    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: found}}
+
+
+def collectives(this: Examination) -> None:
+    if this.rendezvous is None:
+        return this.add("collectives", [], "one process: none are needed")
+    wrong = this.measure(
+        "collectives", partial(_wrong_collectives, this), "Try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1; see --debug true."
+    )
+    if wrong is None:
+        return None
+    troubles = [
+        Trouble(f"{named([rank], this.hosts)}: wrong result of {', '.join(names)}", [rank])
+        for rank, names in enumerate(wrong)
+        if names
+    ]
+    this.add(
+        "collectives",
+        troubles,
+        "all-reduce, all-gather and broadcast give right results",
+        "Run a memory and link test of that host.",
+    )
+    return None
+
+
+def _wrong_collectives(this: Examination) -> list[str]:
+    """The collectives that give this rank something else than arithmetic says."""
+    rank, size, device = this.run.rank, this.run.world_size, this.run.device
+    base = torch.arange(65_536, device=device, dtype=torch.int64)
+    wrong = []
+    total = base * (rank + 1)
+    dist.all_reduce(total, group=this.group)
+    if not torch.equal(total, base * (size * (size + 1) // 2)):
+        wrong.append("all-reduce")
+    parts = [torch.empty_like(base) for _ in range(size)]
+    dist.all_gather(parts, base + rank, group=this.group)
+    if not all(torch.equal(part, base + other) for other, part in enumerate(parts)):
+        wrong.append("all-gather")
+    told = base * 7 if rank == 0 else torch.zeros_like(base)
+    dist.broadcast(told, 0, group=this.group)
+    if not torch.equal(told, base * 7):
+        wrong.append("broadcast")
+    return wrong
+
+
+def speed(this: Examination) -> None:
+    if this.rendezvous is None:
+        return
+    times = network.all_reduce_times(this.run.device, this.group, this.control)
+    this.network_cost = network.fit(times)
+    speeds = {size: network.bus_bandwidth(size, seconds, this.run.world_size) for size, seconds in times.items()}
+    largest = max(speeds)
+    shown = f"all-reduce: {times[min(times)] * 1e6:,.0f} us latency, {in_bytes(speeds[largest])}/s at {in_bytes(largest)}"
+    leaders = this.rendezvous.leaders()
+    pairs = network.pair_times(this.run.rank, leaders, this.control, this.gather) if len(leaders) > 1 else {}
+    bad, links, usual = network.slow_links(pairs)
+    troubles = [
+        Trouble(
+            f"{this.hosts[rank]}: every link of this host is slow, at most "
+            f"{in_bytes(max(speed for pair, speed in pairs.items() if rank in pair))}/s, elsewhere {in_bytes(usual)}/s",
+            [rank],
+            bad=False,
+        )
+        for rank in bad
+    ]
+    troubles += [
+        Trouble(
+            f"{this.hosts[a]} - {this.hosts[b]}: {in_bytes(pairs[a, b])}/s, elsewhere {in_bytes(usual)}/s",
+            [a, b],
+            bad=False,
+        )
+        for a, b in links
+    ]
+    by_pair = {f"{this.hosts[a]} - {this.hosts[b]}": speed for (a, b), speed in pairs.items()}
+    fix = "Look at its cable, port and driver, or leave the host out."
+    this.add("links", troubles, shown, fix, all_reduce=times, bus_bandwidth=speeds, pairs=by_pair)
+
+
+def gradient_sync(this: Examination, step: float) -> None:
+    if this.rendezvous is None:
+        return
+    sync = this.network_cost.seconds(this.run.gradient_bytes)
+    compute = step * this.run.accumulation
+    share = sync / (sync + compute)
+    text = (
+        f"{in_bytes(this.run.gradient_bytes)} of gradients a step take {sync * 1e3:,.1f} ms, computing "
+        f"{compute * 1e3:,.1f} ms: {share:.0%} of a step, less what overlaps"
+    )
+    troubles = [Trouble(text, [], bad=False)] if share > _SYNC else []
+    fix = "A larger data.global_batch_size (more accumulation) syncs less often; a faster network, or fewer hosts."
+    this.add("gradient sync", troubles, text, fix, seconds=sync, share=share)

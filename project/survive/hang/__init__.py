@@ -1,0 +1,1 @@
+"""A run that hangs: who is at fault, where, and the end."""

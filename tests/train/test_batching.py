@@ -1,0 +1,28 @@
+"""How a global batch is made up of micro-batches, ranks and accumulation."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from project.train.batching import accumulation
+
+KEYS = "data.global_batch_size data.batch_size"
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+def test_accumulation_makes_up_the_global_batch(batch, world_size, count):
+    made = batch * world_size * count
+    assert accumulation(made, batch, world_size, "auto", KEYS) == count
+    assert accumulation(made, batch, world_size, count, KEYS) == count
+    with pytest.raises(ValueError, match=f"accumulate_grad_batches={count}"):
+        accumulation(made, batch, world_size, count + 1, KEYS)
+
+
+def test_plain_accumulation_works_without_a_global_batch():
+    assert accumulation(None, 8, 4, 3, KEYS) == 3
+    assert accumulation(None, 8, 4, "auto", KEYS) == 1
+
+
+def test_a_world_size_that_does_not_fit_is_told_which_do():
+    with pytest.raises(ValueError, match=r"ranks that fit: 1, 2, 4, 8; nearest global batch for 3 rank\(s\): 144"):
+        accumulation(128, 16, 3, "auto", KEYS)
