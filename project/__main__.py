@@ -1,9 +1,11 @@
 """python -m project fit --config configs/ddp.yaml"""
 
+import gc
 import os
 import signal
 import sys
 
+from project import early_start
 from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
 from project.survive.requeue import REQUEUE
@@ -27,13 +29,19 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a socket could not learn is no news
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
+    early_start.start(sys.argv[1:])
+    gc.disable()  # what the libraries make when they are loaded stays
     try:
         from project.cli import main as run
 
+        gc.freeze()  # and is not looked through again and again
+        gc.enable()
         signal.signal(signal.SIGINT, interrupt)
         run()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        gc.unfreeze()  # some libraries want to see their objects go at the end
 
 
 if __name__ == "__main__":

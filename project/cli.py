@@ -13,20 +13,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
+from project import early_start
 from project.bench import report
 from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
-from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, expand, option, save_config
+from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, save_config
+from project.config_files import EVALUATING, RUNS, checked, expand, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.errors import UserError
 from project.model import ImageClassifier
-from project.runs import RUNS, checked, open_beside, open_run, saved_config, weights
+from project.runs import open_beside, open_run, saved_config, weights
 from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
@@ -38,8 +41,6 @@ from project.watch.console import Progress, RankLogs, log_to, open_log
 log = logging.getLogger(__name__)
 
 take_functions()  # functions behind a class_path, whatever their signatures say
-
-EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
 
 
 class ProjectCLI(LightningCLI):
@@ -85,7 +86,9 @@ class ProjectCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench")}}
+        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench")}}
+        asked = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
+        return {asked: verbs[asked]} if asked in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self._model_class is ImageClassifier:
@@ -155,6 +158,8 @@ class ProjectCLI(LightningCLI):
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
             kwargs.update(devices=1, num_nodes=1)
+        wanted = early_start.ranks(trainer_settings.devices, trainer_settings.accelerator, torch.cuda.device_count())
+        early_start.keep(wanted if early_start.starts_ranks(trainer_settings.strategy) else 0)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         trainer.configuration = configuration
@@ -218,7 +223,7 @@ class ProjectCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except Exception as error:
             observed = getattr(self.trainer.strategy.launcher, "procs", [])
-            launched = observed.copy()
+            launched = [*early_start.processes, *observed]
             observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
             report_error(error, self.trainer.global_rank, host(), launched)
             raise SystemExit(1) from None
@@ -306,17 +311,6 @@ def _resolved(base: object) -> None:
     return None
 
 
-def run_config(argv: list[str]) -> list[str]:
-    """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
-    name = option(argv, "--run")
-    if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
-        return argv
-    root = Path(option(argv, "--trainer.default_root_dir") or ".")
-    config = root / RUNS / checked(name) / "config.yaml"
-    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
-    return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv
-
-
 def main() -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     rank = rank_said()
@@ -339,8 +333,8 @@ def main() -> None:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        if isinstance(error, (LaunchError, UsageError)) and rank > 0:
-            time.sleep(10)  # srun and torchrun end all when one has: not before rank 0 has said why
+        if (isinstance(error, (LaunchError, UsageError)) and rank > 0) or early_start.undecided():
+            time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -1,4 +1,4 @@
-"""YAML on YAML (`base:`), flags, and the parser: what is read, what is shown of it, and what is said where it is wrong."""
+"""The parser: flags and configs, what is shown of them, and what is said where they are wrong."""
 
 import argparse
 import difflib
@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +15,8 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from project.config_files import documents, option
 from project.errors import UserError
-
-CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
 
 
 class UsageError(UserError):
@@ -43,78 +41,12 @@ def save_config(folder: Path, config: dict[str, Any]) -> None:
     part.replace(folder / "config.yaml")
 
 
-# Configs on configs --------------------------------------------------------------------------------------------------
-
-
-def expand(argv: list[str]) -> list[str]:
-    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
-    expanded: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in ("-c", "--config"):
-            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
-        elif word.startswith("--config="):
-            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
-        else:
-            expanded.append(word)
-    return expanded
-
-
-def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
-    path = _find(name, above[-1] if above else None)
-    if path in above:
-        raise UserError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
-    bases = content.get("base") or []
-    bases = [bases] if isinstance(bases, str) else bases
-    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
-
-
-def _find(name: str, asking: Path | None) -> Path:
-    """A config beside the one that names it, from here, or one that comes with the project."""
-    places = [asking.parent / name] if asking else [Path(name)]
-    if not Path(name).is_absolute():
-        plain = name.removeprefix("configs/")
-        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    raise UserError(
-        f"There is no config {name!r}"
-        + (
-            f", which {asking} names as its base."
-            if asking
-            else ". HINT: those that come with the project are called configs/*.yaml."
-        )
-    )
-
-
-def option(argv: list[str], *names: str) -> str | None:
-    """The value of a flag on a command line, the last one."""
-    found = None
-    for word, following in pairwise([*argv, ""]):
-        for name in names:
-            if word == name:
-                found = following
-            elif word.startswith(name + "="):
-                found = word.partition("=")[2]
-    return found
-
-
 def brought(argv: list[str]) -> tuple[bool, bool]:
     """Whether a LightningModule and a LightningDataModule of the user's own are named, by the configs or on the command line.
 
     A module of one's own may have its loaders itself: then there is no `data`, and that is the user's own, too.
     """
-    configs = [following for word, following in pairwise(argv) if word == "--config"]
-    sections: list[dict[str, Any]] = [yaml.safe_load(Path(one).read_text()) or {} for one in configs]
+    sections = documents(argv)
 
     def named(key: str) -> bool:
         values = [section.get(key) for section in sections]

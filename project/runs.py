@@ -7,7 +7,6 @@ others are told.
 import fcntl
 import json
 import logging
-import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +16,12 @@ import yaml
 
 from project.cluster.environment import flat
 from project.cluster.launcher import Launch
+from project.config_files import RUNS, checked
 from project.errors import UserError
 from project.survive.checkpoints import goes_by, manifest_of, newest_good, read_manifest
 
 log = logging.getLogger(__name__)
 
-RUNS = "lightning_logs"
 
 Kind = Literal["free", "word", "never"]
 
@@ -241,13 +240,6 @@ def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Laun
     if name is not None and exists(folder := root / RUNS / checked(name)):
         return Run(_new_folder(folder, verb))
     return open_run(root, name, f"{kind}-{verb}", launch)
-
-
-def checked(name: str) -> str:
-    """The name of a run, if it can be one."""
-    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise UserError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
-    return name
 
 
 def exists(folder: Path) -> bool:

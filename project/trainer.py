@@ -44,6 +44,7 @@ from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect, host
 from project.cluster.memory import keep_freed_memory
 from project.cluster.rendezvous import Rendezvous
+from project.config_files import RUNS
 from project.data import ImageData
 from project.doctor.doctor import examine
 from project.doctor.examination import Examination
@@ -434,7 +435,7 @@ def _new_folder(launch: Launch) -> Path:
     else:  # the ranks that this process starts find it in their environment
         stem = f"run-{launch.name or os.environ.setdefault(_STARTED, f'{datetime.now():%Y%m%d-%H%M%S}')}"
     number = next(_TRAINERS)
-    return Path("lightning_logs", stem if number == 1 else f"{stem}-{number}").absolute()
+    return Path(RUNS, stem if number == 1 else f"{stem}-{number}").absolute()
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

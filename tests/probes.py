@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -444,3 +445,22 @@ class TimeIsUp(Callback):
         if trainer.global_step == self.step:
             for timer in (one for one in trainer.callbacks if isinstance(one, Timer)):
                 timer.load_state_dict({"time_elapsed": {"train": 1e9, "sanity_check": 0.0, "validate": 0.0, "test": 0.0}})
+
+
+class Born(Callback):
+    """Notes when this process began, and when this was made, in ticks of the machine's clock."""
+
+    def __init__(self) -> None:
+        rank = os.environ.get("LOCAL_RANK", "0")
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        now = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+        Path(f"born-{rank}.json").write_text(json.dumps({"began": began, "made": now}))
+
+
+class EndsAlone(Callback):
+    """Rank 1 ends with an error that nobody hears of, and rank 0 waits for ever."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.global_rank == 1:
+            os._exit(3)
+        signal.pause()

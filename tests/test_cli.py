@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from project.cluster.launcher import Launch
-from project.config import expand
+from project.config_files import expand
 from project.runs import open_run
 from tests.conftest import ROOT, TINY, environment
 

@@ -1,0 +1,104 @@
+"""Which YAML files a command line names: configs, what they stand on (`base:`), and those of runs that exist.
+
+Imports nothing heavy: it is asked before PyTorch is loaded.
+"""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from project.errors import UserError
+
+CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
+RUNS = "lightning_logs"
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
+EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
+
+
+def expand(argv: list[str]) -> list[str]:
+    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
+    expanded: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("-c", "--config"):
+            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
+        elif word.startswith("--config="):
+            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
+        else:
+            expanded.append(word)
+    return expanded
+
+
+def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
+    path = _find(name, above[-1] if above else None)
+    if path in above:
+        raise UserError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{path}{where}: this is not YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold keys and values, as in 'trainer: {{max_epochs: 1}}'.")
+    bases = content.get("base") or []
+    bases = [bases] if isinstance(bases, str) else bases
+    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
+
+
+def _find(name: str, asking: Path | None) -> Path:
+    """A config beside the one that names it, from here, or one that comes with the project."""
+    places = [asking.parent / name] if asking else [Path(name)]
+    if not Path(name).is_absolute():
+        plain = name.removeprefix("configs/")
+        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise UserError(
+        f"There is no config {name!r}"
+        + (
+            f", which {asking} names as its base."
+            if asking
+            else ". HINT: those that come with the project are called configs/*.yaml."
+        )
+    )
+
+
+def option(argv: list[str], *names: str) -> str | None:
+    """The value of a flag on a command line, the last one."""
+    found = None
+    for word, following in pairwise([*argv, ""]):
+        for name in names:
+            if word == name:
+                found = following
+            elif word.startswith(name + "="):
+                found = word.partition("=")[2]
+    return found
+
+
+def documents(argv: list[str]) -> list[dict[str, Any]]:
+    """What the configs of a command line hold, one after the other; of one that `expand` has returned."""
+    configs = [following for word, following in pairwise(argv) if word == "--config"]
+    return [yaml.load(Path(one).read_text(), _Loader) or {} for one in configs]
+
+
+def checked(name: str) -> str:
+    """The name of a run, if it can be one."""
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise UserError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
+    return name
+
+
+def run_config(argv: list[str]) -> list[str]:
+    """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
+    name = option(argv, "--run")
+    if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
+        return argv
+    root = Path(option(argv, "--trainer.default_root_dir") or ".")
+    config = root / RUNS / checked(name) / "config.yaml"
+    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
+    return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv

@@ -1,0 +1,63 @@
+"""Under plain Python the ranks start at once; a wrong guess of how many there will be does no harm."""
+
+import json
+
+import pytest
+
+from project.early_start import ranks
+from tests.conftest import TINY
+
+TWO = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=1", "--trainer.devices=2")
+
+
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "gpus", "count"),
+    [
+        ("auto", "auto", 0, 1),
+        (None, None, 8, 8),
+        (-1, "gpu", 4, 4),
+        ("2", "cpu", 8, 2),
+        (3, "auto", 0, 3),
+        ([0, 2], "gpu", 4, 2),
+        ("0,1", "gpu", 4, 0),
+    ],
+)
+def test_what_devices_mean(devices, accelerator, gpus, count):
+    assert ranks(devices, accelerator, gpus) == count
+
+
+def test_rank_1_starts_before_rank_0_has_loaded_what_it_needs(cli):
+    run = cli(*TWO, "--trainer.callbacks=tests.probes.Born")
+    assert run.code == 0, run.output
+    ours, theirs = (json.loads((run.folder / f"born-{rank}.json").read_text()) for rank in range(2))
+    loading = ours["made"] - ours["began"]
+    assert theirs["began"] - ours["began"] < loading / 2
+    assert "1 host x 2 processes" in run.output
+
+
+def test_a_run_that_is_named_knows_its_ranks_from_its_own_config(cli):
+    first = cli(*TWO, "--run=it")
+    assert first.code == 0, first.output
+    again = cli("fit", "--run=it", "--trainer.max_steps=2", "--trainer.callbacks=tests.probes.Born")
+    assert again.code == 0, again.output
+    ours, theirs = (json.loads((again.folder / f"born-{rank}.json").read_text()) for rank in range(2))
+    assert theirs["began"] < ours["made"]
+
+
+def test_ranks_that_are_not_needed_end(cli):
+    run = cli(*TWO, '--trainer={"devices": 1}')
+    assert run.code == 0, run.output
+    assert "1 host x 1 process " in run.output
+
+
+def test_a_mistake_is_told_once(cli):
+    run = cli(*TWO, "--modell=3")
+    assert run.code == 2
+    assert run.output.count("There is no key modell") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_takes_a_rank_0_along_that_would_wait_for_ever(cli):
+    run = cli(*TWO, "--trainer.callbacks=tests.probes.EndsAlone")
+    assert run.code == 1
+    assert "after another rank has failed: it is ended" in run.output
