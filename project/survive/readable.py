@@ -15,9 +15,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
 
-_numpy: Any = getattr(np, "_core", None) or np.core  # called so before numpy 2
-_NUMPY = [
-    *(np.ndarray, np.dtype, _numpy.multiarray._reconstruct, _numpy.multiarray.scalar),
+# How numpy makes an array and a number again: under the names that numpy 1 and numpy 2 have for it in a file.
+_AGAIN: list[Any] = [value.__reduce__()[0] for value in (np.zeros(1), np.float64(1))]
+_PLACES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_NUMPY: list[Any] = [
+    *(np.ndarray, np.dtype),
+    *((again, f"{place}.{again.__name__}") for again in _AGAIN for place in _PLACES),
     *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"},
 ]
 
