@@ -28,6 +28,11 @@ from project.train.position import Position, position, set_counters
 log = logging.getLogger(__name__)
 
 
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
 class Resuming(_CheckpointConnector):
     """Saves and restores more than Lightning's."""
 
