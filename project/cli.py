@@ -11,10 +11,11 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
@@ -47,6 +48,8 @@ class ProjectCLI(LightningCLI):
     """LightningCLI for any LightningModule and LightningDataModule; where none is named, for ImageClassifier and ImageData."""
 
     trainer: Trainer
+    running: ClassVar[Trainer | None] = None
+    """That of the verb that has begun, for `main`: an error is reported otherwise from then on."""
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
@@ -91,16 +94,29 @@ class ProjectCLI(LightningCLI):
         return {asked: verbs[asked]} if asked in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        if self._model_class is ImageClassifier:
+        if self.model_class is ImageClassifier:
             parser.set_defaults({"model.network": {"class_path": "project.model.MiniResNet"}})
-        if self._datamodule_class is ImageData:
+        if self.datamodule_class is ImageData:
             parser.set_defaults({"data.source": {"class_path": "project.data.Synthetic"}})
             parser.link_arguments("seed_everything", "data.seed")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Looks at what Lightning acts on next: the seed, and the path of a checkpoint."""
+        super().parse_arguments(parser, args)
+        settings = self.config[self.config.subcommand]
+        if not 0 <= settings.seed_everything < 2**32:
+            raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {settings.seed_everything}.")
+        # Lightning would let the hyper-parameters saved in the checkpoint override the command line, if it saw the path now.
+        self._wanted_checkpoint = settings.get("ckpt_path")
+        if self._wanted_checkpoint is not None:
+            settings.ckpt_path = None
+
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand]
+        if self._wanted_checkpoint is not None:
+            settings.ckpt_path = self._wanted_checkpoint
         path = settings.get("ckpt_path")
         if path and path not in ("best", "last") and not Path(path).is_file():
             raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
@@ -117,12 +133,6 @@ class ProjectCLI(LightningCLI):
                 "trainer.max_epochs, trainer.max_steps or trainer.max_time."
             )
 
-    def _set_seed(self) -> None:
-        seed = self.config[self.subcommand].seed_everything
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {seed}.")
-        super()._set_seed()
-
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
@@ -131,12 +141,10 @@ class ProjectCLI(LightningCLI):
                 raise
             raise UserError(f"Something can't be made: {condensed(str(error))}") from error
 
-    def _parse_ckpt_path(self) -> None:
-        """Lightning lets the hyper-parameters saved in a checkpoint override the command line. Not here."""
-
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]
-        self._dump_config()
+        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()
@@ -218,17 +226,9 @@ class ProjectCLI(LightningCLI):
         else:
             log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        try:
-            super()._run_subcommand(subcommand)
-        except Exception as error:
-            observed = getattr(self.trainer.strategy.launcher, "procs", [])
-            launched = [*early_start.processes, *observed]
-            observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-            report_error(error, self.trainer.global_rank, host(), launched)
-            raise SystemExit(1) from None
-        finally:
-            hang_up()
+    def after_instantiate_classes(self) -> None:
+        """The verb runs from here on."""
+        ProjectCLI.running = self.trainer
 
     def before_fit(self) -> None:
         settings = self.config[self.subcommand]
@@ -333,8 +333,23 @@ def main() -> None:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
+        if ProjectCLI.running is not None:
+            _report_of_run(error, ProjectCLI.running)
+            raise SystemExit(1) from None
         if (isinstance(error, (LaunchError, UsageError)) and rank > 0) or early_start.undecided():
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
+    finally:
+        ran, ProjectCLI.running = ProjectCLI.running, None
+        if ran is not None:
+            hang_up()
+
+
+def _report_of_run(error: Exception, trainer: Trainer) -> None:
+    """Once, by the rank at fault."""
+    observed = getattr(trainer.strategy.launcher, "procs", [])
+    launched = [*early_start.processes, *observed]
+    observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
+    report_error(error, trainer.global_rank, host(), launched)

@@ -12,9 +12,11 @@ one, lightning_logs/run-DATE-TIME.
 import atexit
 import logging
 import os
+import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +24,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -30,7 +31,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -99,13 +99,12 @@ class ResumingOnHosts(Resuming):
                 raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
-            group: Any = dist.new_group(backend="gloo")
-            if trainer.is_global_zero:
+            load = trainer.strategy.load_checkpoint
+            trainer.strategy.load_checkpoint = partial(_from_rank_0, load)  # type: ignore[method-assign]
+            try:
                 super().read(checkpoint_path, weights_only)
-            sent = [self._loaded_checkpoint]
-            dist.broadcast_object_list(sent, 0, group=group)
-            self._ckpt_path, self._loaded_checkpoint = checkpoint_path, sent[0]
-            dist.destroy_process_group(group)
+            finally:
+                del trainer.strategy.load_checkpoint
 
 
 class Trainer(pl.Trainer):
@@ -277,8 +276,8 @@ class Trainer(pl.Trainer):
         else:
             use(route)
         self.strategy.accelerator.setup_device(self.strategy.root_device)  # type: ignore[union-attr]
-        backend = self.strategy._get_process_group_backend()  # type: ignore[attr-defined]
         device = self.strategy.root_device
+        backend = self.strategy.process_group_backend or dist.get_default_backend_for_device(device)  # type: ignore[attr-defined]
         dist.init_process_group(
             backend,
             store=PrefixStore("ranks", rendezvous.store),
@@ -288,7 +287,7 @@ class Trainer(pl.Trainer):
             device_id=None if device.type == "cpu" else device,
         )
         if backend == "nccl":  # as Lightning does where it connects the ranks itself
-            atexit.register(_destroy_dist_connection)
+            atexit.register(_disconnect)
         return rendezvous, route
 
     def _meet_as_equals(self) -> None:
@@ -321,7 +320,15 @@ class Trainer(pl.Trainer):
             fast: leave out what takes time: how fast network, device and loader are, and the memory.
             join_timeout: seconds to wait for all ranks; who is missing then is named.
         """
-        return list(call._call_and_handle_interrupt(self, self._examine, model, datamodule, fast, join_timeout))
+        launcher, given = self.strategy.launcher, (model, datamodule, fast, join_timeout)
+        try:
+            found = self._examine(*given) if launcher is None else launcher.launch(self._examine, *given, trainer=self)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses it again need not
+            if kill := getattr(launcher, "kill", None):  # the ranks that this process has started
+                kill(signal.SIGKILL)
+            raise SystemExit(1) from None
+        return list(found)
 
     def bench(
         self,
@@ -417,6 +424,23 @@ class Trainer(pl.Trainer):
             self.limit_train_batches = dev_steps * accumulation
         elif isinstance(self._overfit, int) and self._overfit:
             self.limit_train_batches = self._overfit * accumulation
+
+
+def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What rank 0 reads, on all ranks."""
+    group: Any = dist.new_group(backend="gloo")
+    sent = [load(*args, **kwargs) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, 0, group=group)
+    dist.destroy_process_group(group)
+    return sent[0]
+
+
+def _disconnect() -> None:
+    """At the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _gather(mine: Any) -> list[Any]:

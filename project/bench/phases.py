@@ -2,16 +2,50 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
+
+from project.data.dealing import DealtLoader
 
 NAMES = ("data", "copy", "forward", "backward", "sync", "optimiser", "logging")
+
+
+_measuring: list["Phases"] = []  # what is told of the loaders; one at most
+
+
+def watch_loaders() -> None:
+    """Whoever begins to iterate over a loader from now on can be measured. Called before training begins, once."""
+    for kind in (DataLoader, DealtLoader):  # ours may get its batches without DataLoader's own iterator
+        _watch(kind)
+
+
+def _watch(kind: Any) -> None:
+    begin = kind.__iter__
+
+    def begin_watched(loader: Any) -> Iterator[Any]:
+        return _answers(begin(loader))  # the loader's processes start now, and not with the first batch
+
+    kind.__iter__ = begin_watched
+
+
+def _answers(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        for phases in _measuring:
+            phases.mark("logging")
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            for phases in _measuring:
+                phases.mark("data")
+        yield batch
 
 
 class Phases:
@@ -31,12 +65,12 @@ class Phases:
         self._watch()
 
     def end(self) -> dict[str, float]:
-        self._mark("logging")
+        self.mark("logging")
         for undo in reversed(self._undo):
             undo()
         return {name: self._spent[name] for name in NAMES}
 
-    def _mark(self, phase: str) -> None:
+    def mark(self, phase: str) -> None:
         """What was since the last mark was this."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -45,14 +79,14 @@ class Phases:
         self._now = now
 
     def _watch(self) -> None:
-        for loader in (dataloader._BaseDataLoaderIter, _DataFetcher):  # of the plain loop, and of Lightning's
-            self._around(loader, "__next__", "logging", "data")
+        _measuring.append(self)
         self._around(torch.Tensor, "backward", "forward", "sync")
         networks = nn.modules.module
         self._undo += [
+            partial(_measuring.remove, self),
             networks.register_module_forward_pre_hook(self._begin_forward).remove,
             networks.register_module_forward_hook(self._end_forward, always_call=True).remove,
-            register_optimizer_step_post_hook(lambda *_: self._mark("optimiser")).remove,
+            register_optimizer_step_post_hook(lambda *_: self.mark("optimiser")).remove,
         ]
 
     def _around(self, owner: Any, name: str, before: str, after: str) -> None:
@@ -60,22 +94,22 @@ class Phases:
         inner = getattr(owner, name)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._mark(before)
+            self.mark(before)
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._mark(after)
+                self.mark(after)
 
         setattr(owner, name, marked)
         self._undo.append(lambda: setattr(owner, name, inner))
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._deep:
-            self._mark("copy")
+            self.mark("copy")
             if not self._hooked:
                 self._hooked = True
                 for parameter in module.parameters():  # whichever gradient comes last
-                    hook = parameter.register_post_accumulate_grad_hook(lambda _: self._mark("backward"))  # type: ignore[no-untyped-call]
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))  # type: ignore[no-untyped-call]
                     self._undo.append(hook.remove)
         self._deep += 1
 

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from project.bench.phases import Phases
+from project.bench.phases import Phases, watch_loaders
 
 SOCKET = "BENCH_SOCKET"
 
@@ -62,6 +62,9 @@ class Worker:
 
 class BenchWorker(Callback):
     """The worker, in our training."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        watch_loaders()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worker = Worker()
@@ -115,6 +118,7 @@ def main() -> None:
     if trivial:
         plain.SyntheticDataset = Ready  # type: ignore[attr-defined]
     torch.manual_seed(0)
+    watch_loaders()
     plain.train(args, Trivial() if trivial else plain.MiniResNet(), Worker().after_step)
 
 

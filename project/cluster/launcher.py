@@ -35,19 +35,14 @@ class SrunEnvironment(SLURMEnvironment):
     whose name only Slurm knows.
     """
 
+    def __init__(self) -> None:  # Lightning's does nothing more than this and its checks
+        self.auto_requeue, self.requeue_signal = False, None
+
     @property
     def main_address(self) -> str:
         if "MASTER_ADDR" not in os.environ:
             os.environ["MASTER_ADDR"] = _reachable(self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
         return os.environ["MASTER_ADDR"]
-
-    @staticmethod
-    def _validate_srun_used() -> None:
-        pass
-
-    @staticmethod
-    def _validate_srun_variables() -> None:
-        pass
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         pass
@@ -82,7 +77,7 @@ class Launch:
         if self.kind == "torchrun":
             return TorchElasticEnvironment()
         if self.kind == "srun":
-            return SrunEnvironment(auto_requeue=False)
+            return SrunEnvironment()
         return LightningEnvironment()
 
     def settle(self, trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

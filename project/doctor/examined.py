@@ -30,9 +30,7 @@ class _ModelAndData:
     def __init__(self, trainer: Trainer, model: LightningModule, data: LightningDataModule) -> None:
         self.trainer, self.data = trainer, data
         self.device = trainer.strategy.root_device
-        model.__dict__["_trainer"], kept = None, model.__dict__.get("_trainer")
-        self.model = copy.deepcopy(model)
-        model.__dict__["_trainer"] = kept
+        self.model = copy.deepcopy(model, {id(trainer): trainer})  # of the Trainer, which the model knows, no copy is made
         self.model.trainer = trainer
         self.model.configure_model()
         self.model.setup("fit")

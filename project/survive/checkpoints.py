@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,6 +27,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from project.errors import UserError
 from project.survive.readable import check, plain_values
 from project.train.position import out_of_time, position, within_epoch
+from project.train.resuming import checkpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning's reader and writer, with `weights_only` on unless it was switched off."""
 
     def load_checkpoint(
-        self, path: _PATH, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         try:
             with plain_values():
@@ -250,7 +250,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Now, and not when the run has been lost: could it go on from what would be saved?
-        check(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        check(checkpoint_of(trainer))
         self._read_back = False
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
@@ -339,7 +339,7 @@ class Checkpoints(Checkpoint):
     def _record(self, trainer: Trainer, finished: bool) -> Record:
         """A copy of the run's state in main memory, and its manifest; on other ranks than 0, nothing."""
         at = position(trainer)
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = checkpoint_of(trainer)
         if not trainer.is_global_zero:
             return {}, {}
         # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from project.cluster.launcher import host
 from project.survive.checkpoints import checkpoints_of
+from project.train.finite import not_finite
+from project.train.loop import is_fused
 from project.train.micro_batch import MicroBatch, micro_batch
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class NonFinite(Callback):
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
-        if self._late and self.act == "skip" and _scaler(trainer) is None and not _skips_by_itself(trainer.optimizers[0]):
+        if self._late and self.act == "skip" and _scaler(trainer) is None and not is_fused(trainer.optimizers[0]):
             log.info(
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
@@ -121,11 +123,9 @@ class NonFinite(Callback):
         if not gradients:
             return
         step = self._step
-        step.flag = torch.zeros_like(self._one)
-        # GradScaler's own check, with a scale of 1: exact, and the cheapest there is.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, step.flag, self._one)
+        step.flag = not_finite(gradients, self._one)
         scaled = _scaler(trainer) is not None
-        by_itself = scaled or (_skips_by_itself(optimizer) and bool(optimizer.state))  # a state not yet made would not be
+        by_itself = scaled or (is_fused(optimizer) and bool(optimizer.state))  # a state not yet made would not be
         if self._late and (self.act == "stop" or by_itself):
             if self.act == "skip":
                 trainer.skipped = step.flag > 0  # type: ignore[attr-defined]
@@ -225,11 +225,6 @@ class NonFinite(Callback):
 
 def _scaler(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether it heeds `found_inf`, which GradScaler leaves on an optimiser that is fused."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _finite(module: LightningModule) -> bool:

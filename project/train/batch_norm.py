@@ -29,21 +29,20 @@ def batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 def _compiled(module: nn.Module) -> set[nn.Module]:
     """The layers that torch.compile has translated."""
-    whole = (one for one in module.modules() if one._compiled_call_impl is not None or "_orig_mod" in one._modules)
+    # What torch.compile wraps is in a class of this name, which has no public place.
+    kinds = {one: type(one).__name__ == "OptimizedModule" for one in module.modules()}
+    whole = (one for one, wraps in kinds.items() if wraps or one._compiled_call_impl is not None)
     return {layer for one in whole for layer in one.modules()}
 
 
 class _Layer:
     """A layer, and the buffers that it has while it computes: the mean over the forward passes of this step, on this rank."""
 
-    def __init__(self, norm: _BatchNorm, compiled: bool, passes: Tensor) -> None:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
+    def __init__(self, norm: _BatchNorm, compiled: bool, passes: Tensor, mean: Tensor, var: Tensor) -> None:
         self.norm, self.compiled, self.passes = norm, compiled, passes
-        self.mean, self.var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
         self._other = {
-            "running_mean": self.mean,
-            "running_var": self.var,
+            "running_mean": mean,
+            "running_var": var,
             "num_batches_tracked": None if compiled else passes,
         }
         self._own: dict[str, Tensor | None] = {}
@@ -67,13 +66,6 @@ class _Layer:
             self._own = {}
 
     @property
-    def running(self) -> list[Tensor]:
-        """Its own statistics, which may be other tensors than they were a step ago."""
-        assert self.norm.running_mean is not None
-        assert self.norm.running_var is not None
-        return [self.norm.running_mean, self.norm.running_var]
-
-    @property
     def momentum(self) -> float:
         """What its own statistics are moved by: with momentum=None they are the mean over all steps."""
         if self.norm.momentum is not None:
@@ -82,11 +74,48 @@ class _Layer:
         return 1 / (int(tracked) + 1) if tracked is not None else 0.0
 
 
+def _running(norm: _BatchNorm) -> list[Tensor]:
+    """Its own statistics, which may be other tensors than they were a step ago."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return [norm.running_mean, norm.running_var]
+
+
+class _Row:
+    """Statistics of one type, one beside the other in memory: one operation is enough for all of them."""
+
+    def __init__(self, norms: list[_BatchNorm]) -> None:
+        self.norms = norms
+        own = [part for norm in norms for part in _running(norm)]
+        self.sizes = [part.numel() for part in own]
+        self.gathered = own[0].new_zeros(sum(self.sizes))  # in the layers' other buffers
+        parts = torch.split(self.gathered, self.sizes)
+        self.others = [part.view_as(one) for part, one in zip(parts, own, strict=True)]
+        self._own, self._places = own[0].new_zeros(0), [-1] * len(own)
+
+    def own(self) -> Tensor:
+        """The layers' own statistics. They are moved there, and once more where somebody has given a layer others since."""
+        parts = [part for norm in self.norms for part in _running(norm)]
+        if [part.data_ptr() for part in parts] != self._places:
+            self._own = torch.cat([part.detach().flatten() for part in parts])
+            for part, place in zip(parts, torch.split(self._own, self.sizes), strict=True):
+                part.data = place.view_as(part)
+            self._places = [part.data_ptr() for part in parts]
+        return self._own
+
+    def leave(self) -> None:
+        """Each layer's own statistics lie by themselves again."""
+        if self._own.numel():
+            for part in [part for norm in self.norms for part in _running(norm)]:
+                part.data = part.detach().clone()
+
+
 class StepStatistics(Callback):
     """Keeps the running statistics a function of the step's micro-batches. `num_batches_tracked` counts steps."""
 
     def __init__(self) -> None:
         self._layers: list[_Layer] = []
+        self._rows: list[_Row] = []
         self._passes = torch.zeros(0, dtype=torch.int64)  # of each layer; on the host: nobody waits for a device to read it
         self._sizes: list[int] = []
         self._layer_of = torch.zeros(0, dtype=torch.int64)  # for each statistic
@@ -96,16 +125,26 @@ class StepStatistics(Callback):
         self._arriving: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        compiled, norms = _compiled(pl_module), [norm for _, norm in batch_norms(pl_module)]
+        kinds: dict[Any, list[_BatchNorm]] = {}
+        for _, norm in batch_norms(pl_module):
+            kinds.setdefault(_running(norm)[0].dtype, []).append(norm)
+        self._rows = [_Row(norms) for norms in kinds.values()]
+        compiled, norms = _compiled(pl_module), [norm for row in self._rows for norm in row.norms]
+        others = iter([other for row in self._rows for other in row.others])
         self._passes = torch.zeros(len(norms), dtype=torch.int64)
-        self._layers = [_Layer(norm, norm in compiled, self._passes[at]) for at, norm in enumerate(norms)]
+        self._layers = [
+            _Layer(norm, norm in compiled, passes, next(others), next(others))
+            for norm, passes in zip(norms, self._passes, strict=True)
+        ]
         self._number = self._gathered = 0
         self._sums = self._arriving = None
         if not norms:
             return
-        self._sizes = [part.numel() for layer in self._layers for part in layer.running]
+        self._sizes = [size for row in self._rows for size in row.sizes]
         owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
-        self._layer_of = owners.to(self._layers[0].mean.device)
+        self._layer_of = owners.to(self._rows[0].gathered.device)
+        for row in self._rows:
+            row.own()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
         step = trainer.strategy.training_step
         trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
@@ -114,7 +153,8 @@ class StepStatistics(Callback):
         self._number = batch_idx % trainer.accumulate_grad_batches
         if self._number == 0 and self._layers:
             # A mean that was not finite must leave no trace in the next.
-            torch._foreach_zero_([part for layer in self._layers for part in (layer.mean, layer.var)])
+            for row in self._rows:
+                row.gathered.zero_()
             self._passes.zero_()
             self._gathered = 0
 
@@ -134,11 +174,11 @@ class StepStatistics(Callback):
 
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
-        passes = self._passes.tolist()
-        means = [part for layer in self._layers for part in (layer.mean, layer.var)]
-        sums = torch._foreach_mul(means, [float(number) for number in passes for _ in range(2)])
+        means = [row.gathered for row in self._rows]
         numbers = self._passes.to(means[0].device, means[0].dtype, non_blocking=True)
-        self._sums = torch.cat([*(part.flatten() for part in sums), numbers])
+        times = torch.split(numbers.index_select(0, self._layer_of), [len(one) for one in means])
+        sums = [mean * time.to(mean.dtype) for mean, time in zip(means, times, strict=True)]
+        self._sums = torch.cat([*sums, numbers])
         if trainer.world_size > 1:
             self._arriving = dist.all_reduce(self._sums, async_op=True)
 
@@ -168,13 +208,18 @@ class StepStatistics(Callback):
         if skipped is True:
             return
         moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
-        running = [part for layer in self._layers for part in layer.running]
-        before = torch.cat([part.flatten() for part in running])
+        own = [row.own() for row in self._rows]
+        before = own[0] if len(own) == 1 else torch.cat(own)
         means = sums / passes.clamp(min=1).index_select(0, self._layer_of)
         means = torch.where(moved.index_select(0, self._layer_of), means, before)
-        parts = [part.view_as(own) for part, own in zip(torch.split(means - before, self._sizes), running, strict=True)]
-        torch._foreach_mul_(parts, [layer.momentum for layer in self._layers for _ in range(2)])
-        torch._foreach_add_(running, parts)
+        change, momenta = means - before, [layer.momentum for layer in self._layers]
+        if len(set(momenta)) == 1:
+            change.mul_(momenta[0])
+        else:
+            for at, part in enumerate(torch.split(change, self._sizes)):
+                part.mul_(momenta[at // 2])
+        for statistics, part in zip(own, torch.split(change, [len(one) for one in own]), strict=True):
+            statistics.add_(part)
         for layer, counts in zip(self._layers, moved.to(torch.int64).unbind(), strict=True):
             if layer.norm.num_batches_tracked is not None:
                 layer.norm.num_batches_tracked.add_(counts)
@@ -187,4 +232,6 @@ class StepStatistics(Callback):
 
     def _leave(self, trainer: Trainer) -> None:
         trainer.strategy.__dict__.pop("training_step", None)
-        self._layers = []
+        for row in self._rows:
+            row.leave()
+        self._layers, self._rows = [], []

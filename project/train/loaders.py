@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
@@ -45,6 +46,12 @@ class Loaders(_DataConnector):
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._counted = False
         self._said: set[str] = set()
+        self.attached: LightningDataModule | None = None
+        """The data module of this verb."""
+
+    def attach_datamodule(self, model: Any, datamodule: LightningDataModule | None = None) -> None:
+        super().attach_datamodule(model, datamodule)
+        self.attached = datamodule
 
     def start_over(self) -> None:
         """Another fit, or another verb."""

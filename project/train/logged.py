@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
 from project.data.dealing import DealtLoader
@@ -74,7 +69,7 @@ class Results(_ResultCollection):
                 meta: Any = self[key].meta
                 made[key] = {
                     "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
-                    "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+                    "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
                     "ranks": [one[key] for one in everybodys],
                 }
         return made
@@ -83,7 +78,7 @@ class Results(_ResultCollection):
         """With the next epoch that begins."""
         self._from_before = sums, rank, ranks
 
-    def put_back(self, device: torch.device, sync: Callable[..., Any]) -> None:
+    def put_back(self, device: torch.device, reduce: Callable[..., Any]) -> None:
         """What was summed up on another number of ranks is rank 0's now."""
         if self._from_before is None:
             return
@@ -97,14 +92,21 @@ class Results(_ResultCollection):
                 value, samples = (how(torch.stack(parts), 0) for parts in zip(*of_ranks, strict=True))
                 if rank and how is torch.sum:
                     value, samples = torch.zeros_like(value), torch.zeros_like(samples)
-            meta = _Metadata(**one["meta"])
-            meta.sync = _Sync(fn=sync, **one["sync"])
-            metric: Any = _ResultMetric(meta, is_tensor=True)
+            should, rank_zero_only = one["sync"].values()
+            meta = dict(one["meta"])
+            self.pop(key, None)  # of an earlier fit
+            fx, name = meta.pop("fx"), meta.pop("name")
+            # As when it was logged for the first time, but without that value, which the ranks need not meet for.
+            self.log(fx, name, torch.zeros(()), **meta, batch_size=1, sync_dist_fn=reduce, rank_zero_only=rank_zero_only)
+            metric: Any = self[key]
+            metric.reset()
+            metric.has_reset, metric.meta.sync.should = False, should
             metric.value = value
-            if meta.is_mean_reduction:
+            if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = samples
             self[key] = metric.to(device)
-            self.kept.add(meta.fx)
+            self.kept.add(fx)
+        self._of_step.clear()
 
 
 class Logged(_LoggerConnector):
@@ -117,7 +119,7 @@ class Logged(_LoggerConnector):
             at, steps = micro_batch(self.trainer), self.trainer.fit_loop.epoch_loop
             results.batch_size = at.size or None
             begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
-            results.begin_micro_batch(at.weight, begins, not steps._should_accumulate())
+            results.begin_micro_batch(at.weight, begins, not steps.accumulates())
             return
         loop: Any = self.trainer._active_loop
         loaders = loop._combined_loader.flattened

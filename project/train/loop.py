@@ -7,16 +7,15 @@ Lightning's own loop does it.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -26,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.train.logged import Results
@@ -54,12 +53,15 @@ def fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], N
     loop.before_fetch, loop.after_fetch = before, after
 
 
-class _Weighted(_AutomaticOptimization):
-    """Lightning's own way through a micro-batch, with the micro-batch's weight."""
+class _Weighed:
+    """Gives what Lightning's own way through a micro-batch makes of a step's output the micro-batch's weight."""
 
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        result = super()._training_step(kwargs)
-        weight = micro_batch(self.trainer).weight
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def from_training_step_output(self, output: Any, micro_batches: int) -> ClosureResult:
+        result = ClosureResult.from_training_step_output(output, micro_batches)
+        weight = micro_batch(self._trainer).weight
         if weight != 1.0 and result.closure_loss is not None:
             result.closure_loss = result.closure_loss * weight
         return result
@@ -68,15 +70,15 @@ class _Weighted(_AutomaticOptimization):
 class _Named:
     """The batches of a loader, each noted as the one at hand before anybody sees it."""
 
-    def __init__(self, fetcher: _DataFetcher, note: Callable[[Any], None]) -> None:
-        self._fetcher, self._note = fetcher, note
+    def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
+        self._fetcher, self._fetch, self._note = fetcher, fetch, note
 
     @property
     def done(self) -> bool:
-        return self._fetcher.done
+        return bool(self._fetcher.done)
 
     def __next__(self) -> Any:
-        found = next(self._fetcher)
+        found = self._fetch(self._fetcher)
         self._note(found[0])
         return found
 
@@ -105,7 +107,7 @@ class Steps(_TrainingEpochLoop):
 
     def __init__(self, trainer: Trainer, **settings: Any) -> None:
         super().__init__(trainer, **settings)
-        self.automatic_optimization = _Weighted(trainer)
+        self.automatic_optimization.output_result_cls = _Weighed(trainer)  # type: ignore[assignment]
         self._results = Results(training=True)
 
     # Where a run goes on ---------------------------------------------------------------------------------------------
@@ -125,14 +127,10 @@ class Steps(_TrainingEpochLoop):
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
 
-    @property
-    def _is_validation_done(self) -> bool:
-        return not self._validation_due
-
-    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         if self._validation_due:
             return True
-        if self.trainer.should_stop and (self._should_accumulate() or self.is_out_of_time()):
+        if self.trainer.should_stop and (self.accumulates() or self.is_out_of_time()):
             # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
             # and the points of a curve are not.
             self.trainer.should_stop = False
@@ -143,8 +141,19 @@ class Steps(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """Who asks for the end within a step gets it after that step."""
-        return super().done and not (self.trainer.should_stop and self._should_accumulate())
+        """Who asks for the end within a step gets it after that step, and after the validation that follows it."""
+        return not self._validation_due and super().done and not (self.trainer.should_stop and self.accumulates())
+
+    def ends_epoch(self) -> bool:
+        """Whether the micro-batch at hand is the last of its epoch."""
+        batches: Any = self.batch_progress
+        return bool(batches.is_last_batch or batches.current.ready == self.trainer.num_training_batches)
+
+    def accumulates(self) -> bool:
+        """Whether its step goes on after the micro-batch at hand."""
+        if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
+            return False
+        return self.trainer.strategy.handles_gradient_accumulation or not self.ends_epoch()
 
     def is_out_of_time(self) -> bool:
         """Asked when training is about to stop, by all ranks; rank 0's clock counts."""
@@ -154,13 +163,13 @@ class Steps(_TrainingEpochLoop):
             self._out_of_time = self.trainer.strategy.broadcast(out_of_time(self.trainer))
         return self._out_of_time
 
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+    def on_advance_end(self, data_fetcher: Any) -> None:
         super().on_advance_end(data_fetcher)
         self._validation_due = False
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+    def on_run_start(self, data_fetcher: Any) -> None:
         seed_for_all(self.trainer, self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
@@ -168,7 +177,11 @@ class Steps(_TrainingEpochLoop):
             here = self.trainer.global_rank, self.trainer.world_size
             put_back(self.metric_states, self.trainer.lightning_module, *here)
             self.metric_states = None
-        self._usual, self._out_of_time = self._is_usual(data_fetcher), None
+        # By its name, as Lightning does: a module that takes the batches by itself.
+        self._takes_batches = bool(
+            is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+        )
+        self._usual, self._out_of_time = self._is_usual(), None
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
@@ -185,48 +198,65 @@ class Steps(_TrainingEpochLoop):
         self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
         configs = self.trainer.lr_scheduler_configs
         self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
-        hooks = self.trainer._data_connector._datahook_selector
-        assert hooks is not None
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        self._before, self._transfer, self._after = (getattr(hooks.get_instance(name), name) for name in names)
+        self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
 
-    def _is_usual(self, data_fetcher: _DataFetcher) -> bool:
+    def _mover(self, hook: str) -> Any:
+        """Who moves a batch to the device by this hook: the data module, where it has one of its own, or the module."""
+        loaders: Any = self.trainer._data_connector
+        data, module = loaders.attached, self.trainer.lightning_module
+        if data is None or not is_overridden(hook, data, LightningDataModule):
+            return module
+        if is_overridden(hook, module, LightningModule):
+            rank_zero_warn(f"`{hook}` is the LightningDataModule's. That of the LightningModule is not called.")
+        return data
+
+    def _averages(self) -> bool:
+        """Whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
+        callbacks: list[Callback] = self.trainer.callbacks
+        theirs = [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
+        return any(self.trainer.current_epoch > one.swa_end for one in theirs)
+
+    def _is_usual(self) -> bool:
         trainer, module = self.trainer, self.trainer.lightning_module
         strategy, precision = trainer.strategy, trainer.precision_plugin
         return (
             module.automatic_optimization
             and not any(is_overridden(name, module, LightningModule) for name in _TAKES_OVER)
-            and not self.automatic_optimization._skip_backward
+            and not self._averages()
             and type(trainer.profiler) is PassThroughProfiler
             and type(strategy) in (DDPStrategy, SingleDeviceStrategy)
             and getattr(strategy, "_model_averager", None) is None
             and type(precision) in (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
             and len(trainer.optimizers) == 1
             and _steps_once(trainer.optimizers[0])
-            and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+            and not self._takes_batches
         )
 
-    def _on_before_fetch(self) -> None:
-        super()._on_before_fetch()
+    def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()
-
-    def _on_after_fetch(self) -> None:
-        self.after_fetch()
-        super()._on_after_fetch()
+        try:
+            return next(data_fetcher)
+        finally:
+            self.after_fetch()
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass
 
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: Any) -> None:
         """A micro-batch, from the loader to the metrics."""
         if self._validation_due:
             return  # what follows is `on_advance_end`
+        if self._takes_batches:
+            self.before_fetch()  # whenever it does so
+            self.after_fetch()
+            super().advance(data_fetcher)
+            return
         if not self._usual:
-            whole = isinstance(data_fetcher, _DataLoaderIterDataFetcher)  # the module takes the batches by itself
-            super().advance(data_fetcher if whole else _Named(data_fetcher, self._note))  # type: ignore[arg-type]
+            super().advance(_Named(data_fetcher, self._fetch, self._note))  # type: ignore[arg-type]
             return
         trainer, progress, logged = self.trainer, self.batch_progress, self._results
-        batch, _, _ = next(data_fetcher)
+        batch, _, _ = self._fetch(data_fetcher)
         number = progress.current.ready
         self._note(batch)
         progress.is_last_batch = data_fetcher.done
@@ -240,7 +270,7 @@ class Steps(_TrainingEpochLoop):
         self._tell("on_train_batch_start", batch, number)
         progress.increment_started()
 
-        if accumulates := self._should_accumulate():
+        if accumulates := self.accumulates():
             with getattr(self._strategy, "block_backward_sync", nullcontext)():
                 outputs = self._gradient(batch, number)
         else:
@@ -266,7 +296,7 @@ class Steps(_TrainingEpochLoop):
         if number % self.trainer.accumulate_grad_batches == 0:
             self._optimizer.zero_grad()
             self._learned = False
-        if not (accumulates := self._should_accumulate()):
+        if not (accumulates := self.accumulates()):
             self._step()
         self._processed(number, accumulates)
         self._tell("on_train_batch_end", {}, None, number)
@@ -340,7 +370,7 @@ class Steps(_TrainingEpochLoop):
         if not self._learned:  # no micro-batch of this step had a loss
             count.increment_completed()
             return
-        if self._scaler is not None and not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+        if self._scaler is not None and not is_fused(self._optimizer):
             self._scaler.unscale_(self._optimizer)
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
@@ -358,7 +388,7 @@ class Steps(_TrainingEpochLoop):
         self.batch_progress.increment_processed()
         if not accumulates:
             self._move_schedules(number + 1)
-        if self._num_ready_batches_reached():
+        if self.ends_epoch():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _move_schedules(self, number: int) -> None:
@@ -369,14 +399,16 @@ class Steps(_TrainingEpochLoop):
                 config.scheduler.step()
                 self.scheduler_progress.increment_completed()
 
-    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning counts a rank's micro-batches where a frequency is one of steps."""
+        if interval == "step" and self.accumulates():
+            return
         of_steps = [one for one in self.trainer.lr_scheduler_configs if one.interval == "step"]
         many = self.trainer.accumulate_grad_batches
         for config in of_steps:
             config.frequency *= many
         try:
-            super()._update_learning_rates(interval, update_plateau_schedulers)
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
         finally:
             for config in of_steps:
                 config.frequency //= many
@@ -406,3 +438,8 @@ class Steps(_TrainingEpochLoop):
 def _steps_once(optimizer: Optimizer) -> bool:
     """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it unscales by itself, and takes no step where GradScaler finds that the gradient is not finite."""
+    return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))

@@ -54,7 +54,7 @@ def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
             continue
         if name in buffers and there is not None:
             owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = torch.empty_like(there, device=buffers[name].device)
+            setattr(module.get_submodule(owner), leaf, torch.empty_like(there, device=buffers[name].device))
         else:
             differing.append(f"{name} is {_shape(there)} there and {_shape(here)} here")
     if differing:

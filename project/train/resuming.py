@@ -8,6 +8,7 @@ only what has happened since (how far the schedule is) comes from the checkpoint
 import hashlib
 import io
 import logging
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -26,6 +27,11 @@ from project.train.made_later import Shapes, make_room, refuse_made_later, shape
 from project.train.position import Position, position, set_counters
 
 log = logging.getLogger(__name__)
+
+
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 class Resuming(_CheckpointConnector):
@@ -62,17 +68,14 @@ class Resuming(_CheckpointConnector):
 
     # And back --------------------------------------------------------------------------------------------------------
 
-    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
-        # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
-        self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        super()._restore_modules_and_callbacks(path, weights_only)
-
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         super().resume_start(checkpoint_path, weights_only)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        self.read(checkpoint_path, weights_only)
+        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
+        self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
+        self.read(path, weights_only)
         if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
             self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
@@ -92,7 +95,7 @@ class Resuming(_CheckpointConnector):
             at = Position(**self._loaded_checkpoint["position"])
         except TypeError:
             raise UserError(
-                f"{self._ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
+                f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
         if at.begun:
@@ -196,10 +199,12 @@ def _follow(schedule: Any) -> None:
     """The optimiser gets the learning rate that a changed schedule has at this step, where the schedule can tell."""
     tell = getattr(schedule, "_get_closed_form_lr", None)
     if tell is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
-        schedule._get_lr_called_within_step = True  # or it warns that somebody else asks
         tell = schedule.get_lr
     if tell is not None:
-        for group, lr in zip(schedule.optimizer.param_groups, tell(), strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that somebody else asks than its own `step`
+            lrs = tell()
+        for group, lr in zip(schedule.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
 
 

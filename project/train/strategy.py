@@ -9,11 +9,14 @@ the order in which their gradients come.
 
 import inspect
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ddp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,20 +42,46 @@ def _learning(module: nn.Module) -> set[int]:
 
 
 class OrderedDDP(DistributedDataParallel):
-    """DistributedDataParallel whose buckets never change."""
+    """DistributedDataParallel whose buckets never change.
+
+    Buffers that a network moves by itself are rank 0's, as DistributedDataParallel has it; batch norm's are all ranks'.
+    """
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        super().__init__(module, **settings)
-        self._shared = _learning(module)
-        # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt anyway, or not until they know their graph.
-        if not self.find_unused_parameters and not self.static_graph:
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
+        norms = batch_norms(module)
+        kept_equal = [f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)]
+        self._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
+        others = [name for name, _ in module.named_buffers() if name not in set(kept_equal)]
+        if others:
+            more = ", ..." if len(others) > 5 else ""
+            log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
+        sync = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
+        # Lightning makes it on a stream of its own, which the network's parameters may not be ready for.
+        with torch.cuda.stream(torch.cuda.default_stream()) if settings.get("device_ids") else nullcontext():
+            super().__init__(module, **{**sync, **settings})
+            # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
+            if not self.find_unused_parameters and not self.static_graph:
+                self.reducer._push_all_rebuilt_params()
+                self.reducer._rebuild_buckets()
+        self._shared, self._settings = _learning(module), settings
+        self._hooks: list[tuple[object, Callable[..., Any]]] = []
 
     @property
     def shared(self) -> set[int]:
         """The parameters whose gradients it adds up."""
         return self._shared
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        super().register_comm_hook(state, hook)
+        self._hooks.append((state, hook))
+
+    def made_anew(self, module: nn.Module) -> "OrderedDDP":
+        """As this one, which is of no use any more, for the parameters that learn now."""
+        del self.reducer, self.logger  # what they have hooked to the parameters goes with them
+        new = OrderedDDP(module, **self._settings)
+        for state, hook in self._hooks:
+            new.register_comm_hook(state, hook)
+        return new
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -61,36 +90,27 @@ class OrderedDDP(DistributedDataParallel):
 
 def share_in_order(strategy: DDPStrategy) -> None:
     """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
-    strategy._setup_model = partial(_wrap, strategy)  # type: ignore[method-assign]
-    if strategy.world_size == 1:
-        strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
+    how = _share_with_nobody if strategy.world_size == 1 else partial(_configure, strategy)
+    strategy.configure_ddp = how  # type: ignore[method-assign]
 
 
 def _share_with_nobody() -> None:
     pass
 
 
-def _wrap(strategy: DDPStrategy, module: nn.Module) -> OrderedDDP:
-    """Buffers that a network moves by itself are rank 0's, as DistributedDataParallel has it; batch norm's are all ranks'."""
-    kept_equal = [f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)]
-    OrderedDDP._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
-    others = [name for name, _ in module.named_buffers() if name not in set(kept_equal)]
-    if others:
-        more = ", ..." if len(others) > 5 else ""
-        log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
-    settings = {_SYNC_BUFFERS: bool(others)} if _OLD not in strategy._ddp_kwargs else {}
-    settings |= strategy._ddp_kwargs
-    return OrderedDDP(module, device_ids=strategy.determine_ddp_device_ids(), **settings)
+def _configure(strategy: DDPStrategy) -> None:
+    """Lightning's own way, which knows the settings that the user gave the strategy, but for the class that it makes."""
+    module: Any = ddp
+    plain, module.DistributedDataParallel = module.DistributedDataParallel, OrderedDDP
+    try:
+        type(strategy).configure_ddp(strategy)
+    finally:
+        module.DistributedDataParallel = plain
 
 
 def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:
     """Wraps the module again if other parameters learn than before: DistributedDataParallel knows those that it began with,
     and would leave the gradients of the others to each rank."""
     before = strategy.model
-    if not isinstance(before, OrderedDDP) or before.shared == _learning(module):
-        return
-    hooks = before._comm_hooks
-    before.reducer._remove_autograd_hooks()
-    strategy.model = _wrap(strategy, module)
-    for hook, state in hooks:
-        strategy.model.register_comm_hook(state, hook)
+    if isinstance(before, OrderedDDP) and before.shared != _learning(module):
+        strategy.model = before.made_anew(module)

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +54,28 @@ class Events(TensorBoardLogger):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="")
+        self._tensorboard: Any = None  # its writer
+        self._hidden_from: int | None = None  # what is there from this step on is shown no more
         self._failing, self._logged = False, False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
         hook = threading.excepthook
         if not (isinstance(hook, partial) and hook.func is _thread_failed):
             threading.excepthook = partial(_thread_failed, hook)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """TensorBoard's writer. Lightning's logger would keep one whose disk was full, and can't be told a step later on."""
+        if self._tensorboard is None or self._tensorboard.file_writer is None:  # there is none yet, or it was closed
+            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+            hidden_from, self._hidden_from = self._hidden_from, None
+            self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from)
+        return self._tensorboard
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process that is started with a copy of this logger makes a writer of its own."""
+        return {**super().__getstate__(), "_tensorboard": None}
 
     def since(self, step: int) -> list[tuple[int, str, float]]:
         """What has been logged for this step and later ones: a checkpoint takes it along."""
@@ -71,7 +89,7 @@ class Events(TensorBoardLogger):
         (a run that goes on with the validation after a step does not).
         """
         _put_before_now(Path(self.log_dir))
-        self._kwargs["purge_step"] = step
+        self._hidden_from = step
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)
         if starts_again:
@@ -90,7 +108,7 @@ class Events(TensorBoardLogger):
             single = {name: value for name, value in single.items() if not self._known(step, name)}
             self._note(step, single)
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
-            self.experiment._get_file_writer().add_summary(summary, step)
+            self.experiment.file_writer.add_summary(summary, step)
             for name in (name for name, value in metrics.items() if isinstance(value, Mapping)):
                 self.experiment.add_scalars(name, metrics[name], step)
 
@@ -116,14 +134,13 @@ class Events(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._experiment is None:
+        if self._tensorboard is None or (writer := self._tensorboard.file_writer) is None:
             return
-        writer: Any = self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
         file = Path(writer.event_writer._file_name)
         self._try(lambda: self.experiment.close())
         if not self._logged and file.exists() and file.stat().st_size <= _HEAD:
             file.unlink()  # a run that failed before its first step has nothing to show in the dashboard
-            self._experiment = None
+            self._tensorboard = None
 
     def _try(self, write: Callable[[], object]) -> None:
         try:
@@ -133,5 +150,5 @@ class Events(TensorBoardLogger):
             if not self._failing:
                 log.error("What is measured can't be written for TensorBoard: %s. Training goes on.", error)
             self._failing = True
-            self._experiment = None  # TensorBoard's writer does not recover: the next attempt gets a new one
-            self._kwargs.pop("purge_step", None)
+            self._tensorboard = None  # TensorBoard's does not recover: the next attempt gets a new one
+            self._hidden_from = None

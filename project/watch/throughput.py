@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype, get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,6 +30,14 @@ from project.watch.stragglers import Stragglers, Times, excess
 log = logging.getLogger(__name__)
 
 _LATER = 2  # steps until a GPU has surely passed an event
+_COMPUTES_IN = {
+    "16": torch.float16,
+    "bf16": torch.bfloat16,
+    "32": torch.float32,
+    "64": torch.float64,
+    "transformer": torch.int8,
+}
+"""By what `trainer.precision` begins with."""
 Mark = Any  # a moment: seconds, or an event on the device
 
 
@@ -252,8 +260,9 @@ class Throughput(Callback):
 def peak(trainer: Trainer) -> int | None:
     """Floating-point operations a second that a rank's device can do in this precision, where Lightning knows it."""
     try:
-        return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
-    except Exception as error:  # a precision of one's own
+        computes, _, _ = str(trainer.precision).partition("-")
+        return get_available_flops(trainer.strategy.root_device, _COMPUTES_IN[computes])
+    except Exception as error:  # a precision, or a device, of one's own
         log.debug("The peak of this device can't be told: %s", error)
         return None
 

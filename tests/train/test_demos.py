@@ -11,7 +11,13 @@ from tests.train.test_own import newest
 # The module brings its loader, with micro-batches of one sample. In fp32 its first steps make much of the order of additions.
 TRANSFORMER = (
     *("fit", "--model=lightning.pytorch.demos.transformer.LightningTransformer", "--model.init_args.vocab_size=300"),
-    *("--trainer.global_batch_size=4", "--trainer.max_steps=6", "--trainer.accelerator=cpu", "--trainer.precision=64-true", "--run=it"),
+    *(
+        "--trainer.global_batch_size=4",
+        "--trainer.max_steps=6",
+        "--trainer.accelerator=cpu",
+        "--trainer.precision=64-true",
+        "--run=it",
+    ),
 )
 BORING = (
     *("fit", "--model=lightning.pytorch.demos.boring_classes.BoringModel"),

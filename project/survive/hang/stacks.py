@@ -4,7 +4,6 @@ Nothing here reads source files or asks the device: it must work in a process in
 """
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch._C._distributed_c10d as c10d
 from lightning.pytorch.trainer import trainer
 
 from project.survive.hang.warden import DUMP, dumped
@@ -108,18 +106,6 @@ def in_checkpoint(frames: list[FrameType]) -> bool:
 def in_collective(frames: list[FrameType]) -> bool:
     inside = os.path.join("torch", "distributed", "")
     return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
-
-
-def record() -> list[dict[str, Any]]:
-    """The flight recorder's entries: what this process asked NCCL and gloo to do, of late.
-
-    torch records NCCL's by default (TORCH_FR_BUFFER_SIZE), and from 2.15 on gloo's. Seen at work with gloo alone.
-    """
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        with suppress(Exception):  # a recorder that is not there, or not for this backend
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
-    return entries
 
 
 def pending(entries: list[dict[str, Any]]) -> str:

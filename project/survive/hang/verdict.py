@@ -26,6 +26,7 @@ from project.survive.agent import agent
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member, unpacked
 from project.survive.hang.warden import dumped, end_with_children, started
+from project.train.flight_recorder import record
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,7 @@ class Guilty:
     def testify(self, dump: str) -> "Guilty":
         """With what only the rank itself knows."""
         text = f"{stacks.threads()}\n{stacks.loaders(dump)}".rstrip()
-        return replace(
-            self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(stacks.record()), stacks=text[:_LONGEST]
-        )
+        return replace(self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(record()), stacks=text[:_LONGEST])
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
@@ -206,7 +205,7 @@ def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
     for one in ranks:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {one}.\n\n"
         (folder / f"hang-rank{one.rank}.txt").write_text(f"{head}{one.stacks}\n")
-    if entries := stacks.record():
+    if entries := record():
         (folder / f"hang-rank{ranks[0].rank}-collectives.json").write_text(json.dumps(entries))
 
 
