@@ -33,8 +33,7 @@ from project.model import ImageClassifier
 from project.runs import open_beside, open_run, saved_config, weights
 from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.failure import hang_up
-from project.survive.failure import report as report_error
+from project.survive.failure import hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log

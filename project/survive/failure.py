@@ -93,7 +93,7 @@ def message(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def report(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
+def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
     """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():

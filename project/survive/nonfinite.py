@@ -52,7 +52,7 @@ class Fault:
 
 
 @dataclass
-class Step:
+class CheckedStep:
     """What is kept of a step until it is known to be fine. Counted as in the log: `number` is 1 for the first."""
 
     number: int
@@ -76,8 +76,8 @@ class NonFinite(Callback):
         self.act = act
         self.skipped = self.scaled = 0
         self._row = 0
-        self._step = Step(0, 0)
-        self._unread: deque[Step] = deque()
+        self._step = CheckedStep(0, 0)
+        self._unread: deque[CheckedStep] = deque()
         self._one = torch.ones(())
         self._late = False
 
@@ -109,7 +109,7 @@ class NonFinite(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._step = Step(trainer.global_step + 1, trainer.current_epoch)
+            self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
             trainer.skipped = False  # type: ignore[attr-defined]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -156,7 +156,7 @@ class NonFinite(Callback):
 
     # DelayedSums, on a GPU -------------------------------------------------------------------------------------------------
 
-    def _read_later(self, step: Step) -> None:
+    def _read_later(self, step: CheckedStep) -> None:
         step.flag = step.flag.to("cpu", non_blocking=True)  # into pinned memory: the host does not wait
         if self._one.is_cuda:
             step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -184,7 +184,7 @@ class NonFinite(Callback):
 
     # What it was -----------------------------------------------------------------------------------------------------
 
-    def _is_a_fault(self, trainer: Trainer, step: Step, module: LightningModule | None = None) -> bool:
+    def _is_a_fault(self, trainer: Trainer, step: CheckedStep, module: LightningModule | None = None) -> bool:
         """Called by all ranks for the same step. False if it was but fp16's scale that was too high; if to stop: no return."""
         found = _exchange(trainer, _own(trainer, step))
         scaler = _scaler(trainer)
@@ -204,7 +204,7 @@ class NonFinite(Callback):
         return True
 
     @staticmethod
-    def _count(trainer: Trainer, step: Step, tag: str, count: int) -> None:
+    def _count(trainer: Trainer, step: CheckedStep, tag: str, count: int) -> None:
         for logger in trainer.loggers:
             logger.log_metrics({tag: count}, step=step.number)
 
@@ -231,7 +231,7 @@ def _finite(module: LightningModule) -> bool:
     return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
-def _own(trainer: Trainer, step: Step) -> list[Fault]:
+def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
     """This rank's micro-batches whose loss is not finite."""
     total = trainer.world_size * trainer.accumulate_grad_batches
     return [
@@ -255,7 +255,7 @@ def _parameters(module: LightningModule) -> list[str]:
     return [name for name, gradient in reversed(named) if not gradient.isfinite().all()]
 
 
-def _describe(step: Step, found: list[Fault], parameters: list[str]) -> str:
+def _describe(step: CheckedStep, found: list[Fault], parameters: list[str]) -> str:
     which = f"step {step.number} (epoch {step.epoch})"
     if found:
         more = f"; and {len(found) - 3} more micro-batches" if len(found) > 3 else ""

@@ -42,7 +42,7 @@ Mark = Any  # a moment: seconds, or an event on the device
 
 
 @dataclass
-class Step:
+class StepTimes:
     """The moments of one step."""
 
     before: Mark = None  # the end of the last step, unless there was a validation in between
@@ -76,11 +76,11 @@ class Throughput(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._step: Step | None = None
+        self._step: StepTimes | None = None
         self._fetching: Mark = None
         self._last_end: Mark = None
-        self._window: list[Step] = []
-        self._closed: tuple[int, list[Step]] | None = None
+        self._window: list[StepTimes] = []
+        self._closed: tuple[int, list[StepTimes]] | None = None
         self._rows: list[Tensor] = []
         self._arriving: Any = None
         self._warm = False
@@ -124,7 +124,7 @@ class Throughput(Callback):
         return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start  # type: ignore[no-any-return]
 
     def _fetch(self) -> None:
-        self._step = self._step or Step(self._last_end)
+        self._step = self._step or StepTimes(self._last_end)
         self._fetching = self._now()
 
     def _fetched(self) -> None:
@@ -187,7 +187,7 @@ class Throughput(Callback):
         else:
             self._rows = [row]
 
-    def _sum_up(self, window: list[Step]) -> Tensor:
+    def _sum_up(self, window: list[StepTimes]) -> Tensor:
         """Seconds a step in data, compute, gradient sync and between steps; samples a step."""
         if self._on_gpu:
             window[-1].end.synchronize()  # of two steps ago: nothing to wait for
