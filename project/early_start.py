@@ -7,6 +7,7 @@ Imports nothing heavy: this comes before PyTorch is loaded.
 """
 
 import os
+import random
 import re
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,16 @@ def _given(words: Sequence[str], sections: Sequence[Mapping[str, Any]], name: st
     return value
 
 
+def free_port() -> int:
+    """Of those that no connection takes by chance before the ranks come to it: a system gives these out from 32768 on."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of a hundred ports is free")
+
+
 def start(words: list[str]) -> None:
     """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
     if not words or words[0] not in _VERBS or not _LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
@@ -84,9 +96,7 @@ def start(words: list[str]) -> None:
         return
     if count < 2:
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": str(count), _MARK: str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, *sys.orig_argv[1:]]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from project.early_start import free_port
 from tests.cluster.machine import missing, wait_until
 
 # A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
@@ -150,7 +150,7 @@ def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE)
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
     output = folder / "output.txt"
     output.write_text("")
-    port = str(find_free_network_port())
+    port = str(free_port())
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
     if ranks > 1:

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from project.watch.console import log_to, open_log, sign
+from project.watch.console import log_to, name_speaker, open_log
 from tests.conftest import TINY, environment
 
 
@@ -39,7 +39,7 @@ def test_who_speaks(clean_logging, capsys, rank, expected):
 
 def test_rank_0_of_many_signs_its_errors(clean_logging, capsys):
     open_log(0, "h1")
-    sign(0, "h1", world_size=2)
+    name_speaker(0, "h1", world_size=2)
     logging.getLogger("project").info("fine")
     logging.getLogger("project").error("not fine")
     assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["INFO    fine", "ERROR   [rank 0, h1] not fine"]
