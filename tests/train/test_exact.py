@@ -1,0 +1,56 @@
+"""A sum has the same bits in any order, and is as right as float64 makes it."""
+
+import random
+
+import pytest
+import torch
+
+from project.train.exact import ExactSum
+
+
+def added(terms, *, largest=1.0, ranks=1):
+    """As so many ranks add them up: each its share, and then their folds."""
+    sums = [ExactSum(terms[0].shape, largest, len(terms)) for _ in range(ranks)]
+    for number, term in enumerate(terms):
+        sums[number % ranks].add(term)
+    levels = max(len(one.folds) for one in sums)
+    for one in sums[1:]:
+        for level, fold in enumerate(one.folds):
+            sums[0]._fold(level).add_(fold)
+    assert len(sums[0].folds) == levels
+    return sums[0].total()
+
+
+def wide(seed, count, spread):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(500, generator=generator) * 2.0 ** (torch.randn(500, generator=generator) * spread) for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("spread", [0, 4, 16, 30])
+@pytest.mark.parametrize("largest", [2.0**-40, 1.0, 2.0**30])
+def test_any_order_on_any_number_of_ranks(spread, largest):
+    terms = wide(1, 24, spread)
+    expected = added(terms, largest=largest)
+    for ranks in (2, 3, 4, 6, 8):
+        random.Random(ranks).shuffle(terms)
+        assert torch.equal(added(terms, largest=largest, ranks=ranks), expected)
+
+
+def test_it_is_closer_than_fp32s_own_additions():
+    terms = wide(2, 64, 6)
+    exact = torch.stack([one.double() for one in terms]).sum(0)
+    plain = torch.zeros(500)
+    for term in terms:
+        plain += term
+    ours = added(terms, largest=max(float(one.abs().max()) for one in terms)).float()
+    scale = exact.abs() + exact.abs().median()
+    assert ((ours.double() - exact).abs() / scale).median() <= ((plain.double() - exact).abs() / scale).median()
+    assert (ours.double() - exact).norm() < (plain.double() - exact).norm()
+
+
+def test_a_term_that_no_step_before_it_has_let_expect_is_not_cut():
+    small, huge = torch.full((3,), 2.0**-30), torch.full((3,), 2.0**90)
+    for terms in ([small, huge, -huge, small], [huge, small, small, -huge]):
+        assert torch.equal(added(terms, largest=2.0**-28), torch.full((3,), 2.0**-29).double())
