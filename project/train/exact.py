@@ -23,9 +23,10 @@ def bits_for(terms: int) -> int:
 
 
 class ExactSum:
-    """The sum of tensors of one shape. `largest`: a power of two that a term hardly ever exceeds; the sum is right where one does.
+    """The sum of tensors of one shape.
 
-    `terms`: how many there are at most, over all ranks.
+    `largest`: a power of two that a term hardly ever exceeds; where one does, the sum is right nevertheless. `terms`: how many
+    there are at most, over all ranks.
     """
 
     def __init__(self, shape: Sequence[int], largest: float, terms: int, device: torch.device | str = "cpu") -> None:
@@ -59,6 +60,11 @@ class ExactSum:
             self._fold(at).add_(part)
             if at:
                 rest = rest - part
+
+    def up_to(self, count: int) -> list[Tensor]:
+        """So many sums, from the finest grid on; those that nothing was added to are zero."""
+        self._fold(max(0, count - 1))
+        return self._folds
 
     @property
     def folds(self) -> list[Tensor]:
