@@ -20,7 +20,11 @@ from project.watch.predictions import PredictionWriter
 
 
 def with_ours(
-    given: Sequence[Callback] | Callback | None, wanted: Sequence[type[Callback]], nonfinite: Act, compression: Compression
+    given: Sequence[Callback] | Callback | None,
+    wanted: Sequence[type[Callback]],
+    nonfinite: Act,
+    compression: Compression,
+    exact: bool,
 ) -> list[Callback]:
     """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -32,5 +36,5 @@ def with_ours(
         callbacks.append(CompressGradients(compression))
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
-    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(), ChanceByMicroBatch(), Monitored()]
+    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
     return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]

@@ -63,7 +63,7 @@ from project.train.logged import Logged
 from project.train.position import out_of_time
 from project.train.precision import cpu_precision, on_cpu
 from project.train.resuming import Resuming
-from project.train.strategy import share_in_order
+from project.train.strategy import share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.throughput import Throughput, flops, peak
@@ -127,6 +127,7 @@ class Trainer(pl.Trainer):
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU fp16 is bf16, or fp32 where the CPU is
             faster so.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
+        exact: the same to the last bit on any number of ranks; a CPU's threads have to be the same, too.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
     """
 
@@ -139,6 +140,7 @@ class Trainer(pl.Trainer):
         shared_folder: bool = True,
         precision: str | int | None = None,
         gradient_compression: Compression = "none",
+        exact: bool = False,
         nonfinite: Act = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
@@ -184,7 +186,7 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression),
+                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression, exact),
                 logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -218,8 +220,9 @@ class Trainer(pl.Trainer):
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled
         )
         if isinstance(self.strategy, DDPStrategy):
-            share_in_order(self.strategy)
+            (share_exactly if exact else share_in_order)(self.strategy)
         own_loops(self, self._wanted_val_interval)
+        self.fit_loop.epoch_loop.exact = exact
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="

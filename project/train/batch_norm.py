@@ -17,6 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from project.train.exact import ExactSum, meet
+
+_USUAL = 2.0**4  # a batch's mean or variance is hardly ever larger
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -111,9 +114,14 @@ class _Row:
 
 
 class StepStatistics(Callback):
-    """Keeps the running statistics a function of the step's micro-batches. `num_batches_tracked` counts steps."""
+    """Keeps the running statistics a function of the step's micro-batches. `num_batches_tracked` counts steps.
 
-    def __init__(self) -> None:
+    `exact`: to the last bit, on any number of ranks.
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self._exact: list[ExactSum] = []  # one for each row
         self._layers: list[_Layer] = []
         self._rows: list[_Row] = []
         self._passes = torch.zeros(0, dtype=torch.int64)  # of each layer; on the host: nobody waits for a device to read it
@@ -152,35 +160,63 @@ class StepStatistics(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
         if self._number == 0 and self._layers:
-            # A mean that was not finite must leave no trace in the next.
-            for row in self._rows:
-                row.gathered.zero_()
-            self._passes.zero_()
+            self._forget()
             self._gathered = 0
+            if self.exact:
+                terms = trainer.accumulate_grad_batches * trainer.world_size
+                device = self._layer_of.device
+                self._exact = [ExactSum(row.gathered.shape, _USUAL, terms, device) for row in self._rows]
+                self._all_passes = torch.zeros_like(self._passes)
+
+    def _forget(self) -> None:
+        """A mean that was not finite must leave no trace in the next."""
+        for row in self._rows:
+            row.gathered.zero_()
+        self._passes.zero_()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a micro-batch."""
+        if self.exact:  # each micro-batch by itself
+            self._forget()
         for layer in self._layers:
-            layer.lend(self._number)
+            layer.lend(0 if self.exact else self._number)
         try:
             output = training_step(*args, **kwargs)
         finally:
             for layer in self._layers:
                 layer.take_back()
         self._gathered += 1
+        if self.exact:
+            for total, row, times in zip(self._exact, self._rows, self._times(), strict=True):
+                total.add(row.gathered * times)
+            self._all_passes += self._passes
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
 
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
-        means = [row.gathered for row in self._rows]
-        numbers = self._passes.to(means[0].device, means[0].dtype, non_blocking=True)
-        times = torch.split(numbers.index_select(0, self._layer_of), [len(one) for one in means])
-        sums = [mean * time.to(mean.dtype) for mean, time in zip(means, times, strict=True)]
+        if self.exact:
+            passes = self._all_passes.to(self._layer_of.device)
+            if trainer.world_size > 1:
+                dist.all_reduce(passes)
+            sums = [
+                meet(total, trainer.world_size).to(row.gathered.dtype)
+                for total, row in zip(self._exact, self._rows, strict=True)
+            ]
+            self._sums = torch.cat([*sums, passes.to(sums[0].dtype)])
+            return
+        sums = [row.gathered * times for row, times in zip(self._rows, self._times(), strict=True)]
+        numbers = self._passes.to(sums[0].device, sums[0].dtype, non_blocking=True)
         self._sums = torch.cat([*sums, numbers])
         if trainer.world_size > 1:
             self._arriving = dist.all_reduce(self._sums, async_op=True)
+
+    def _times(self) -> list[Tensor]:
+        """For each statistic of each row, how often its layer was gone through."""
+        numbers = self._passes.to(self._layer_of.device, non_blocking=True).index_select(0, self._layer_of)
+        parts = torch.split(numbers, [len(row.gathered) for row in self._rows])
+        return [part.to(row.gathered.dtype) for part, row in zip(parts, self._rows, strict=True)]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
@@ -77,3 +78,13 @@ class ExactSum:
         for fold in self._folds[-2::-1]:
             total += fold
         return total
+
+
+def meet(total: ExactSum, world_size: int) -> Tensor:
+    """The sum over all ranks, which call this together."""
+    if world_size > 1:
+        count = torch.tensor(len(total.folds))
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        for fold in total.up_to(int(count)):
+            dist.all_reduce(fold)
+    return total.total()

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
+from project.errors import UserError
+from project.train.exact_gradients import ExactGradients
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -98,6 +100,11 @@ class Steps(_TrainingEpochLoop):
     _out_of_time: bool | None = None
     metric_states: States | None = None
     """Of torchmetrics, in an epoch that the run goes on with."""
+    exact = False
+    """Gradients are added up so that their sum is the same to the last bit on any number of ranks."""
+    _gradients: ExactGradients | None = None
+    grids: dict[str, float] | None = None
+    """Of the exact sums, in a run that goes on."""
     _learned = False
     """A micro-batch of this step had a loss."""
 
@@ -189,6 +196,7 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
+        self._add_exactly()
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
@@ -200,6 +208,25 @@ class Steps(_TrainingEpochLoop):
         self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
+
+    def _add_exactly(self) -> None:
+        if not self.exact:
+            return
+        trainer = self.trainer
+        if not self._usual:
+            raise UserError(
+                f"trainer.exact works in this project's own loop, and {type(trainer.lightning_module).__name__}, or a setting, "
+                "asks for Lightning's (docs/own.md lists when). HINT: set trainer.exact to false."
+            )
+        known = self.grids or (self._gradients.state_dict() if self._gradients else {})
+        many = trainer.accumulate_grad_batches * trainer.world_size
+        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size), None
+        self._gradients.load_state_dict(known)
+
+    @property
+    def exact_grids(self) -> dict[str, float] | None:
+        """For a checkpoint."""
+        return None if self._gradients is None else self._gradients.state_dict()
 
     def _mover(self, hook: str) -> Any:
         """Who moves a batch to the device by this hook: the data module, where it has one of its own, or the module."""
@@ -272,9 +299,9 @@ class Steps(_TrainingEpochLoop):
 
         if accumulates := self.accumulates():
             with getattr(self._strategy, "block_backward_sync", nullcontext)():
-                outputs = self._gradient(batch, number)
+                outputs = self._gradient(batch, number, accumulates)
         else:
-            outputs = self._gradient(batch, number)
+            outputs = self._gradient(batch, number, accumulates)
             self._step()
         self._processed(number, accumulates)
 
@@ -325,7 +352,7 @@ class Steps(_TrainingEpochLoop):
         self._told = {}
         super().teardown()
 
-    def _gradient(self, batch: Any, number: int) -> dict[str, Any]:
+    def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
         """Forwards and backwards."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
@@ -350,9 +377,9 @@ class Steps(_TrainingEpochLoop):
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
-        if micro_batches != 1:
+        outputs["loss"] = loss.detach() / micro_batches
+        if micro_batches != 1 and self._gradients is None:
             loss = loss / micro_batches
-        outputs["loss"] = loss.detach()
         if weight != 1.0:
             loss = loss * weight
         self._strategy.pre_backward(loss)
@@ -360,6 +387,10 @@ class Steps(_TrainingEpochLoop):
             loss = self._scaler.scale(loss)
         self._tell("on_before_backward", loss)
         loss.backward()
+        if self._gradients is not None:
+            self._gradients.collect()
+            if not accumulates:
+                self._gradients.finish()
         self._tell("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs

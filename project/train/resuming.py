@@ -48,6 +48,8 @@ class Resuming(_CheckpointConnector):
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self.trainer.state.fn == "fit" and not weights_only:
             checkpoint["position"] = position(self.trainer).state_dict()
+            if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
+                checkpoint["exact_grids"] = grids
             checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
             checkpoint["metric_states"] = metrics.states(self.trainer, self.trainer.lightning_module)
         if self._as_built is not None and not weights_only:
@@ -98,6 +100,7 @@ class Resuming(_CheckpointConnector):
                 f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
+        self._loops().grids = self._loaded_checkpoint.get("exact_grids")
         if at.begun:
             here = self.trainer.global_rank, self.trainer.world_size
             self._logged().go_on(self._loaded_checkpoint["logged_sums"], *here)

@@ -94,6 +94,17 @@ def share_in_order(strategy: DDPStrategy) -> None:
     strategy.configure_ddp = how  # type: ignore[method-assign]
 
 
+def share_exactly(strategy: DDPStrategy) -> None:
+    """Gradients are added up elsewhere (train/exact_gradients.py): here the ranks only begin with the weights of rank 0."""
+    strategy.configure_ddp = partial(_begin_alike, strategy)  # type: ignore[method-assign]
+
+
+def _begin_alike(strategy: DDPStrategy) -> None:
+    if strategy.world_size > 1 and strategy.model is not None:
+        for tensor in (*strategy.model.parameters(), *strategy.model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+
+
 def _share_with_nobody() -> None:
     pass
 
