@@ -221,8 +221,7 @@ class Trainer(pl.Trainer):
         )
         if isinstance(self.strategy, DDPStrategy):
             (share_exactly if exact else share_in_order)(self.strategy)
-        own_loops(self, self._wanted_val_interval)
-        self.fit_loop.epoch_loop.exact = exact
+        own_loops(self, self._wanted_val_interval, exact)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="

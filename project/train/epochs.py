@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
+from project.train.logged import Results
 from project.train.loop import Steps
 from project.train.position import within_epoch
 from project.train.rng import seed_for_all
@@ -28,13 +29,18 @@ from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
 
 
-def own_loops(trainer: Trainer, val_check_interval: Any) -> None:
-    """Has this trainer loop so. `val_check_interval`: in steps, or a share of an epoch."""
+def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool) -> None:
+    """Has this trainer loop so. `val_check_interval`: in steps, or a share of an epoch. `exact`: see Trainer."""
     before = trainer.fit_loop
     trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
     trainer.fit_loop.val_check_interval = val_check_interval
     steps = before.epoch_loop
     trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
+    trainer.fit_loop.epoch_loop.exact = exact
+    if exact:
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            results = loop._results = Results(training=False)
+            results.exact, results.world_size = True, trainer.world_size
 
 
 class Epochs(_FitLoop):

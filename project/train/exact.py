@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_AT_ONCE = 64  # numbers that are fetched from a device together
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
 
 
@@ -88,3 +89,55 @@ def meet(total: ExactSum, world_size: int) -> Tensor:
         for fold in total.up_to(int(count)):
             dist.all_reduce(fold)
     return total.total()
+
+
+class ExactScalar:
+    """The sum of numbers, rounded once: of what has been added, the parts that one float64 can't hold are kept beside it.
+
+    Numbers may lie on a device: they are fetched many at a time.
+    """
+
+    def __init__(self, parts: Sequence[float] = ()) -> None:
+        self._pending: list[Tensor] = []
+        self._parts = list(parts)
+
+    def add(self, term: Tensor) -> None:
+        self._pending.append(term.detach().double().reshape(()))
+        if len(self._pending) >= _AT_ONCE:
+            self.parts()
+
+    def parts(self) -> list[float]:
+        """Floats that do not overlap; their sum, exactly, is that of all terms."""
+        if self._pending:
+            for term in torch.stack(self._pending).tolist():
+                _grow(self._parts, term)
+            self._pending.clear()
+        return self._parts
+
+    def total(self, world_size: int) -> float:
+        """Over all ranks, which call this together."""
+        everybodys = [self.parts()]
+        if world_size > 1:
+            everybodys = [[] for _ in range(world_size)]
+            dist.all_gather_object(everybodys, self.parts())
+        return exact_total([part for parts in everybodys for part in parts])
+
+
+def _grow(parts: list[float], term: float) -> None:
+    """Shewchuk's: each addition leaves its rounding error as a part of its own."""
+    kept = 0
+    for part in parts:
+        large, small = (term, part) if abs(term) >= abs(part) else (part, term)
+        term = large + small
+        if error := small - (term - large):
+            parts[kept] = error
+            kept += 1
+    parts[kept:] = [term]
+
+
+def exact_total(terms: Sequence[float]) -> float:
+    """As `math.fsum`, which refuses to add an infinity to its opposite: that is no number."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return sum(terms)

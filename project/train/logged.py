@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
 from project.data.dealing import DealtLoader
+from project.train.exact import ExactScalar, exact_total
 from project.train.micro_batch import micro_batch
 from project.train.strategy import gathered
 
@@ -27,6 +29,11 @@ class Results(_ResultCollection):
         self._from_before: tuple[Sums, int, int] | None = None
         self.kept: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
+        self.exact = False
+        """Sums are the same to the last bit on any number of ranks; all ranks' values count, whatever `sync_dist` says."""
+        self._exact: dict[str, ExactScalar] = {}
+        self._terms: dict[str, list[Tensor]] = {}  # of this step
+        self.world_size = 1
         self.weight, self.ends_step = 1.0, True
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
@@ -36,11 +43,15 @@ class Results(_ResultCollection):
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
             self._of_step.clear()
+            self._terms.clear()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Lightning shows a step as its last micro-batch, which is another one on another number of ranks. It is their mean."""
         metric: Any = self[key]
         meta = metric.meta
+        if self.exact and metric.is_tensor and (meta.is_mean_reduction or meta.is_sum_reduction):
+            self._update_exactly(key, value, batch_size)
+            return
         if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
             super().update_metrics(key, value, batch_size)
             return
@@ -54,6 +65,41 @@ class Results(_ResultCollection):
         met = shared and self.ends_step
         metric._forward_cache = meta.sync(total / count) if met else total / weights
 
+    def _update_exactly(self, key: str, value: Any, batch_size: int) -> None:
+        metric: Any = self[key]
+        meta = metric.meta
+        if metric.has_reset or key not in self._exact:
+            self._exact[key] = ExactScalar()
+        shared, meta.sync.should = meta.sync.should, False  # the ranks meet at the end of a step or of the epoch
+        super().update_metrics(key, value, batch_size)
+        meta.sync.should = shared
+        if meta.on_epoch:
+            self._exact[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
+        if not (self.training and meta.fx == "training_step" and meta.on_step and meta.is_mean_reduction):
+            return
+        terms = self._terms.setdefault(key, [])
+        terms.append(value.detach().double() * self.weight)
+        mine: list[float] = torch.stack(terms).tolist()
+        everybodys = gathered(mine, self.world_size) if self.ends_step else [mine]
+        total = exact_total([term for terms in everybodys for term in terms])
+        metric._forward_cache = torch.tensor(total / sum(len(terms) for terms in everybodys), dtype=torch.float64)
+
+    def meet(self) -> None:
+        """At the end of an epoch, by all ranks: what has been added up is that of all of them."""
+        for key, total in self._exact.items():
+            metric: Any = self[key]
+            if not metric.meta.on_epoch or metric.has_reset:
+                continue
+            metric.value = torch.tensor(total.total(self.world_size), dtype=torch.float64, device=metric.value.device)
+            if metric.meta.is_mean_reduction and self.world_size > 1:
+                samples = metric.cumulated_batch_size.clone()
+                dist.all_reduce(samples)
+                metric.cumulated_batch_size = samples
+            if metric.meta.sync.should and dist.is_initialized() and dist.get_rank():  # which are about to be added up
+                metric.value = torch.zeros_like(metric.value)
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = torch.zeros_like(metric.cumulated_batch_size)
+
     def sums(self, ranks: int) -> Sums:
         """Of all ranks, which must call this together."""
         mine: dict[str, tuple[Tensor, Tensor]] = {}
@@ -61,7 +107,10 @@ class Results(_ResultCollection):
             metric: Any = found
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
-                mine[key] = metric.value.detach().cpu(), samples.cpu()
+                value = metric.value.detach().cpu()
+                if key in self._exact:
+                    value = torch.tensor(self._exact[key].parts(), dtype=torch.float64)
+                mine[key] = value, samples.cpu()
         everybodys = gathered(mine, ranks)
         made: Sums = {}
         for key in mine:
@@ -85,7 +134,11 @@ class Results(_ResultCollection):
         (sums, rank, ranks), self._from_before = self._from_before, None
         for key, one in sums.items():
             of_ranks = one["ranks"]
-            if len(of_ranks) == ranks:
+            if self.exact and one["meta"]["reduce_fx"] in ("mean", "sum"):
+                parts = [part for value, _ in of_ranks for part in value.reshape(-1).tolist()] if rank == 0 else []
+                self._exact[key] = ExactScalar(parts)
+                value, samples = torch.zeros(()), torch.stack([count for _, count in of_ranks]).sum() * (rank == 0)
+            elif len(of_ranks) == ranks:
                 value, samples = of_ranks[rank]
             else:
                 how = {"max": torch.amax, "min": torch.amin}.get(one["meta"]["reduce_fx"], torch.sum)
@@ -142,6 +195,8 @@ class Logged(_LoggerConnector):
         """Lightning brings the ranks' numbers of samples to their mean as whole numbers: of 3 and 4, that would be 3."""
         super().epoch_end_reached()
         results: Any = self.trainer._results
+        if isinstance(results, Results) and results.exact:
+            results.meet()
         for metric in results.values():
             if metric.is_tensor and metric.meta.is_mean_reduction:
                 dtype = metric.value.dtype if metric.value.is_floating_point() else torch.float32
