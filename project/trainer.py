@@ -403,6 +403,7 @@ class Trainer(pl.Trainer):
                 )
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
+            data.exact = self.fit_loop.epoch_loop.exact
             if self.training:
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size

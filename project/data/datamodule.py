@@ -76,6 +76,7 @@ class ImageData(LightningDataModule):
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
         self.num_workers, self.resident, self.seed = num_workers, resident, seed
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
+        self.exact = False  # likewise: an evaluation's micro-batches are the same on any number of ranks
         self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
         self._dataset = cache(self._open)  # each split is read once
         self._unseen: set[str] = set()  # splits whose first batch is yet to come
@@ -151,7 +152,7 @@ class ImageData(LightningDataModule):
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
         batches = limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
-        order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size)
+        order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size, cut=self.exact)
         return self._loader(split, order)
 
     @property

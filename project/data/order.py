@@ -102,6 +102,8 @@ class Order:
         limit: steps of an epoch that are taken, if fewer than there are.
         share: neighbouring micro-batches of a step that one rank reads; by default all.
         least: samples that a micro-batch of the last step must have.
+        cut: the last step is cut into micro-batches of full size and a smaller one, and the others are empty; so that they are
+            the same on any number of ranks. Otherwise all of them are as large as each other.
     """
 
     size: int
@@ -112,6 +114,7 @@ class Order:
     limit: int | None = None
     share: int | None = None
     least: int = 2
+    cut: bool = False
 
     @cached_property
     def global_batch(self) -> int:
@@ -125,7 +128,7 @@ class Order:
     @cached_property
     def _steps(self) -> int:
         full, left = divmod(self.size, self.global_batch)
-        alone = self.tail == "keep" and left >= self.least * self.micro_batches
+        alone = self.tail == "keep" and left >= (1 if self.cut else self.least * self.micro_batches)
         return full + alone if full else int(self.tail == "keep" and left > 0)
 
     def limited(self, limit: int | float | None) -> "Order":
@@ -145,6 +148,9 @@ class Order:
         """The positions of one of a step's micro-batches: from, to."""
         start, stop = self.span(step)
         length = stop - start
+        if self.cut:
+            low = min(start + number * self.micro_batch, stop)
+            return low, min(low + self.micro_batch, stop)
         return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
 
     def weight(self, step: int, number: int) -> float:
@@ -214,12 +220,22 @@ class MicroBatchSampler(DistributedSampler[Key]):
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self.order.steps * (self.order.micro_batches // self.num_replicas)
+        share, steps = self.order.micro_batches // self.num_replicas, self.order.steps
+        return steps * share - sum(self._is_empty(steps - 1, number) for number in self._mine if steps)
+
+    @property
+    def _mine(self) -> range:
+        share = self.order.micro_batches // self.num_replicas
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def _is_empty(self, step: int, number: int) -> bool:
+        low, high = self.order.micro_span(step, number)
+        return self.order.cut and low == high
 
     def __iter__(self) -> Iterator[Key]:
         # Asked more than once for one epoch: a loader with processes of its own throws its first iterator away.
         epoch, first = self._start or (self.epoch, 0)
-        share = self.order.micro_batches // self.num_replicas
         for step in range(first, self.order.steps):
-            for number in range(self.rank * share, (self.rank + 1) * share):
-                yield epoch, step, number
+            for number in self._mine:
+                if not self._is_empty(step, number):
+                    yield epoch, step, number

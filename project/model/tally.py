@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 # Sums of millions of losses need the digits; Apple's GPUs don't have them.
 _SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64
+_GRID = 2.0**24  # multiples of 1/16,777,216 add up without rounding, in any order, as long as the sum is below 500 million
 _AT_ONCE = 64  # micro-batches summed up together
 
 Note = tuple[Tensor, Tensor]
@@ -31,7 +32,8 @@ def add_up(notes: Sequence[Note]) -> Tensor:
     hits = torch.cat([hits for _, hits in notes])
     loss = torch.zeros((), dtype=_SUMS, device=hits.device)
     for size in {len(hits) for _, hits in notes} - {0}:  # an evaluation may have fewer samples than ranks
-        loss = loss + torch.stack([mean for mean, hits in notes if len(hits) == size]).to(_SUMS).sum() * size
+        losses = torch.stack([mean for mean, hits in notes if len(hits) == size]).to(_SUMS) * size
+        loss = loss + (losses * _GRID).round().sum() / _GRID
     right = hits.sum(0, dtype=_SUMS)
     return torch.stack([loss, right[0], right.sum(), torch.full_like(loss, len(hits))])
 

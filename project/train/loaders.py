@@ -122,7 +122,8 @@ class Loaders(_DataConnector):
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
         whole = min(count, batches * size)
-        order = Order(whole, size, trainer.world_size, seed if _shuffles(loader) else None, least=1)
+        shuffled = seed if _shuffles(loader) else None
+        order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=trainer.fit_loop.epoch_loop.exact)
         dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler
