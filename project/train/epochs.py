@@ -67,16 +67,18 @@ class Epochs(_FitLoop):
 
     def _validate_between_steps(self, set_up: Callable[[], None]) -> None:
         """Lightning counts the micro-batches of a rank: a share of them may end within a step."""
-        many, interval = self.trainer.accumulate_grad_batches, self.val_check_interval
+        interval = self.val_check_interval
         try:
             set_up()
         except ValueError as error:
             if "`val_check_interval`" not in str(error):
                 raise
+            steps = self.max_batches // self.trainer.accumulate_grad_batches
             raise UserError(
-                f"trainer.val_check_interval={interval} is more than the {self.max_batches // many} steps of an epoch. "
+                f"trainer.val_check_interval={interval} is more than the {steps} steps of an epoch. "
                 "HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
             ) from error
+        many = self.trainer.accumulate_grad_batches  # known since the loaders are
         if isinstance(interval, float) and isinstance(self.trainer.val_check_batch, int) and isinstance(self.max_batches, int):
             self.trainer.val_check_batch = max(1, int(self.max_batches // many * interval)) * many
 

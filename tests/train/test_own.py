@@ -106,6 +106,12 @@ def test_the_number_of_ranks_does_not_matter(folders, words, sizes, tags):
         assert_same_up_to_rounding(runs[ranks], runs[1], *tags)
 
 
+def test_an_interval_beyond_the_epoch_is_told_in_steps(folders):
+    run = forked(folders("it"), *MODULES["gpt"], "--trainer.val_check_interval=7")
+    assert run.code == 1
+    assert "trainer.val_check_interval=7 is more than the 6 steps of an epoch" in run.output
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("module", "step"), [("automatic", 3), ("manual", 8), ("gpt", 9)])
 def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
