@@ -16,7 +16,7 @@ from project.data.augment import Normalise, crop_and_flip
 from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
-from project.data.order import MicroBatchSampler, Order, limited
+from project.data.order import MicroBatchSampler, Order, cut_for_all, limited
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -152,7 +152,9 @@ class ImageData(LightningDataModule):
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
         batches = limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
-        order = Order(min(size, batches * self.batch_size), self.batch_size, self.trainer.world_size, cut=self.exact)
+        whole_size = min(size, batches * self.batch_size)
+        micro_batch = cut_for_all(whole_size, self.batch_size) if self.exact else self.batch_size
+        order = Order(whole_size, micro_batch, self.trainer.world_size, cut=self.exact)
         return self._loader(split, order)
 
     @property

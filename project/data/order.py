@@ -191,6 +191,14 @@ class Order:
         return self.share or self.micro_batches
 
 
+_ENOUGH = 64
+
+
+def cut_for_all(samples: int, micro_batch: int) -> int:
+    """The size of an evaluation's micro-batches that leaves one at least for each of 64 ranks, whatever their number is."""
+    return min(micro_batch, max(1, samples // _ENOUGH))
+
+
 class MicroBatchSampler(DistributedSampler[Key]):
     """The keys of one rank's micro-batches, in the order it trains on them.
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
-from project.data.order import Limit, Order, limited
+from project.data.order import Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
@@ -119,11 +119,13 @@ class Loaders(_DataConnector):
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
         if loader.drop_last:
             count -= count % size
+        exact = trainer.fit_loop.epoch_loop.exact
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
         whole = min(count, batches * size)
+        size = cut_for_all(whole, size) if exact else size
         shuffled = seed if _shuffles(loader) else None
-        order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=trainer.fit_loop.epoch_loop.exact)
+        order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=exact)
         dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
@@ -32,6 +31,7 @@ class Results(_ResultCollection):
         self.exact = False
         """Sums are the same to the last bit on any number of ranks; all ranks' values count, whatever `sync_dist` says."""
         self._exact: dict[str, ExactScalar] = {}
+        self._shared: dict[str, bool] = {}
         self._terms: dict[str, list[Tensor]] = {}  # of this step
         self.world_size = 1
         self.weight, self.ends_step = 1.0, True
@@ -86,19 +86,26 @@ class Results(_ResultCollection):
 
     def meet(self) -> None:
         """At the end of an epoch, by all ranks: what has been added up is that of all of them."""
+        mine: dict[str, tuple[list[float], int]] = {}
         for key, total in self._exact.items():
             metric: Any = self[key]
-            if not metric.meta.on_epoch or metric.has_reset:
-                continue
-            metric.value = torch.tensor(total.total(self.world_size), dtype=torch.float64, device=metric.value.device)
-            if metric.meta.is_mean_reduction and self.world_size > 1:
-                samples = metric.cumulated_batch_size.clone()
-                dist.all_reduce(samples)
-                metric.cumulated_batch_size = samples
-            if metric.meta.sync.should and dist.is_initialized() and dist.get_rank():  # which are about to be added up
-                metric.value = torch.zeros_like(metric.value)
-                if metric.meta.is_mean_reduction:
-                    metric.cumulated_batch_size = torch.zeros_like(metric.cumulated_batch_size)
+            if metric.meta.on_epoch and not metric.has_reset:
+                mine[key] = total.parts(), int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
+        everybodys = gathered(mine, self.world_size)
+        for key in mine:
+            metric = self[key]
+            found = [one[key] for one in everybodys if key in one]
+            total = exact_total([part for parts, _ in found for part in parts])
+            metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = torch.tensor(sum(count for _, count in found), device=metric.value.device)
+            self._shared[key], metric.meta.sync.should = metric.meta.sync.should, False  # it is all ranks' already
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        for key, shared in self._shared.items():
+            self[key].meta.sync.should = shared
+        self._shared.clear()
+        super().reset(metrics, fx)
 
     def sums(self, ranks: int) -> Sums:
         """Of all ranks, which must call this together."""
