@@ -40,7 +40,7 @@ def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool) -> None:
     if exact:
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             results = loop._results = Results(training=False)
-            results.exact, results.world_size = True, trainer.world_size
+            results.exact, results.rank, results.world_size = True, trainer.global_rank, trainer.world_size
 
 
 class Epochs(_FitLoop):

@@ -31,9 +31,9 @@ class Results(_ResultCollection):
         self.exact = False
         """Sums are the same to the last bit on any number of ranks; all ranks' values count, whatever `sync_dist` says."""
         self._exact: dict[str, ExactScalar] = {}
-        self._shared: dict[str, bool] = {}
+        self._met: set[str] = set()  # of this epoch
         self._terms: dict[str, list[Tensor]] = {}  # of this step
-        self.world_size = 1
+        self.rank, self.world_size = 0, 1
         self.weight, self.ends_step = 1.0, True
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
@@ -87,24 +87,25 @@ class Results(_ResultCollection):
     def meet(self) -> None:
         """At the end of an epoch, by all ranks: what has been added up is that of all of them."""
         mine: dict[str, tuple[list[float], int]] = {}
-        for key, total in self._exact.items():
+        for key, found in self._exact.items():
             metric: Any = self[key]
-            if metric.meta.on_epoch and not metric.has_reset:
-                mine[key] = total.parts(), int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
+            if metric.meta.on_epoch and not metric.has_reset and key not in self._met:
+                mine[key] = found.parts(), int(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
         everybodys = gathered(mine, self.world_size)
         for key in mine:
             metric = self[key]
-            found = [one[key] for one in everybodys if key in one]
-            total = exact_total([part for parts, _ in found for part in parts])
+            of_ranks = [one[key] for one in everybodys if key in one]
+            total = exact_total([part for parts, _ in of_ranks for part in parts])
+            count = sum(count for _, count in of_ranks)
+            if metric.meta.sync.should and self.rank:  # Lightning is about to add it up
+                total, count = 0.0, 0
             metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
             if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = torch.tensor(sum(count for _, count in found), device=metric.value.device)
-            self._shared[key], metric.meta.sync.should = metric.meta.sync.should, False  # it is all ranks' already
+                metric.cumulated_batch_size = torch.tensor(count, device=metric.value.device)
+            self._met.add(key)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        for key, shared in self._shared.items():
-            self[key].meta.sync.should = shared
-        self._shared.clear()
+        self._met -= {key for key in self._met if fx is None or self[key].meta.fx == fx}
         super().reset(metrics, fx)
 
     def sums(self, ranks: int) -> Sums:

@@ -179,7 +179,8 @@ class Steps(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         seed_for_all(self.trainer, self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
-        self._results.exact, self._results.world_size = self.exact, self.trainer.world_size
+        self._results.exact = self.exact
+        self._results.rank, self._results.world_size = self.trainer.global_rank, self.trainer.world_size
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         if self.metric_states is not None:
             here = self.trainer.global_rank, self.trainer.world_size
