@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 
-from project import early_start
 from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
 from project.survive.requeue import REQUEUE
@@ -29,7 +28,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a socket could not learn is no news
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
-    early_start.start(sys.argv[1:])
+    from project.early_start import start  # when signals are noted already
+
+    start(sys.argv[1:])
     gc.disable()  # what the libraries make when they are loaded stays
     try:
         from project.cli import main as run

@@ -165,8 +165,8 @@ class ProjectCLI(LightningCLI):
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
             kwargs.update(devices=1, num_nodes=1)
-        wanted = early_start.ranks(trainer_settings.devices, trainer_settings.accelerator, torch.cuda.device_count())
-        early_start.keep(wanted if early_start.starts_ranks(trainer_settings.strategy) else 0)
+        places = trainer_settings.devices, trainer_settings.accelerator
+        early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         trainer.configuration = configuration

@@ -14,21 +14,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from project.config_files import documents, expand, option, run_config
+
 _MARK = "PROJECT_EARLY_RANKS"
-_OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", _MARK)
+_OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Who sets one of these starts the ranks by itself, or wants to be asked.
-_LAUNCHERS = {*_OURS, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
+_LAUNCHERS = {*_OURS, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
 _VERBS = ("fit", "validate", "test", "predict", "doctor")
 _GRACE = 20.0  # seconds that rank 0 has to end by itself when another rank has failed
 
 processes: list["subprocess.Popen[bytes]"] = []
 """Ranks 1 and up, of rank 0; none where they were not started early."""
-_kept: list[int] = []
 
 
 def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
@@ -53,18 +54,12 @@ def gpus() -> int:
     return here if visible is None else min(here, len([one for one in visible.split(",") if one.strip()]))
 
 
-def _given(words: Sequence[str], sections: Sequence[Mapping[str, Any]], name: str) -> Any:
+def _given(words: list[str], sections: Sequence[Mapping[str, Any]], name: str) -> Any:
     """What the command line says of a key of the Trainer, else the last config that has it."""
-    value = None
-    for section in sections:
-        trainer = section.get("trainer")
-        value = trainer.get(name, value) if isinstance(trainer, Mapping) else value
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == f"--trainer.{name}":
-            value = following
-        elif word.startswith(f"--trainer.{name}="):
-            value = word.partition("=")[2]
-    return value
+    if (flag := option(words, f"--trainer.{name}")) is not None:
+        return flag
+    trainers = [section["trainer"] for section in sections if isinstance(section.get("trainer"), Mapping)]
+    return next((trainer[name] for trainer in reversed(trainers) if name in trainer), None)
 
 
 def free_port() -> int:
@@ -83,8 +78,6 @@ def start(words: list[str]) -> None:
         return
     if any(word.startswith("--print_config") for word in words):
         return
-    from project.config_files import documents, expand, run_config
-
     try:
         expanded = expand(run_config(list(words)))
         sections = documents(expanded)
@@ -103,13 +96,12 @@ def start(words: list[str]) -> None:
     processes.extend(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(1, count))
 
 
-def keep(wanted: int) -> None:
-    """Whether so many ranks are right is known now; called by all of them."""
-    count = int(os.environ.get(_MARK, "1"))
+def keep(strategy: Any, devices: Any, accelerator: Any, count_gpus: Callable[[], int]) -> None:
+    """Whether so many ranks are right is known now, by the resolved settings; called by all of them."""
+    count = int(os.environ.pop(_MARK, "1"))
     if count == 1:
         return
-    if count == wanted:
-        _kept.append(count)
+    if starts_ranks(strategy) and ranks(devices, accelerator, count_gpus()) == count:
         if processes:
             threading.Thread(target=_observe, name="early-ranks", daemon=True).start()
         return
@@ -122,7 +114,7 @@ def keep(wanted: int) -> None:
 
 def undecided() -> bool:
     """Whether this process was started early, and it is not known yet if it is needed."""
-    return _MARK in os.environ and not _kept and os.environ.get("LOCAL_RANK") != "0"
+    return _MARK in os.environ and os.environ.get("LOCAL_RANK") != "0"
 
 
 def end() -> None:

@@ -63,7 +63,7 @@ from project.train.logged import Logged
 from project.train.position import out_of_time
 from project.train.precision import cpu_precision, on_cpu
 from project.train.resuming import Resuming
-from project.train.strategy import share_exactly, share_in_order
+from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.throughput import Throughput, flops, peak
@@ -95,7 +95,8 @@ class ResumingOnHosts(Resuming):
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
-            if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, _gather):
+            gather = partial(gathered, ranks=trainer.world_size)
+            if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, gather):
                 raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
@@ -444,13 +445,6 @@ def _disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _gather(mine: Any) -> list[Any]:
-    """What every rank brings, by rank."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
 
 
 def _new_folder(launch: Launch) -> Path:

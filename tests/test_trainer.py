@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from project import Trainer
+from project.early_start import free_port
 
 
 def trainer(tmp_path, **settings):
@@ -40,7 +41,8 @@ def test_two_fits_in_a_row_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_ddp_spawn(tmp_path):
+def test_ddp_spawn(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     one, model = trainer(tmp_path, devices=2, strategy="ddp_spawn"), BoringModel()
     before = torch.clone(model.layer.weight)
     one.fit(model)
