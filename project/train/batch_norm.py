@@ -17,6 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from project.train.micro_batch import skipped as is_skipped
+
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -186,7 +188,7 @@ class StepStatistics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._sums is not None:
-            self._move(getattr(trainer, "skipped", False))
+            self._move(is_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._gathered and self._number + 1 < trainer.accumulate_grad_batches:

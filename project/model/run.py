@@ -1,0 +1,33 @@
+"""What this room's modules ask of the Trainer beyond what Lightning's has."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@runtime_checkable
+class Run(Protocol):
+    """This project's Trainer."""
+
+    global_batch: int | None
+    """The samples behind one optimiser step, over all ranks, where that is known."""
+
+    @property
+    def least_seconds(self) -> float:
+        """A fit can't take less; 0 where that is not known."""
+
+    @property
+    def skipped(self) -> bool | Tensor:
+        """Whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
+
+
+class ByItself:
+    """What a module is told where the Trainer is Lightning's own."""
+
+    global_batch: int | None = None
+    least_seconds = 0.0
+    skipped = False
+
+
+def run_of(trainer: Any) -> Run:
+    return trainer if isinstance(trainer, Run) else ByItself()
