@@ -33,6 +33,7 @@ from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from project.arguments import LEAST, refuse_odd_numbers
@@ -60,6 +61,7 @@ from project.train.compression import Compression
 from project.train.epochs import own_loops
 from project.train.loaders import Loaders
 from project.train.logged import Logged
+from project.train.micro_batch import skipped
 from project.train.position import out_of_time
 from project.train.precision import cpu_precision, on_cpu
 from project.train.resuming import Resuming
@@ -234,6 +236,11 @@ class Trainer(pl.Trainer):
         for logger in self.loggers:
             if isinstance(logger, Events):
                 logger.goes_on(step, logged, starts_again)
+
+    @property
+    def skipped(self) -> bool | Tensor:
+        """Whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
+        return skipped(self)
 
     @property
     def least_seconds(self) -> float:

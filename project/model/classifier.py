@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
 from project.model.delayed import DelayedSums
+from project.model.run import run_of
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
@@ -116,7 +117,7 @@ class ImageClassifier(LightningModule):
             start_from(self.network, self.init_from, self.init_prefix, say=self.trainer.is_global_zero)
         mode = self._compile
         if mode == "auto":  # a function of the config and of the kind of the GPU, not of how fast the first steps went
-            mode = "default" if getattr(self.trainer, "least_seconds", 0) > _WORTH_COMPILING else "none"
+            mode = "default" if run_of(self.trainer).least_seconds > _WORTH_COMPILING else "none"
         if mode != "none":
             self.network.compile(mode=mode)
 
@@ -162,8 +163,7 @@ class ImageClassifier(LightningModule):
             return  # in the middle of a step
         self._noted_step = step
         notes, self._step_notes = self._step_notes, []
-        # Set by who looks for losses that are not finite; on a GPU only the device knows.
-        skipped: bool | Tensor = getattr(trainer, "skipped", False)
+        skipped = run_of(trainer).skipped
         if skipped is True:
             return
         if skipped is False:
@@ -245,7 +245,7 @@ class ImageClassifier(LightningModule):
         pruned = any(isinstance(one, ModelPruning) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
-        global_batch = getattr(self.trainer, "global_batch", None) or self.lr_reference_batch
+        global_batch = run_of(self.trainer).global_batch or self.lr_reference_batch
         factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)
         for group in optimizer.param_groups:
             group["lr"] *= factor

@@ -22,7 +22,7 @@ from project.cluster.launcher import host
 from project.survive.checkpoints import checkpoints_of
 from project.train.finite import not_finite
 from project.train.loop import is_fused
-from project.train.micro_batch import MicroBatch, micro_batch
+from project.train.micro_batch import MicroBatch, micro_batch, skip
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class NonFinite(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
-            trainer.skipped = False  # type: ignore[attr-defined]
+            skip(trainer, False)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
@@ -128,7 +128,7 @@ class NonFinite(Callback):
         by_itself = scaled or (is_fused(optimizer) and bool(optimizer.state))  # a state not yet made would not be
         if self._late and (self.act == "stop" or by_itself):
             if self.act == "skip":
-                trainer.skipped = step.flag > 0  # type: ignore[attr-defined]
+                skip(trainer, step.flag > 0)
                 if not scaled:
                     optimizer.found_inf = step.flag  # type: ignore[attr-defined]
             self._read_later(step)
@@ -148,7 +148,7 @@ class NonFinite(Callback):
 
     def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """The optimiser passes over what has no gradient: neither weights nor momenta nor counts are touched."""
-        trainer.skipped = True  # type: ignore[attr-defined]
+        skip(trainer, True)
         if _scaler(trainer) is None:  # which would miss them, and has found out by itself
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.train.exact import ExactSum, meet
+from project.train.micro_batch import skipped as is_skipped
 
 _USUAL = 2.0**4  # a batch's mean or variance is hardly ever larger
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -222,7 +223,7 @@ class StepStatistics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._sums is not None:
-            self._move(getattr(trainer, "skipped", False))
+            self._move(is_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._gathered and self._number + 1 < trainer.accumulate_grad_batches:

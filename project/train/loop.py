@@ -93,6 +93,9 @@ class Steps(_TrainingEpochLoop):
     micro_batch = MicroBatch()
     """The one at hand."""
 
+    skipped: bool | Tensor = False
+    """Whether the step at hand is left out."""
+
     _within = False
     """The run goes on within the epoch."""
     _validation_due = False

@@ -57,3 +57,15 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
     """The one that this rank trains on."""
     loop: Any = trainer.fit_loop.epoch_loop
     return cast(MicroBatch, loop.micro_batch)
+
+
+def skip(trainer: Trainer, whether: bool | Tensor) -> None:
+    """Says whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.skipped = whether
+
+
+def skipped(trainer: Trainer) -> bool | Tensor:
+    """What was said by `skip`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return cast(bool | Tensor, loop.skipped)

@@ -117,8 +117,8 @@ class Slurm:
 
     def logs(self) -> str:
         return "".join(
-            f"--- {file.name}\n{file.read_text()[-3000:]}"
-            for file in (self.folder / "daemons.txt", self.folder / "slurmctld.log")
+            f"--- {file.name}\n{file.read_text()[-2000:]}"
+            for file in (self.folder / "daemons.txt", *sorted(self.folder.glob("slurm*.log")))
         )
 
     def run(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, check: bool = True) -> str:
