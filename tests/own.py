@@ -89,6 +89,14 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
 
 
+class Choosy(Regression):
+    """Leaves out what it does not like: on rank 1, a micro-batch after some steps."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if self.trainer.global_rank == 1 and self.trainer.global_step == 2 else loss
+
+
 class Duel(Regression):
     """Two networks with an optimiser each, which the module steps by itself."""
 
