@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -460,10 +460,19 @@ def _new_folder(launch: Launch) -> Path:
         if (launch.nodes or 1) > 1:
             raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
         stem = f"run-{os.getppid()}"
-    else:  # the ranks that this process starts find it in their environment
-        stem = f"run-{launch.name or os.environ.setdefault(_STARTED, f'{datetime.now():%Y%m%d-%H%M%S}')}"
+    else:
+        stem = f"run-{launch.name or _started()}"
     number = next(_TRAINERS)
     return Path(RUNS, stem if number == 1 else f"{stem}-{number}").absolute()
+
+
+@cache
+def _started() -> str:
+    """When this program was started. Ranks find it in the environment that they have from who started them; another program
+    that this one starts is no rank."""
+    if "LOCAL_RANK" not in os.environ or _STARTED not in os.environ:
+        os.environ[_STARTED] = f"{datetime.now():%Y%m%d-%H%M%S}"
+    return os.environ[_STARTED]
 
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:

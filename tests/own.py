@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection, SumMetric
 
 
@@ -88,6 +89,14 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
 
 
+class Choosy(Regression):
+    """Leaves out what it does not like: on rank 1, a micro-batch after some steps."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if self.trainer.global_rank == 1 and self.trainer.global_step == 2 else loss
+
+
 class Duel(Regression):
     """Two networks with an optimiser each, which the module steps by itself."""
 
@@ -111,3 +120,32 @@ class Duel(Regression):
         one = torch.optim.AdamW(self.network.parameters(), lr=self.lr)
         other = torch.optim.SGD(self.critic.parameters(), lr=self.lr, momentum=0.9)
         return [one, other], [torch.optim.lr_scheduler.ExponentialLR(one, 0.7)]
+
+
+class Uneven(IterableDataset[dict[str, Any]]):
+    """Rank 0 has 3 points, and each other rank 5 more than the one before it. `sized`: it says so."""
+
+    def __init__(self, sized: bool) -> None:
+        self._mine = range(3 + 5 * (dist.get_rank() if dist.is_initialized() else 0))
+        if sized:
+            self.__class__ = Sized
+
+    def __iter__(self) -> Any:
+        points = Points(100)
+        return (points[number] for number in self._mine)
+
+
+class Sized(Uneven):
+    def __len__(self) -> int:
+        return len(self._mine)
+
+
+class UnevenData(PointsData):
+    """The ranks' evaluations are not of the same length."""
+
+    def __init__(self, sized: bool) -> None:
+        super().__init__()
+        self.sized = sized
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Uneven(self.sized), batch_size=1)

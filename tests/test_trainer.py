@@ -2,19 +2,24 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
 from project.early_start import free_port
+from tests.conftest import environment
 
 
 def trainer(tmp_path, **settings):
+    short = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 2}
     quiet = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu", "devices": 1}
-    return Trainer(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=4, limit_val_batches=2, **quiet | settings)
+    return Trainer(default_root_dir=tmp_path, **short | quiet | settings)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"])
@@ -40,6 +45,56 @@ def test_two_fits_in_a_row_go_on(tmp_path):
     assert one.test(model, data) == [{}] or one.test(model, data)
 
 
+class Stream(IterableDataset):
+    """Nobody knows how many samples come."""
+
+    def __iter__(self):
+        return iter(torch.randn(5, 32))
+
+
+def test_an_epoch_of_unknown_length_is_over_when_it_is(tmp_path):
+    """A checkpoint of its end goes on with the next epoch."""
+    first, data = trainer(tmp_path, limit_train_batches=None), DataLoader(Stream(), batch_size=None)
+    first.fit(BoringModel(), data)
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    again = trainer(tmp_path, limit_train_batches=None, max_epochs=3)
+    again.fit(BoringModel(), data, ckpt_path=tmp_path / "end.ckpt")
+    assert (again.current_epoch, again.global_step) == (3, 15)
+
+
+class Frozen(BoringModel):
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_module_needs_no_optimizer(tmp_path):
+    one = trainer(tmp_path, enable_progress_bar=True)
+    with pytest.warns(UserWarning, match="will run with no optimizer"):
+        one.fit(Frozen())
+    assert one.state.finished
+
+
+class Place(Callback):
+    """Has a path in its state, as Lightning's SpikeDetection does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def state_dict(self):
+        return {"path": self.path}
+
+    def load_state_dict(self, state_dict):
+        self.path = state_dict["path"]
+
+
+def test_a_path_in_a_callbacks_state_comes_back(tmp_path):
+    trainer(tmp_path, callbacks=[Place(tmp_path)]).fit(BoringModel())
+    newest = max((tmp_path / "checkpoints").glob("*.ckpt"))
+    again = trainer(tmp_path, max_epochs=2, callbacks=[place := Place(None)])
+    again.fit(BoringModel(), ckpt_path=newest)
+    assert (again.global_step, place.path) == (8, tmp_path)
+
+
 @pytest.mark.slow
 def test_ddp_spawn(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -55,8 +110,10 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         trainer(None, logger=None).fit(BoringModel())
+    program = "from tests.test_trainer import *; trainer(None, logger=None).fit(BoringModel())"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment())
     folders = sorted((tmp_path / "lightning_logs").iterdir())
-    assert len(folders) == 2
+    assert len(folders) == 3
     assert all((folder / "checkpoints/step-000000004.ckpt").is_file() for folder in folders)
     assert [one.name for one in tmp_path.iterdir()] == ["lightning_logs"]
 

@@ -10,6 +10,7 @@ the queue.
 """
 
 import logging
+import math
 import signal
 import time
 from typing import Any
@@ -39,6 +40,7 @@ class StopTogether(Callback):
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
+        self._shared = 0.0  # batches of this evaluation that all ranks still have
         self._lead: tuple[float, str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,7 +89,19 @@ class StopTogether(Callback):
         self._pause, self._stale = 0, True
         self._last, self._since = time.monotonic(), 0
 
-    on_train_epoch_start = on_validation_start = on_validation_end = on_test_start = on_predict_start = _at_once
+    on_train_epoch_start = on_validation_end = _at_once
+
+    def _evaluates(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The ranks need not have the same number of batches: they compare notes at those that all of them have."""
+        self._at_once(trainer, pl_module)
+        self._shared = _batches(trainer)
+        if (group := self._group()) is not None:
+            # Where nobody knows how many will come, a signal waits for the end of the evaluation.
+            fewest = torch.tensor(self._shared if math.isfinite(self._shared) else 0.0)
+            dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
+            self._shared = float(fewest)
+
+    on_validation_start = on_test_start = on_predict_start = _evaluates
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._lead = lead() if trainer.is_global_zero else None
@@ -118,6 +132,9 @@ class StopTogether(Callback):
             checkpoints.save(trainer)
 
     def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._shared == 0:
+            return
+        self._shared -= 1
         number, _ = self._compare(trainer)
         if number:
             self._stop(trainer, number)
@@ -141,3 +158,11 @@ class StopTogether(Callback):
         if (group := self._group()) is not None:
             dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
+
+
+def _batches(trainer: Trainer) -> float:
+    """How many batches this rank has in the evaluation that begins; infinite where nobody knows."""
+    if trainer.sanity_checking:
+        return float(sum(trainer.num_sanity_val_batches))
+    counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+    return float(sum(counts.get(trainer.state.fn or "", trainer.num_val_batches)))

@@ -1,12 +1,13 @@
 """Whether a checkpoint can be read again: found out before a run depends on it, with the name of what can't.
 
 Checkpoints are read with PyTorch's `weights_only`, because anything else runs code from the file. That takes tensors, plain
-values, and here numpy's arrays and numbers, too.
+values, and here numpy's arrays and numbers, and paths, too.
 """
 
 import io
 import pickle
 from contextlib import AbstractContextManager
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ _NUMPY: list[Any] = [
 
 
 def plain_values() -> AbstractContextManager[None]:
-    """Within it, `torch.load(weights_only=True)` reads numpy's values."""
-    context: AbstractContextManager[None] = torch.serialization.safe_globals(_NUMPY)
+    """Within it, `torch.load(weights_only=True)` reads numpy's values and paths."""
+    context: AbstractContextManager[None] = torch.serialization.safe_globals([*_NUMPY, PosixPath, PurePosixPath])
     return context
 
 

@@ -321,6 +321,7 @@ class Steps(_TrainingEpochLoop):
 
     def _pass_over(self, number: int) -> None:
         """The loader gave None: a micro-batch of no samples."""
+        self._refuse_among_ranks("The training loader gave None", "give a batch without what is not wanted")
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         progress = self.batch_progress
         progress.increment_ready()
@@ -333,6 +334,11 @@ class Steps(_TrainingEpochLoop):
         self._processed(number, accumulates)
         self._tell("on_train_batch_end", {}, None, number)
         progress.increment_completed()
+
+    def _refuse_among_ranks(self, what: str, hint: str) -> None:
+        if (trainer := self.trainer).world_size > 1:
+            where = f"rank {trainer.global_rank} in step {trainer.global_step + 1}"
+            raise UserError(f"{what} on {where}, and the other ranks would wait for its gradient. HINT: {hint}.")
 
     def _note(self, batch: Any) -> None:
         """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
@@ -377,6 +383,7 @@ class Steps(_TrainingEpochLoop):
             self._optimizer.zero_grad()
             count.increment_completed()
         if output is None:
+            self._refuse_among_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
         self._learned = True

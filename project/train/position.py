@@ -51,7 +51,9 @@ def position(trainer: Trainer) -> Position:
     ever: Any = progress.total
     total = (ever.started - undone * many) * trainer.world_size
     logged = loop.epoch_loop._batches_that_stepped
-    over = batches.started >= trainer.num_training_batches
+    # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
+    last = progress.is_last_batch and batches.started == batches.ready
+    over = not undone and (last or batches.started >= trainer.num_training_batches)
     epochs: Any = loop.epoch_progress.current
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed

@@ -249,8 +249,8 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
         micro_batch = global_batch // (ranks * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
     parts = [shape]
-    if trainer.optimizers:
-        group = trainer.optimizers[0].param_groups[0]
+    if groups := [group for one in trainer.optimizers for group in one.param_groups]:  # who has no optimiser gets a mock
+        group = groups[0]
         parts.append(f"lr {group.get('initial_lr', group['lr']):g}")
     for config in trainer.lr_scheduler_configs:
         if warmup := getattr(config.scheduler, "warmup_steps", 0):

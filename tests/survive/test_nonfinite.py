@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from project.data.order import Order
 from project.survive.nonfinite import NonFinite
 from project.train.micro_batch import MicroBatch
 from tests.conftest import Cli, environment, since_struck, took
@@ -95,6 +96,16 @@ def test_stop_leaves_the_state_from_before_and_meets_it_again(quick: Cli, tmp_pa
         assert str(tmp_path / f"lightning_logs/it/checkpoints/step-{STEP - 1:09d}.ckpt. HINT") in run.output
         assert steps(tmp_path) == [STEP - 1]
         assert_same_state(saved(tmp_path, STEP - 1), saved(clean, STEP - 1), "lr_schedulers", "position", "epoch_sums")
+
+
+def test_the_last_step_of_an_epoch_is_met_again(quick: Cli, tmp_path):
+    order = Order(size=250, micro_batch=8, micro_batches=4, seed=0)
+    last = int(order.indices((0, order.steps - 1, 0))[0])
+    for _ in range(2):
+        run = quick(*words("--trainer.max_epochs=2", at=last))
+        assert run.code == 1, run.output
+        assert f"The loss of step {order.steps} (epoch 0) is not finite: nan on rank 0" in run.output
+        assert steps(tmp_path) == [order.steps - 1]
 
 
 @pytest.mark.parametrize("how", ["at once", "as on a GPU"])

@@ -176,7 +176,7 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
 
     stop.on_train_epoch_start(trainer, None)
     assert steps(5.0, 20) == 20
-    stop.on_validation_start(trainer, None)
+    stop._at_once(trainer, None)
     assert steps(0.001, 80) < 20
     stop.on_validation_end(trainer, None)
     assert steps(5.0, 20) == 20
