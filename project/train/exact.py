@@ -17,31 +17,48 @@ from torch import Tensor
 
 _AT_ONCE = 64  # numbers that are fetched from a device together
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
+_NO_TIES = math.nextafter(1.0, 2.0)
 
 
 def bits_for(terms: int) -> int:
     """Bits that a sum of so many terms may need more than a term."""
-    return max(1, math.ceil(math.log2(max(1, terms))) + 1)
+    return max(2, math.ceil(math.log2(max(1, terms))) + 1)
 
 
 class ExactSum:
     """The sum of tensors of one shape.
 
     `largest`: a power of two that a term hardly ever exceeds; where one does, the sum is right nevertheless. `terms`: how many
-    there are at most, over all ranks.
+    there are at most, over all ranks. `out`: where the sum on the finest grid lies; a new tensor, if none is given.
+
+    The finest sum stands on a pedestal of 1.5 * 2^52 grids while terms come: so large a float64 has no digits below the grid,
+    and an addition to it rounds the term, in one pass over the memory. A term exactly between two multiples of the grid would
+    be rounded to the even sum, and so by what was added before it: it is made a little larger, by one part in 2^52, and then
+    never lies there. (Float64 terms have no room for that, and are rounded by themselves.)
     """
 
-    def __init__(self, shape: Sequence[int], largest: float, terms: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        largest: float,
+        terms: int,
+        device: torch.device | str = "cpu",
+        out: Tensor | None = None,
+    ) -> None:
         self._width = _BITS - bits_for(terms)
         _, exponent = math.frexp(largest)
         self._lowest = exponent - self._width  # the exponent of the finest grid
-        self._shape, self._device = tuple(shape), device
-        self._folds: list[Tensor] = []
-        self._fold(0)
+        finest = torch.empty(tuple(shape), dtype=torch.float64, device=device) if out is None else out
+        self._folds = [finest]
+        self._shift = torch.full((1,) if finest.ndim else (), self._pedestal(0), dtype=torch.float64, device=finest.device)
+        self._begun = self._stands = False
+
+    def _pedestal(self, level: int) -> float:
+        return math.ldexp(1.5, _BITS + self._lowest + level * self._width)
 
     def _fold(self, level: int) -> Tensor:
         while len(self._folds) <= level:
-            self._folds.append(torch.zeros(self._shape, dtype=torch.float64, device=self._device))
+            self._folds.append(torch.zeros_like(self._folds[0]))
         return self._folds[level]
 
     def _reach(self, level: int) -> float:
@@ -50,33 +67,65 @@ class ExactSum:
 
     def add(self, term: Tensor, largest: float | None = None) -> None:
         """`largest`: of the term's values, where it is known; it must be finite."""
-        largest = float(term.abs().max()) if largest is None and term.numel() else (largest or 0.0)
+        if largest is None:
+            largest = float(term.abs().max()) if term.numel() else 0.0
+        if largest <= self._reach(0) and term.dtype != torch.float64:
+            self._round_to_finest(term, _NO_TIES)
+            return
         level = 0
         while largest > self._reach(level):
             level += 1
         rest = term.double()
         for at in range(level, -1, -1):
-            # So large a number has no digits below the grid: what is added to it is rounded to that.
-            shift = math.ldexp(1.5, _BITS + self._lowest + at * self._width)
+            shift = self._pedestal(at)
             part = (rest + shift).sub_(shift)
+            if at == 0:
+                self._round_to_finest(part, 1.0)
+                return
             self._fold(at).add_(part)
-            if at:
-                rest = rest - part
+            rest = rest - part
 
-    def up_to(self, count: int) -> list[Tensor]:
-        """So many sums, from the finest grid on; those that nothing was added to are zero."""
-        self._fold(max(0, count - 1))
-        return self._folds
+    def _round_to_finest(self, term: Tensor, alpha: float) -> None:
+        finest = self._folds[0]
+        if not self._begun:
+            self._begun = self._stands = True
+            torch.add(self._shift, term, alpha=alpha, out=finest)
+            return
+        if not self._stands:
+            self._stands = True
+            finest.add_(self._shift)
+        finest.add_(term, alpha=alpha)
+
+    def settle(self) -> None:
+        """The finest sum is the sum alone, until another term comes."""
+        if not self._begun:
+            self._begun = True
+            self._folds[0].zero_()
+        if self._stands:
+            self._stands = False
+            self._folds[0].sub_(self._shift)
 
     @property
     def folds(self) -> list[Tensor]:
         """Sums of several ranks are added fold by fold, in any order; who has fewer folds has zeros there."""
+        self.settle()
         return self._folds
+
+    def up_to(self, count: int) -> list[Tensor]:
+        """So many sums, from the finest grid on; those that nothing was added to are zero."""
+        self._fold(max(0, count - 1))
+        return self.folds
+
+    def coarser(self, count: int) -> list[Tensor]:
+        """The sums above the finest grid, of so many with it; those that nothing was added to are zero."""
+        self._fold(max(0, count - 1))
+        return self._folds[1:count]
 
     def total(self) -> Tensor:
         """In float64, rounded once: from the coarsest grid to the finest."""
-        total = self._folds[-1].clone()
-        for fold in self._folds[-2::-1]:
+        folds = self.folds
+        total = folds[-1].clone() if len(folds) > 1 else folds[0]
+        for fold in folds[-2::-1]:
             total += fold
         return total
 

@@ -225,6 +225,8 @@ class Steps(_TrainingEpochLoop):
             )
         known = self.grids or (self._gradients.state_dict() if self._gradients else {})
         many = trainer.accumulate_grad_batches * trainer.world_size
+        if self._gradients is not None:
+            self._gradients.close()
         self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size), None
         self._gradients.load_state_dict(known)
 
@@ -385,6 +387,8 @@ class Steps(_TrainingEpochLoop):
         if output is None:
             self._refuse_among_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+            if self._gradients is not None and self._learned and not accumulates:
+                self._gradients.finish()
             return {}
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
@@ -398,11 +402,11 @@ class Steps(_TrainingEpochLoop):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         self._tell("on_before_backward", loss)
-        loss.backward()
         if self._gradients is not None:
-            self._gradients.collect()
-            if not accumulates:
-                self._gradients.finish()
+            self._gradients.begin(last=not accumulates)
+        loss.backward()
+        if self._gradients is not None and not accumulates:
+            self._gradients.finish()
         self._tell("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs

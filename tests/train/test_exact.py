@@ -54,3 +54,15 @@ def test_a_term_that_no_step_before_it_has_let_expect_is_not_cut():
     small, huge = torch.full((3,), 2.0**-30), torch.full((3,), 2.0**90)
     for terms in ([small, huge, -huge, small], [huge, small, small, -huge]):
         assert torch.equal(added(terms, largest=2.0**-28), torch.full((3,), 2.0**-29).double())
+
+
+def test_terms_that_lie_between_two_multiples_of_the_grid_are_rounded_by_themselves():
+    """And not to the even sum, which depends on what came before."""
+    count = 24
+    half = 2.0 ** (ExactSum((1,), 1.0, count)._lowest - 1)
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randint(-99, 99, (500,), generator=generator) * half for _ in range(count)]
+    expected = added(terms)
+    for seed in range(8):
+        random.Random(seed).shuffle(terms)
+        assert torch.equal(added(terms, ranks=1 + seed % 3), expected)
