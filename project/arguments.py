@@ -7,7 +7,7 @@ from project.errors import UserError
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {
-    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches"), 1),
+    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "threads"), 1),
     **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
     **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
 }

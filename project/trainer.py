@@ -59,6 +59,7 @@ from project.survive.signals import SIGNALS
 from project.train.batching import accumulation
 from project.train.compression import Compression
 from project.train.epochs import own_loops
+from project.train.exactness import fix_threads, refuse_what_rounds
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -130,7 +131,9 @@ class Trainer(pl.Trainer):
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU fp16 is bf16, or fp32 where the CPU is
             faster so.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
-        exact: the same to the last bit on any number of ranks; a CPU's threads have to be the same, too.
+        exact: the same to the last bit on any number of ranks.
+        threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
+            depend on it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
     """
 
@@ -144,6 +147,7 @@ class Trainer(pl.Trainer):
         precision: str | int | None = None,
         gradient_compression: Compression = "none",
         exact: bool = False,
+        threads: int | None = None,
         nonfinite: Act = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
@@ -162,7 +166,11 @@ class Trainer(pl.Trainer):
     ) -> None:
         limits = (limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
         kwargs["val_check_interval"] = val_check_interval
-        numbers: dict[str, Any] = {"accumulate_grad_batches": accumulate_grad_batches, "join_timeout": join_timeout}
+        numbers: dict[str, Any] = {
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "join_timeout": join_timeout,
+            "threads": threads,
+        }
         numbers |= dict(zip((name for name in LEAST if name.startswith("limit_")), limits, strict=True))
         refuse_odd_numbers({**kwargs, **numbers})
         launch = detect()
@@ -222,6 +230,9 @@ class Trainer(pl.Trainer):
         self._data_connector: Loaders = Loaders(
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled
         )
+        self._threads = threads or (1 if exact else None)
+        if exact:
+            refuse_what_rounds(kwargs, gradient_compression, self.strategy)
         if isinstance(self.strategy, DDPStrategy):
             (share_exactly if exact else share_in_order)(self.strategy)
         own_loops(self, self._wanted_val_interval, exact)
@@ -262,6 +273,8 @@ class Trainer(pl.Trainer):
         for callback in self.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Watchdog):
                 callback.start(self)
+        if self._threads is not None and self.strategy.root_device.type == "cpu":
+            fix_threads(self._threads)
         results = super()._run(model, *args, **kwargs)
         if self.state.fn == TrainerFn.FITTING and out_of_time(self) and self.global_step < self.estimated_stepping_batches:
             log.warning(

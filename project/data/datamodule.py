@@ -153,7 +153,7 @@ class ImageData(LightningDataModule):
         batches = limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         whole_size = min(size, batches * self.batch_size)
-        micro_batch = cut_for_all(whole_size, self.batch_size) if self.exact else self.batch_size
+        micro_batch = cut_for_all(whole_size, self.batch_size, self.trainer.world_size) if self.exact else self.batch_size
         order = Order(whole_size, micro_batch, self.trainer.world_size, cut=self.exact)
         return self._loader(split, order)
 

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
+from project.errors import UserError
+
 Key = tuple[int, int, int]
 """What names a micro-batch: (epoch, step within the epoch, number within the step)."""
 
@@ -194,9 +196,15 @@ class Order:
 _ENOUGH = 64
 
 
-def cut_for_all(samples: int, micro_batch: int) -> int:
+def cut_for_all(samples: int, micro_batch: int, ranks: int) -> int:
     """The size of an evaluation's micro-batches that leaves one at least for each of 64 ranks, whatever their number is."""
-    return min(micro_batch, max(1, samples // _ENOUGH))
+    size = min(micro_batch, max(1, samples // _ENOUGH))
+    if (count := -(-samples // size)) < ranks:
+        raise UserError(
+            f"trainer.exact cuts an evaluation of {samples} samples into {count} micro-batches, on any number of ranks, and "
+            f"{ranks} ranks are too many for them. HINT: evaluate on more samples, or on at most {count} ranks."
+        )
+    return size
 
 
 class MicroBatchSampler(DistributedSampler[Key]):

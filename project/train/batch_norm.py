@@ -17,10 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from project.train.exact import ExactSum, meet
+from project.train.exact import WideSum
 from project.train.micro_batch import skipped as is_skipped
 
-_USUAL = 2.0**4  # a batch's mean or variance is hardly ever larger
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -122,7 +121,7 @@ class StepStatistics(Callback):
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
-        self._exact: list[ExactSum] = []  # one for each row
+        self._exact = WideSum(0, 1)
         self._layers: list[_Layer] = []
         self._rows: list[_Row] = []
         self._passes = torch.zeros(0, dtype=torch.int64)  # of each layer; on the host: nobody waits for a device to read it
@@ -166,7 +165,7 @@ class StepStatistics(Callback):
             if self.exact:
                 terms = trainer.accumulate_grad_batches * trainer.world_size
                 device = self._layer_of.device
-                self._exact = [ExactSum(row.gathered.shape, _USUAL, terms, device) for row in self._rows]
+                self._exact = WideSum(len(self._layer_of), terms, device)
                 self._all_passes = torch.zeros_like(self._passes)
 
     def _forget(self) -> None:
@@ -188,8 +187,7 @@ class StepStatistics(Callback):
                 layer.take_back()
         self._gathered += 1
         if self.exact:
-            for total, row, times in zip(self._exact, self._rows, self._times(), strict=True):
-                total.add(row.gathered * times)
+            self._exact.add(torch.cat([row.gathered * times for row, times in zip(self._rows, self._times(), strict=True)]))
             self._all_passes += self._passes
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
@@ -198,14 +196,10 @@ class StepStatistics(Callback):
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
         if self.exact:
-            passes = self._all_passes.to(self._layer_of.device)
+            numbers = self._all_passes.to(self._layer_of.device, torch.float64, non_blocking=True)
+            self._sums = torch.cat([self._exact.folds.view(-1), numbers])
             if trainer.world_size > 1:
-                dist.all_reduce(passes)
-            sums = [
-                meet(total, trainer.world_size).to(row.gathered.dtype)
-                for total, row in zip(self._exact, self._rows, strict=True)
-            ]
-            self._sums = torch.cat([*sums, passes.to(sums[0].dtype)])
+                self._arriving = dist.all_reduce(self._sums, async_op=True)
             return
         sums = [row.gathered * times for row, times in zip(self._rows, self._times(), strict=True)]
         numbers = self._passes.to(sums[0].device, sums[0].dtype, non_blocking=True)
@@ -241,6 +235,9 @@ class StepStatistics(Callback):
         if self._arriving is not None:
             self._arriving.wait()
         sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
+        if self.exact:
+            dtype = self._rows[0].gathered.dtype
+            sums, passes = WideSum.total(sums).to(dtype), passes.to(dtype)
         self._sums = self._arriving = None
         if skipped is True:
             return

@@ -111,11 +111,6 @@ class ExactSum:
         self.settle()
         return self._folds
 
-    def up_to(self, count: int) -> list[Tensor]:
-        """So many sums, from the finest grid on; those that nothing was added to are zero."""
-        self._fold(max(0, count - 1))
-        return self.folds
-
     def coarser(self, count: int) -> list[Tensor]:
         """The sums above the finest grid, of so many with it; those that nothing was added to are zero."""
         self._fold(max(0, count - 1))
@@ -130,14 +125,36 @@ class ExactSum:
         return total
 
 
-def meet(total: ExactSum, world_size: int) -> Tensor:
-    """The sum over all ranks, which call this together."""
-    if world_size > 1:
-        count = torch.tensor(len(total.folds))
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        for fold in total.up_to(int(count)):
-            dist.all_reduce(fold)
-    return total.total()
+class WideSum:
+    """The sum of vectors whose numbers may be of any size from 2^-90 to 2^40; of a larger one it is no number.
+
+    Always on three grids: nobody looks at the terms, which a device may still compute. For few numbers.
+    """
+
+    LEVELS, _TOP = 3, 40
+
+    def __init__(self, length: int, terms: int, device: torch.device | str = "cpu") -> None:
+        width = _BITS - bits_for(terms)
+        self._shifts = [math.ldexp(1.5, _BITS + self._TOP - (1 + level) * width) for level in range(self.LEVELS)]
+        self.folds = torch.zeros(self.LEVELS, length, dtype=torch.float64, device=device)
+        """From the coarsest grid to the finest; those of several ranks are added, in any order."""
+
+    def add(self, term: Tensor) -> None:
+        rest = term.double()
+        rest = rest.where(rest.abs() <= math.ldexp(1.0, self._TOP), math.nan)
+        for fold, shift in zip(self.folds, self._shifts, strict=True):
+            part = (rest + shift) - shift
+            fold.add_(part)
+            rest = rest - part
+
+    @classmethod
+    def total(cls, folds: Tensor) -> Tensor:
+        """Of one or several ranks' folds, in float64."""
+        by_level = folds.view(cls.LEVELS, -1)
+        total = by_level[0].clone()
+        for fold in by_level[1:]:
+            total += fold
+        return total
 
 
 class ExactScalar:

@@ -123,7 +123,7 @@ class Loaders(_DataConnector):
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
         whole = min(count, batches * size)
-        size = cut_for_all(whole, size) if exact else size
+        size = cut_for_all(whole, size, trainer.world_size) if exact else size
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=exact)
         dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
@@ -147,6 +147,11 @@ class Loaders(_DataConnector):
             limit = -(-limit // trainer.world_size)
         if limit is not None:
             setattr(trainer, f"limit_{stage}_batches", limit)
+        if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
+            raise UserError(
+                f"trainer.exact can't be kept: the {stage} loader ({type(loader).__name__}) gives its samples in its own "
+                f"order, another one on another number of ranks: {why}. HINT: a DataLoader over a dataset with indices."
+            )
         if why is None or stage in self._said or not trainer.is_global_zero:
             return
         self._said.add(stage)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from project.train.exact import ExactSum
+from project.train.exact import ExactSum, WideSum
 
 
 def added(terms, *, largest=1.0, ranks=1):
@@ -66,3 +66,21 @@ def test_terms_that_lie_between_two_multiples_of_the_grid_are_rounded_by_themsel
     for seed in range(8):
         random.Random(seed).shuffle(terms)
         assert torch.equal(added(terms, ranks=1 + seed % 3), expected)
+
+
+@pytest.mark.parametrize("spread", [0, 4, 9])
+def test_few_numbers_of_any_size(spread):
+    terms, count = wide(3, 24, spread), 24
+    scale = torch.stack([one.double() for one in terms]).abs().sum(0)
+    totals = []
+    for ranks in (1, 3, 8):
+        random.Random(ranks).shuffle(terms)
+        sums = [WideSum(500, count) for _ in range(ranks)]
+        for number, term in enumerate(terms):
+            sums[number % ranks].add(term)
+        totals.append(WideSum.total(torch.stack([one.folds for one in sums]).sum(0)))
+    assert all(torch.equal(one, totals[0]) for one in totals)
+    assert ((totals[0] - torch.stack([one.double() for one in terms]).sum(0)).abs() <= 2.0**-48 * scale).all()
+    too_large = WideSum(1, 2)
+    too_large.add(torch.tensor([2.0**41]))
+    assert WideSum.total(too_large.folds).isnan()
