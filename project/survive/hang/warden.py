@@ -98,13 +98,14 @@ class Memory:
 
     def __init__(self, pid: int | str = "self") -> None:
         self._pid = pid
-        self._place = _oom_counter(pid)
+        self._place = self._last = _oom_counter(pid)
         self._before = self._kills()
 
     def follow(self) -> None:
-        """The process may have been put into another cgroup. One that has ended is in none."""
-        now = _oom_counter(self._pid)
-        if now != self._place and not ended(self._pid, started(self._pid), None)[0]:
+        """The process may have been put into another cgroup: one that it is seen in twice. One that ends is in none."""
+        now, last = _oom_counter(self._pid), self._last
+        self._last = now
+        if now == last != self._place and not ended(self._pid, started(self._pid), None)[0]:
             self._place, self._before = now, 0
 
     def _kills(self) -> int:
