@@ -17,12 +17,22 @@ from torch import Tensor
 
 _AT_ONCE = 64  # numbers that are fetched from a device together
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
+_PIECE = 2**17  # numbers
+_ROOMS: dict[torch.device, Tensor] = {}
 _NO_TIES = math.nextafter(1.0, 2.0)
 
 
 def bits_for(terms: int) -> int:
     """Bits that a sum of so many terms may need more than a term."""
     return max(2, math.ceil(math.log2(max(1, terms))) + 1)
+
+
+def largest_of(numbers: Tensor) -> float:
+    """The largest absolute value, or what is not finite. The host waits for the device here."""
+    if not numbers.numel():
+        return 0.0
+    least, most = numbers.aminmax()
+    return max(-float(least), float(most))  # a NaN comes out as it is: both are
 
 
 class ExactSum:
@@ -50,7 +60,7 @@ class ExactSum:
         self._lowest = exponent - self._width  # the exponent of the finest grid
         finest = torch.empty(tuple(shape), dtype=torch.float64, device=device) if out is None else out
         self._folds = [finest]
-        self._shift = torch.full((1,) if finest.ndim else (), self._pedestal(0), dtype=torch.float64, device=finest.device)
+        self._shift = torch.full((1,), self._pedestal(0), dtype=torch.float64, device=finest.device)
         self._begun = self._stands = False
 
     def _pedestal(self, level: int) -> float:
@@ -68,7 +78,7 @@ class ExactSum:
     def add(self, term: Tensor, largest: float | None = None) -> None:
         """`largest`: of the term's values, where it is known; it must be finite."""
         if largest is None:
-            largest = float(term.abs().max()) if term.numel() else 0.0
+            largest = largest_of(term)
         if largest <= self._reach(0) and term.dtype != torch.float64:
             self._round_to_finest(term, _NO_TIES)
             return
@@ -86,15 +96,27 @@ class ExactSum:
             rest = rest - part
 
     def _round_to_finest(self, term: Tensor, alpha: float) -> None:
-        finest = self._folds[0]
-        if not self._begun:
-            self._begun = self._stands = True
-            torch.add(self._shift, term, alpha=alpha, out=finest)
-            return
-        if not self._stands:
-            self._stands = True
+        finest, first = self._folds[0], not self._begun
+        self._begun = True
+        if not first and not self._stands:
             finest.add_(self._shift)
-        finest.add_(term, alpha=alpha)
+        self._stands = True
+        if finest.ndim != 1:
+            finest, term = finest.view(-1), term.reshape(-1)
+        # A piece at a time, which stays in a processor's cache: to convert all of it at once takes as long again.
+        for part, numbers in zip(torch.split(finest, _PIECE), torch.split(term, _PIECE), strict=True):
+            room = self._room(part)
+            room.copy_(numbers)
+            if first:
+                torch.add(self._shift, room, alpha=alpha, out=part)
+            else:
+                part.add_(room, alpha=alpha)
+
+    def _room(self, part: Tensor) -> Tensor:
+        """To convert the numbers of a part in."""
+        if part.device not in _ROOMS:
+            _ROOMS[part.device] = torch.empty(_PIECE, dtype=torch.float64, device=part.device)
+        return _ROOMS[part.device][: part.numel()]
 
     def settle(self) -> None:
         """The finest sum is the sum alone, until another term comes."""

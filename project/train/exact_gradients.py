@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
-from project.train.exact import ExactSum
+from project.train.exact import ExactSum, largest_of
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise
@@ -27,13 +27,21 @@ _BUCKET = 4_000_000  # numbers that are sent together
 class _Slot:
     """A parameter's."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, sums: Tensor, gradient: Tensor) -> None:
-        self.name, self.parameter, self.sums, self.gradient = name, parameter, sums, gradient
+    def __init__(self, name: str, parameter: nn.Parameter, sums: Tensor, mean: Tensor) -> None:
+        self.name, self.parameter, self.sums = name, parameter, sums
+        dense = torch.empty_like(parameter)  # where a parameter's numbers do not lie side by side
+        self.gradient = mean.as_strided(parameter.shape, dense.stride())
         self.largest = _AT_FIRST
         """A power of two: what the grid of this step was made for."""
         self.sum: ExactSum | None = None
         self.seen = -1.0  # the largest value of this step's gradients on this rank; none so far
         self.taken = False  # in the last backward pass of this step
+
+    def numbers(self, gradient: Tensor) -> Tensor:
+        """A gradient's, in the order in which this parameter's lie in the memory."""
+        if gradient.stride() != self.gradient.stride():
+            gradient = torch.empty_like(self.gradient).copy_(gradient)
+        return gradient.as_strided((gradient.numel(),), (1,))
 
 
 class _Bucket:
@@ -44,22 +52,10 @@ class _Bucket:
         first = named[0][1]
         self.sums = torch.empty(sum(sizes), dtype=torch.float64, device=first.device)
         self.gradients = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self.slots = [
-            _Slot(name, parameter, sums, gradient)
-            for (name, parameter), sums, gradient in zip(
-                named, _as(self.sums, named, sizes), _as(self.gradients, named, sizes), strict=True
-            )
-        ]
+        parts = zip(torch.split(self.sums, sizes), torch.split(self.gradients, sizes), strict=True)
+        self.slots = [_Slot(name, one, sums, mean) for (name, one), (sums, mean) in zip(named, parts, strict=True)]
         self.left = 0  # slots that have not been taken in the last backward pass
         self.work: Any = None
-
-
-def _as(flat: Tensor, named: list[tuple[str, nn.Parameter]], sizes: list[int]) -> Iterator[Tensor]:
-    """The parts of it with the parameters' shapes, and as they lie in the memory."""
-    for (_, parameter), part in zip(named, torch.split(flat, sizes), strict=True):
-        dense = parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride()
-        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-        yield part.as_strided(parameter.shape, stride)
 
 
 class ExactGradients:
@@ -111,13 +107,13 @@ class ExactGradients:
                 "trainer.exact can't tell when it is whole. HINT: torch.utils.checkpoint(..., use_reentrant=False)."
             )
         slot.taken = True
-        # The host waits for the device here; on a CPU that is nothing.
-        largest = float(torch.linalg.vector_norm(gradient, math.inf)) if gradient.numel() else 0.0
+        numbers = slot.numbers(gradient)
+        largest = largest_of(numbers)
         if math.isfinite(largest):
             slot.seen = max(largest, slot.seen)
             if slot.sum is None:
                 slot.sum = ExactSum(slot.sums.shape, slot.largest, self._terms, out=slot.sums)
-            slot.sum.add(gradient, largest)
+            slot.sum.add(numbers, largest)
         else:
             slot.seen = math.inf
         bucket.left -= 1
