@@ -38,8 +38,9 @@ def largest_of(numbers: Tensor) -> float:
 class ExactSum:
     """The sum of tensors of one shape.
 
-    `largest`: a power of two that a term hardly ever exceeds; where one does, the sum is right nevertheless. `terms`: how many
-    there are at most, over all ranks. `out`: where the sum on the finest grid lies; a new tensor, if none is given.
+    `largest`: a power of two that a term hardly ever exceeds, of all its numbers or of each; where one does, the sum is right
+    nevertheless. `terms`: how many there are at most, over all ranks. `out`: where the sum on the finest grid lies; in a new
+    tensor, if none is given.
 
     The finest sum stands on a pedestal of 1.5 * 2^52 grids while terms come: so large a float64 has no digits below the grid,
     and an addition to it rounds the term, in one pass over the memory. A term exactly between two multiples of the grid would
@@ -50,44 +51,52 @@ class ExactSum:
     def __init__(
         self,
         shape: Sequence[int],
-        largest: float,
+        largest: float | Tensor,
         terms: int,
         device: torch.device | str = "cpu",
         out: Tensor | None = None,
     ) -> None:
         self._width = _BITS - bits_for(terms)
-        _, exponent = math.frexp(largest)
-        self._lowest = exponent - self._width  # the exponent of the finest grid
-        finest = torch.empty(tuple(shape), dtype=torch.float64, device=device) if out is None else out
-        self._folds = [finest]
-        self._shift = torch.full((1,), self._pedestal(0), dtype=torch.float64, device=finest.device)
-        self._begun = self._stands = False
+        self._folds = [torch.empty(tuple(shape), dtype=torch.float64, device=device) if out is None else out]
+        self.restart(largest)
 
-    def _pedestal(self, level: int) -> float:
-        return math.ldexp(1.5, _BITS + self._lowest + level * self._width)
+    def restart(self, largest: float | Tensor | None = None) -> None:
+        """Another sum begins; on the same grid, where nothing else is said."""
+        self._begun = self._stands = False
+        del self._folds[1:]
+        if largest is None:
+            return
+        given = largest if isinstance(largest, Tensor) else torch.tensor([largest])
+        sizes = given.to(self._folds[0].device, torch.float64)
+        exponents = torch.frexp(sizes).exponent
+        one = torch.ones_like(sizes)
+        self._reach = torch.ldexp(one, exponents)  # the largest term that the finest sum holds
+        self._shift = torch.ldexp(1.5 * one, _BITS + exponents - self._width)
+        self._alike = None if isinstance(largest, Tensor) else float(self._reach)
 
     def _fold(self, level: int) -> Tensor:
         while len(self._folds) <= level:
             self._folds.append(torch.zeros_like(self._folds[0]))
         return self._folds[level]
 
-    def _reach(self, level: int) -> float:
-        """The largest term that the folds up to this one hold."""
-        return math.ldexp(1.0, self._lowest + (level + 1) * self._width)
+    def _holds(self, term: Tensor, largest: float | None, level: int) -> bool:
+        """Whether the folds up to this one do."""
+        coarser = math.ldexp(1.0, level * self._width)
+        if self._alike is None:
+            return bool((term.abs() <= self._reach * coarser).all())
+        return (largest_of(term) if largest is None else largest) <= self._alike * coarser
 
     def add(self, term: Tensor, largest: float | None = None) -> None:
-        """`largest`: of the term's values, where it is known; it must be finite."""
-        if largest is None:
-            largest = largest_of(term)
-        if largest <= self._reach(0) and term.dtype != torch.float64:
+        """`largest`: of the term's numbers, where it is known; all must be finite."""
+        if self._holds(term, largest, 0) and term.dtype != torch.float64:
             self._round_to_finest(term, _NO_TIES)
             return
         level = 0
-        while largest > self._reach(level):
+        while not self._holds(term, largest, level):
             level += 1
         rest = term.double()
         for at in range(level, -1, -1):
-            shift = self._pedestal(at)
+            shift = self._shift * math.ldexp(1.0, at * self._width)
             part = (rest + shift).sub_(shift)
             if at == 0:
                 self._round_to_finest(part, 1.0)
@@ -96,19 +105,21 @@ class ExactSum:
             rest = rest - part
 
     def _round_to_finest(self, term: Tensor, alpha: float) -> None:
-        finest, first = self._folds[0], not self._begun
+        finest, shift, first = self._folds[0], self._shift, not self._begun
         self._begun = True
         if not first and not self._stands:
-            finest.add_(self._shift)
+            finest.add_(shift)
         self._stands = True
         if finest.ndim != 1:
             finest, term = finest.view(-1), term.reshape(-1)
         # A piece at a time, which stays in a processor's cache: to convert all of it at once takes as long again.
-        for part, numbers in zip(torch.split(finest, _PIECE), torch.split(term, _PIECE), strict=True):
+        for at in range(0, len(finest), _PIECE):
+            part, numbers = (one[at : at + _PIECE] if len(one) > _PIECE else one for one in (finest, term))
+            pedestal = shift[at : at + _PIECE] if len(shift) > _PIECE else shift
             room = self._room(part)
             room.copy_(numbers)
             if first:
-                torch.add(self._shift, room, alpha=alpha, out=part)
+                torch.add(pedestal, room, alpha=alpha, out=part)
             else:
                 part.add_(room, alpha=alpha)
 
@@ -116,7 +127,7 @@ class ExactSum:
         """To convert the numbers of a part in."""
         if part.device not in _ROOMS:
             _ROOMS[part.device] = torch.empty(_PIECE, dtype=torch.float64, device=part.device)
-        return _ROOMS[part.device][: part.numel()]
+        return _ROOMS[part.device][: len(part)]
 
     def settle(self) -> None:
         """The finest sum is the sum alone, until another term comes."""
@@ -126,6 +137,11 @@ class ExactSum:
         if self._stands:
             self._stands = False
             self._folds[0].sub_(self._shift)
+
+    @property
+    def count(self) -> int:
+        """Of folds that something was added to, or 0."""
+        return len(self._folds) if self._begun else 0
 
     @property
     def folds(self) -> list[Tensor]:

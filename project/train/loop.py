@@ -405,8 +405,10 @@ class Steps(_TrainingEpochLoop):
         if self._gradients is not None:
             self._gradients.begin(last=not accumulates)
         loss.backward()
-        if self._gradients is not None and not accumulates:
-            self._gradients.finish()
+        if self._gradients is not None:
+            self._gradients.end()
+            if not accumulates:
+                self._gradients.finish()
         self._tell("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs
