@@ -135,7 +135,7 @@ class _Unit:
                 continue  # no micro-batch of any rank has come to it
             if not math.isfinite(seen):
                 gradient.fill_(math.inf)
-            elif seen:
+            elif seen and not seen * 2 <= self.largest[index] <= seen * _MARGIN**3:  # it changes seldom: a new grid takes time
                 self.largest[index] = math.ldexp(1.0, math.frexp(seen * _MARGIN)[1])
             parameter.grad = gradient
         self.restart()
