@@ -172,7 +172,7 @@ def test_the_doctor_examines_what_has_no_images(folders):
     assert {finding["verdict"] for finding in report["findings"]} <= {"good", "warning", "skipped"}, report
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("sized", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_whose_evaluations_are_of_different_lengths_do_not_wait_for_each_other(folders, sized):
     words = ("fit", "--data=tests.own.UnevenData", f"--data.sized={sized}", "--model=tests.own.Regression", *OFTEN)
     run = forked(folders("it"), *words, "--trainer.max_epochs=2", "--watchdog.at_least=8", ranks=3)
