@@ -123,12 +123,10 @@ class Duel(Regression):
 
 
 class Uneven(IterableDataset[dict[str, Any]]):
-    """Rank 0 has 3 points, and each other rank 5 more than the one before it. `sized`: it says so."""
+    """Rank 0 has 3 points, and each other rank 5 more than the one before it."""
 
-    def __init__(self, sized: bool) -> None:
+    def __init__(self) -> None:
         self._mine = range(3 + 5 * (dist.get_rank() if dist.is_initialized() else 0))
-        if sized:
-            self.__class__ = Sized
 
     def __iter__(self) -> Any:
         points = Points(100)
@@ -136,6 +134,8 @@ class Uneven(IterableDataset[dict[str, Any]]):
 
 
 class Sized(Uneven):
+    """It says how many."""
+
     def __len__(self) -> int:
         return len(self._mine)
 
@@ -148,4 +148,4 @@ class UnevenData(PointsData):
         self.sized = sized
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Uneven(self.sized), batch_size=1)
+        return DataLoader(Sized() if self.sized else Uneven(), batch_size=1)

@@ -62,6 +62,7 @@ def fit(folder: Path, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_together_and_then_go_past_it(tmp_path):
     code, output = fit(tmp_path)
     took("a sample is NaN: all have ended after", since_struck(tmp_path))

@@ -164,7 +164,8 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: started.append(clock[0]) or Answer())
-    stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1)
+    evaluation = {"sanity_checking": True, "num_sanity_val_batches": [80]}
+    stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1, **evaluation)
     stop._group = lambda: "a group"
 
     def steps(seconds, count):
@@ -176,7 +177,7 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
 
     stop.on_train_epoch_start(trainer, None)
     assert steps(5.0, 20) == 20
-    stop._at_once(trainer, None)
+    stop.on_validation_start(trainer, None)
     assert steps(0.001, 80) < 20
     stop.on_validation_end(trainer, None)
     assert steps(5.0, 20) == 20
