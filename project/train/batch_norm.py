@@ -237,7 +237,7 @@ class StepStatistics(Callback):
         sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
         if self.exact:
             dtype = self._rows[0].gathered.dtype
-            sums, passes = WideSum.total(sums).to(dtype), passes.to(dtype)
+            sums, passes = WideSum.total(sums.view_as(self._exact.folds)).to(dtype), passes.to(dtype)
         self._sums = self._arriving = None
         if skipped is True:
             return

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
-from project.train.logged import Results
+from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
 from project.train.position import within_epoch
 from project.train.rng import seed_for_all
@@ -38,9 +38,9 @@ def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool) -> None:
     trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
     trainer.fit_loop.epoch_loop.exact = exact
     if exact:
+        trainer.fit_loop.epoch_loop._results = ExactResults(True, trainer.world_size)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            results = loop._results = Results(training=False)
-            results.exact, results.rank, results.world_size = True, trainer.global_rank, trainer.world_size
+            loop._results = ExactResults(False, trainer.world_size)
 
 
 class Epochs(_FitLoop):

@@ -10,9 +10,9 @@ that to a third. Where a term is split depends on the term alone, so this change
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 _AT_ONCE = 64  # numbers that are fetched from a device together
@@ -166,31 +166,30 @@ class ExactSum:
 class WideSum:
     """The sum of vectors whose numbers may be of any size from 2^-90 to 2^40; of a larger one it is no number.
 
-    Always on three grids: nobody looks at the terms, which a device may still compute. For few numbers.
+    Always on three grids (`levels`, from 2^`top` down): nobody looks at the terms, which a device may still compute. For few
+    numbers.
     """
 
-    LEVELS, _TOP = 3, 40
-
-    def __init__(self, length: int, terms: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, length: int, terms: int, device: torch.device | str = "cpu", levels: int = 3, top: int = 40) -> None:
         width = _BITS - bits_for(terms)
-        self._shifts = [math.ldexp(1.5, _BITS + self._TOP - (1 + level) * width) for level in range(self.LEVELS)]
-        self.folds = torch.zeros(self.LEVELS, length, dtype=torch.float64, device=device)
+        self._top = top
+        self._shifts = [math.ldexp(1.5, _BITS + top - (1 + level) * width) for level in range(levels)]
+        self.folds = torch.zeros(levels, length, dtype=torch.float64, device=device)
         """From the coarsest grid to the finest; those of several ranks are added, in any order."""
 
     def add(self, term: Tensor) -> None:
         rest = term.double()
-        rest = rest.where(rest.abs() <= math.ldexp(1.0, self._TOP), math.nan)
+        rest = rest.where(rest.abs() <= math.ldexp(1.0, self._top), math.nan)
         for fold, shift in zip(self.folds, self._shifts, strict=True):
             part = (rest + shift) - shift
             fold.add_(part)
             rest = rest - part
 
-    @classmethod
-    def total(cls, folds: Tensor) -> Tensor:
+    @staticmethod
+    def total(folds: Tensor) -> Tensor:
         """Of one or several ranks' folds, in float64."""
-        by_level = folds.view(cls.LEVELS, -1)
-        total = by_level[0].clone()
-        for fold in by_level[1:]:
+        total = folds[0].clone()
+        for fold in folds[1:]:
             total += fold
         return total
 
@@ -203,7 +202,8 @@ class ExactScalar:
 
     def __init__(self, parts: Sequence[float] = ()) -> None:
         self._pending: list[Tensor] = []
-        self._parts = list(parts)
+        self._parts = [part for part in parts if math.isfinite(part)]
+        self._not_finite = [part for part in parts if not math.isfinite(part)]
 
     def add(self, term: Tensor) -> None:
         self._pending.append(term.detach().double().reshape(()))
@@ -214,17 +214,12 @@ class ExactScalar:
         """Floats that do not overlap; their sum, exactly, is that of all terms."""
         if self._pending:
             for term in torch.stack(self._pending).tolist():
-                _grow(self._parts, term)
+                if math.isfinite(term):
+                    _grow(self._parts, term)
+                else:
+                    self._not_finite = [sum(self._not_finite) + term]
             self._pending.clear()
-        return self._parts
-
-    def total(self, world_size: int) -> float:
-        """Over all ranks, which call this together."""
-        everybodys = [self.parts()]
-        if world_size > 1:
-            everybodys = [[] for _ in range(world_size)]
-            dist.all_gather_object(everybodys, self.parts())
-        return exact_total([part for parts in everybodys for part in parts])
+        return self._parts + self._not_finite
 
 
 def _grow(parts: list[float], term: float) -> None:
@@ -245,3 +240,18 @@ def exact_total(terms: Sequence[float]) -> float:
         return math.fsum(terms)
     except (OverflowError, ValueError):
         return sum(terms)
+
+
+def apart(terms: Sequence[float]) -> list[float]:
+    """As few floats as have the same sum, exactly; the same ones for the same sum."""
+    found: list[float] = []
+    while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-one for one in found)])):
+        found.append(part)
+    return found if all(map(math.isfinite, terms)) else [sum(terms)]
+
+
+def exact_mean(terms: Sequence[float], count: float) -> float:
+    """Rounded once: a mean of equal numbers is this number. Of nothing it is no number."""
+    if not count or not all(map(math.isfinite, terms)):
+        return exact_total(terms) / count if count else math.nan
+    return float(sum(map(Fraction, terms), Fraction()) / Fraction(count))

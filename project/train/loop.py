@@ -182,8 +182,6 @@ class Steps(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         seed_for_all(self.trainer, self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
-        self._results.exact = self.exact
-        self._results.rank, self._results.world_size = self.trainer.global_rank, self.trainer.world_size
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         if self.metric_states is not None:
             here = self.trainer.global_rank, self.trainer.world_size
@@ -312,7 +310,9 @@ class Steps(_TrainingEpochLoop):
             self._step()
         self._processed(number, accumulates)
 
+        logged.meet_in_step("before")
         self._tell("on_train_batch_end", outputs, batch, number)
+        logged.meet_in_step("after")
         if logged:  # by self.log, in whatever was called here
             trainer._logger_connector.on_batch_end()
         else:

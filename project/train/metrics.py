@@ -35,7 +35,7 @@ def states(trainer: Trainer, module: LightningModule) -> States:
     """Of all ranks, which must call this together. A validation begins anew, and so what it has counted is left out."""
     counted = _logged_in_training(trainer) if trainer.validating else None
     mine: dict[str, dict[str, Any]] = {}
-    for name, metric in _metrics(module):
+    for name, metric in metrics_of(module):
         if metric.update_called and (counted is None or any(metric is one for one in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             mine[name] = {"state": held, "updates": metric.update_count}
@@ -46,7 +46,7 @@ def states(trainer: Trainer, module: LightningModule) -> States:
 
 def put_back(found: States, module: LightningModule, rank: int, ranks: int) -> None:
     """Into the metrics of today's ranks."""
-    metrics = dict(_metrics(module))
+    metrics = dict(metrics_of(module))
     for name, of_ranks in found.items():
         if (metric := metrics.get(name)) is None:
             continue
@@ -72,7 +72,8 @@ def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], r
     return {"state": made, "updates": sum(one["updates"] for one in there) if not rank else 0}
 
 
-def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    """By their names."""
     for part in module.modules():
         if isinstance(part, MetricCollection):
             part.items()  # those that count the same have their states with one of them until somebody asks

@@ -59,6 +59,12 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
     return cast(MicroBatch, loop.micro_batch)
 
 
+def evaluated(trainer: Trainer) -> tuple[int, Key] | None:
+    """The one that this rank evaluates: the number of its loader, and its key, where that is known."""
+    logged: Any = trainer._logger_connector
+    return cast(tuple[int, Key] | None, logged.evaluated)
+
+
 def skip(trainer: Trainer, whether: bool | Tensor) -> None:
     """Says whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
 from project.train import metrics
-from project.train.logged import Results
+from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, position, set_counters
@@ -51,7 +51,10 @@ class Resuming(_CheckpointConnector):
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
                 checkpoint["exact_grids"] = grids
             checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
-            checkpoint["metric_states"] = metrics.states(self.trainer, self.trainer.lightning_module)
+            if exact := self._connector().exact_metrics:
+                checkpoint["exact_metrics"] = exact.state_dict()
+            else:
+                checkpoint["metric_states"] = metrics.states(self.trainer, self.trainer.lightning_module)
         if self._as_built is not None and not weights_only:
             assert self._made_of is not None
             refuse_made_later(checkpoint["state_dict"], self._made_of)
@@ -104,7 +107,9 @@ class Resuming(_CheckpointConnector):
         if at.begun:
             here = self.trainer.global_rank, self.trainer.world_size
             self._logged().go_on(self._loaded_checkpoint["logged_sums"], *here)
-            self._loops().metric_states = self._loaded_checkpoint["metric_states"]
+            self._loops().metric_states = self._loaded_checkpoint.get("metric_states")
+            if exact := self._connector().exact_metrics:
+                exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
         set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
@@ -113,6 +118,11 @@ class Resuming(_CheckpointConnector):
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
+
+    def _connector(self) -> Logged:
+        connector = self.trainer._logger_connector
+        assert isinstance(connector, Logged)
+        return connector
 
     def _logged(self) -> Results:
         return self._loops()._results

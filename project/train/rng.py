@@ -7,9 +7,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.data.order import chance
-from project.train.micro_batch import micro_batch
+from project.train.micro_batch import evaluated, micro_batch
 
 _BETWEEN = 1 << 40  # no micro-batch has this number
+_EVALUATED = 1 << 41  # nor this one
 
 
 def seed_for_all(trainer: Trainer, epoch: int) -> None:
@@ -29,7 +30,7 @@ def _seed(trainer: Trainer, seed: int) -> None:
 
 
 class ChanceByMicroBatch(Callback):
-    """Seeds PyTorch's generators before each micro-batch that is trained on."""
+    """Seeds PyTorch's generators before each micro-batch; in an evaluation always in the same way."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         _seed(trainer, micro_batch(trainer).seed)
@@ -38,5 +39,18 @@ class ChanceByMicroBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
+        epoch, step, _ = micro_batch(trainer).key
+        _seed(trainer, chance(run_seed(), (epoch, step, _BETWEEN)))
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if (found := evaluated(trainer)) is not None:
+            loader, (_, step, number) = found
+            _seed(trainer, chance(run_seed(), (loader, step, _EVALUATED + number)))
+
+    on_test_batch_start = on_validation_batch_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch, step, _ = micro_batch(trainer).key
         _seed(trainer, chance(run_seed(), (epoch, step, _BETWEEN)))

@@ -1,0 +1,225 @@
+"""What `self.log` logs, the same to the last bit on any number of ranks.
+
+A value of a micro-batch is a term of a sum that is rounded once (train/exact.py). Where a step or an epoch ends, all ranks meet
+and have the same result, whatever `sync_dist` says. A value that is logged elsewhere, at the end of an epoch, say, has to be
+the same on all ranks; where it is not, it depends on their number, and is refused.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+
+from project.errors import UserError
+from project.train.exact import ExactScalar, apart, exact_mean, exact_total
+from project.train.logged import Results, Sums
+from project.train.strategy import gathered, gathered_numbers
+
+_OF_MICRO_BATCH = {
+    *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
+    *(f"{stage}_step" for stage in ("validation", "test")),
+    *(f"on_{stage}_batch_{when}" for stage in ("validation", "test") for when in ("start", "end")),
+}
+
+_Terms = list[tuple[float, float]]
+"""Values, and what each counts for."""
+
+
+class ExactResults(Results):
+    """Results whose sums do not depend on who added them up."""
+
+    def __init__(self, training: bool, world_size: int) -> None:
+        super().__init__(training)
+        self._world_size = world_size
+        self._sums: dict[str, ExactScalar] = {}
+        self._met: set[str] = set()  # of this epoch
+        self._terms: dict[str, list[tuple[Tensor, float]]] = {}  # of this step, and not yet brought together
+        self._expected: dict[str, tuple[tuple[str, int], ...] | None] = {}
+
+    def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
+        super().begin_micro_batch(weight, begins_step, ends_step)
+        if begins_step:
+            self._terms.clear()
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        metric: Any = self[key]
+        meta = metric.meta
+        is_term = _hook(meta.fx) in _OF_MICRO_BATCH and not meta.sync.rank_zero_only
+        if is_term and meta.on_step and meta.logger and not self.training:
+            raise UserError(
+                f"self.log({meta.name!r}, on_step=True) in {_hook(meta.fx)} logs each micro-batch of rank 0, which are others on "
+                "another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all of them."
+            )
+        if metric.is_tensor and is_term and meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+            if metric.has_reset or key not in self._sums:
+                self._sums[key] = ExactScalar()
+            self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
+        shared, meta.sync.should = meta.sync.should, False  # the ranks meet at the end of a step or of the epoch
+        _ResultCollection.update_metrics(self, key, value, batch_size)
+        meta.sync.should = shared
+        if self.training and is_term and meta.on_step:
+            of_batch = value if metric.is_tensor else metric._forward_cache
+            if isinstance(of_batch, Tensor) and of_batch.numel() == 1:
+                term = of_batch.detach().double().reshape(())
+                self._terms.setdefault(key, []).append((term, self.weight))
+
+    def meet_in_step(self, when: str) -> None:
+        """By all ranks: what a step's micro-batches have logged since the last call becomes one value. `when`: where it is called."""
+        if not self.ends_step:
+            return
+        values = iter(
+            torch.stack([term for terms in self._terms.values() for term, _ in terms]).tolist() if self._terms else ()
+        )
+        mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in self._terms.items()}
+        self._terms.clear()
+        everybodys = self._brought_together(when, mine)
+        for key in mine:
+            metric: Any = self[key]
+            terms = [term for one in everybodys for term in one.get(key, ())]
+            made = torch.tensor(_made_of(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
+            metric._forward_cache = made
+            if not metric.meta.on_epoch and metric.is_tensor:
+                metric.value = made
+
+    def _brought_together(self, when: str, mine: dict[str, _Terms]) -> list[dict[str, _Terms]]:
+        """What all ranks have. As numbers alone, where all have logged the same names as often as the last time."""
+        if self._world_size == 1:
+            return [mine]
+        names, expected = tuple((key, len(terms)) for key, terms in mine.items()), self._expected.get(when)
+        if expected is not None:
+            fits = names == expected
+            pairs = [number for terms in mine.values() for pair in terms for number in pair]
+            numbers = [1.0, *pairs] if fits else [0.0] * (1 + 2 * sum(count for _, count in expected))
+            everybodys = gathered_numbers(numbers, self._world_size)
+            if all(one[0] for one in everybodys):
+                return [_taken_apart(one[1:], expected) for one in everybodys]
+        brought: list[dict[str, _Terms]] = gathered(mine, self._world_size)
+        kinds = {tuple((key, len(terms)) for key, terms in one.items()) for one in brought}
+        self._expected[when] = kinds.pop() if len(kinds) == 1 else None
+        return brought
+
+    def meet(self) -> None:
+        """At the end of an epoch, by all ranks: what has been added up is that of all of them."""
+        mine: dict[str, tuple[list[float], float]] = {}
+        for key, found in self.items():
+            metric: Any = found
+            if not self._counts(key, metric) or key in self._met:
+                continue
+            if key in self._sums:
+                mine[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
+            else:
+                mine[key] = [float(metric.value)], 0
+        everybodys: list[dict[str, tuple[list[float], float]]] = gathered(mine, self._world_size)
+        for key in mine:
+            metric = self[key]
+            of_ranks = [one[key] for one in everybodys if key in one]
+            parts = [part for parts, _ in of_ranks for part in parts]
+            if metric.meta.is_mean_reduction:
+                total = exact_mean(parts, sum(count for _, count in of_ranks))
+                metric.cumulated_batch_size = torch.ones_like(metric.cumulated_batch_size)
+            else:
+                total = _made_of([(part, 1.0) for part in parts], metric.meta, True)
+            metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
+            self._met.add(key)
+
+    def _counts(self, key: str, metric: Any) -> bool:
+        """Whether it is a sum, or the largest or smallest, over the micro-batches of an epoch."""
+        meta = metric.meta
+        logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
+        return bool(logged and _hook(meta.fx) in _OF_MICRO_BATCH)
+
+    def refuse_what_differs(self) -> None:
+        """At the end of an epoch, by all ranks: what was logged in other hooks is the same on all ranks."""
+        if self._world_size == 1:
+            return
+        mine = {}
+        for key, found in self.items():
+            metric: Any = found
+            elsewhere = _hook(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
+                mine[key] = repr(metric.value.double().tolist())
+        everybodys = gathered(mine, self._world_size)
+        for key in mine:
+            if len({one[key] for one in everybodys if key in one}) > 1:
+                meta = self[key].meta
+                raise UserError(
+                    f"self.log({meta.name!r}) in {_hook(meta.fx)} logs another value on each rank, which depends on their "
+                    "number: trainer.exact can't be kept. HINT: log it in the step, for each micro-batch, or use a "
+                    "torchmetrics.Metric."
+                )
+
+    @staticmethod
+    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
+        """The ranks have met already; Lightning would add up what all of them have."""
+        meta = result_metric.meta
+        if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
+            shared, meta.sync.should = meta.sync.should, False
+            result_metric.compute()
+            meta.sync.should = shared
+        return _ResultCollection._get_cache(result_metric, on_step)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        self._met -= {key for key in self._met if fx is None or self[key].meta.fx == fx}
+        super().reset(metrics, fx)
+
+    def sums(self, ranks: int) -> Sums:
+        """As one rank's: a checkpoint does not tell how many there were."""
+        made = super().sums(ranks)
+        for key, one in made.items():
+            if key in self._sums and self._counts(key, self[key]):
+                parts = [part for value, _ in one["ranks"] for part in value.tolist()]
+                samples = torch.stack([count for _, count in one["ranks"]]).sum()
+                one["ranks"] = [(torch.tensor(apart(parts), dtype=torch.float64), samples)]
+            else:
+                how = {"max": torch.amax, "min": torch.amin}.get(one["meta"]["reduce_fx"])
+                values = torch.stack([value for value, _ in one["ranks"]])
+                one["ranks"] = [(values[0] if how is None else how(values, 0), one["ranks"][0][1])]
+        return made
+
+    def _held(self, key: str) -> Tensor:
+        if key in self._sums:
+            return torch.tensor(self._sums[key].parts(), dtype=torch.float64)
+        return super()._held(key)
+
+    def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
+        if how not in ("mean", "sum") or _hook(sums[key]["meta"]["fx"]) not in _OF_MICRO_BATCH:
+            return super()._taken_over(key, sums, rank, ranks)
+        parts = [part for value, _ in of_ranks for part in value.reshape(-1).tolist()] if rank == 0 else []
+        self._sums[key] = ExactScalar(parts)
+        samples = torch.stack([count for _, count in of_ranks]).sum()
+        return torch.zeros(()), samples * (rank == 0)
+
+
+def _hook(fx: str) -> str:
+    """Where it was logged, without the number of the loader."""
+    return fx.partition(".")[0]
+
+
+def _taken_apart(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) -> dict[str, _Terms]:
+    pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
+    return {key: [next(pairs) for _ in range(count)] for key, count in names}
+
+
+def _made_of(terms: _Terms, meta: Any, is_tensor: bool) -> float:
+    values = [value for value, _ in terms]
+    if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):
+        if any(math.isnan(value) for value in values):
+            return math.nan
+        return max(values) if meta.is_max_reduction else min(values)
+    if is_tensor and meta.is_sum_reduction:
+        return exact_total(values)
+    if len(set(values)) == 1:
+        return values[0]
+    if all(weight == 1.0 for _, weight in terms):
+        return exact_mean(values, len(values))
+    if not all(map(math.isfinite, values)):
+        return sum(values)
+    weights = [Fraction(weight) for _, weight in terms]
+    return float(
+        sum((Fraction(value) * weight for value, weight in zip(values, weights, strict=True)), Fraction()) / sum(weights)
+    )

@@ -1,0 +1,160 @@
+"""torchmetrics whose values are the same to the last bit on any number of ranks.
+
+A metric adds up what its updates bring; of floats, in the order in which they come. Here each micro-batch's part is taken out of
+the metric when the next one begins, and the metric stands at zero again. Sums of floats are kept on grids (train/exact.py), and
+lists by the micro-batch that they belong to. At the end of an epoch, all ranks have what all of them have counted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from project.data.order import Key
+from project.errors import UserError
+from project.train.exact import WideSum
+from project.train.metrics import metrics_of
+from project.train.strategy import gathered
+
+_MICRO_BATCHES = 2**24  # of an epoch, at most
+_LARGEST, _LEVELS = 128, 11  # all that a float32 can be
+
+Where = tuple[int, Key]
+"""Which micro-batch: the number of its loader, and its key."""
+
+Counted = dict[str, Any]
+"""Of a metric: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
+
+
+class ExactMetrics:
+    """Those of a module. `begin` before each micro-batch, `meet` at the end of an epoch, by all ranks."""
+
+    def __init__(self, module: LightningModule, world_size: int) -> None:
+        self.module, self._world_size = module, world_size
+        self._counted: dict[str, dict[str, Counted]] = {}  # by stage, then by metric
+        self._stage: str | None = None
+        self._where: Where = (0, (0, 0, 0))
+        self._met: dict[str, tuple[Metric, Callable[..., Any]]] = {}
+
+    def begin(self, stage: str, where: Where) -> None:
+        """A micro-batch: what is counted from now on is its own."""
+        if self._met:
+            self._go_on()
+        self._take()
+        self._stage, self._where = stage, where
+
+    def _take(self) -> None:
+        """What the last micro-batch has brought."""
+        for name, metric in metrics_of(self.module):
+            if not metric._defaults or not metric.update_called:
+                continue
+            _refuse(name, metric)
+            if self._stage is not None:
+                counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
+                counted["updates"] += metric.update_count
+                for key, value in metric.metric_state.items():
+                    counted["states"][key] = self._with(counted["states"].get(key), value, metric._reductions[key])
+            Metric.reset(metric)
+
+    def _with(self, before: Any, value: Any, how: Any) -> Any:
+        if isinstance(value, list):
+            parts = [one.detach().cpu() if isinstance(one, Tensor) else one for one in value]
+            return [*(before or []), *((self._where, number, one) for number, one in enumerate(parts))]
+        value = value.detach()
+        if how is dim_zero_sum and value.is_floating_point():
+            sums = WideSum(value.numel(), _MICRO_BATCHES, value.device, levels=_LEVELS, top=_LARGEST)
+            sums.add(value.reshape(-1))
+            return sums.folds if before is None else before + sums.folds
+        return value.clone() if before is None else _joined([before, value], how)
+
+    def meet(self, stage: str) -> None:
+        self._take()
+        self._stage = None
+        metrics = dict(metrics_of(self.module))
+        for name, counted in self._of_all(stage).items():
+            metric = metrics[name]
+            for key, found in counted["states"].items():
+                how, default = metric._reductions[key], metric._defaults[key]
+                if isinstance(default, list):
+                    value: Any = [one.to(metric.device) if isinstance(one, Tensor) else one for _, _, one in found]
+                elif how is dim_zero_sum and default.is_floating_point():
+                    value = WideSum.total(found).view(default.shape).to(metric.device, default.dtype)
+                else:
+                    value = found.to(metric.device)
+                setattr(metric, key, value)
+            metric._update_count, metric._computed = counted["updates"], None
+            if name not in self._met:
+                self._met[name] = metric, metric.distributed_available_fn
+            metric.distributed_available_fn = _nobody_else
+
+    def _of_all(self, stage: str) -> dict[str, Counted]:
+        """What all ranks have counted, in the order of the micro-batches; rank 0 has it from now on."""
+        mine = {name: {**one, "states": _on_host(one["states"])} for name, one in self._counted.get(stage, {}).items()}
+        everybodys: list[dict[str, Counted]] = gathered(mine, self._world_size)
+        metrics, made = dict(metrics_of(self.module)), {}
+        for name in sorted({name for one in everybodys for name in one} & set(metrics)):
+            there = [one[name] for one in everybodys if name in one]
+            reductions = metrics[name]._reductions
+            joined = {key: _joined([one["states"][key] for one in there], how) for key, how in reductions.items()}
+            made[name] = {"states": joined, "updates": sum(one["updates"] for one in there)}
+        return made
+
+    def _go_on(self) -> None:
+        """After the end of an epoch: who was not reset counts on."""
+        for name, (metric, others) in self._met.items():
+            metric.distributed_available_fn = others
+            if metric.update_called:
+                Metric.reset(metric)
+            else:
+                for counted in self._counted.values():
+                    counted.pop(name, None)
+        self._met = {}
+
+    def state_dict(self) -> dict[str, Counted]:
+        """Of all ranks' training, which must call this together."""
+        if not self._met:
+            self._take()
+        return self._of_all("train")
+
+    def load_state_dict(self, found: dict[str, Counted], rank: int) -> None:
+        self._counted = {"train": {} if rank else found}
+        for _, metric in metrics_of(self.module):
+            Metric.reset(metric)
+
+
+def _nobody_else() -> bool:
+    return False
+
+
+def _on_host(states: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in states.items()}
+
+
+def _joined(parts: list[Any], how: Any) -> Any:
+    if isinstance(parts[0], list):
+        return sorted((one for part in parts for one in part), key=lambda one: one[:2])
+    if how is dim_zero_max:
+        return torch.stack(parts).amax(0)
+    if how is dim_zero_min:
+        return torch.stack(parts).amin(0)
+    return torch.stack(parts).sum(0)
+
+
+def _refuse(name: str, metric: Metric) -> None:
+    if metric._computed is not None:
+        raise UserError(
+            f"The metric {name} was computed within an epoch, where each rank has counted other samples: trainer.exact can't "
+            f"be kept. HINT: call it, self.{name}(...), for the value of the batch, and compute it at the end of the epoch."
+        )
+    for key, how in metric._reductions.items():
+        if not (isinstance(metric._defaults[key], list) and how in (dim_zero_cat, None)) and how not in (
+            *(dim_zero_sum, dim_zero_max, dim_zero_min),
+        ):
+            raise UserError(
+                f"The metric {name} ({type(metric).__name__}) brings the ranks' states together in a way of its own ({key}): "
+                "trainer.exact can't be kept. HINT: another metric, or one that keeps its samples, as CatMetric does."
+            )
