@@ -8,7 +8,17 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, MetricCollection, SumMetric
+from torchmetrics import (
+    CatMetric,
+    MaxMetric,
+    MeanAbsoluteError,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    R2Score,
+    SpearmanCorrCoef,
+    SumMetric,
+)
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -149,3 +159,69 @@ class UnevenData(PointsData):
 
     def val_dataloader(self) -> Any:
         return DataLoader(Sized() if self.sized else Uneven(), batch_size=1)
+
+
+class Talkative(LightningModule):
+    """Logs wherever it can, in each way; counts with metrics of each kind; draws numbers in its validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.recurrent = nn.Linear(6, 24), nn.LSTM(1, 12, batch_first=True)
+        self.after = nn.Sequential(nn.LayerNorm(36), nn.GELU(), nn.Dropout(0.1), nn.Linear(36, 1))
+        self.error, self.listed = MeanSquaredError(), SpearmanCorrCoef()
+        self.many = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score(), "mae": MeanAbsoluteError()}, prefix="many/")
+        self.weighted, self.own_count = MeanMetric(), MeanMetric()
+
+    def forward(self, point: Tensor) -> Tensor:
+        _, (hidden, _) = self.recurrent(point.unsqueeze(-1))
+        found: Tensor = self.after(torch.cat([self.before(point), hidden[0]], 1))
+        return found
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        point, target = batch["point"].float(), batch["sum"].float()
+        found = self(point)
+        loss = nn.functional.smooth_l1_loss(found, target)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"most": found.max(), "fewest": found.min()}, on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("least", found.min(), reduce_fx="min", on_epoch=True)
+        self.log("samples", float(len(point)), reduce_fx="sum", on_step=True, on_epoch=True, sync_dist=True)
+        self.error(found, target)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.own_count.update(loss.detach())
+        if self.trainer.global_step % 2 == 0:
+            self.log("sometimes", loss * 3)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([one.grad.norm() for one in self.parameters() if one.grad is not None]).norm()
+        self.log("norm", norm, on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("again", outputs["loss"], on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("counted", self.own_count.compute())
+        self.own_count.reset()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        point, target = batch["point"].float(), batch["sum"].float()
+        found = self(point + 0.01 * torch.randn_like(point))
+        self.log("val_loss", nn.functional.mse_loss(found, target))
+        self.log("val_most", found.max(), reduce_fx=max)
+        self.many.update(found, target)
+        self.listed.update(found.flatten(), target.flatten())
+        self.weighted.update(found.flatten(), target.flatten().abs())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.many.compute())
+        self.log("rank_correlation", self.listed.compute())
+        self.log("weighted", self.weighted.compute())
+        for metric in (self.many, self.listed, self.weighted):
+            metric.reset()
+
+    def configure_optimizers(self) -> Any:
+        decayed = [one for one in self.parameters() if one.ndim > 1]
+        groups = [{"params": decayed}, {"params": [one for one in self.parameters() if one.ndim < 2], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank_correlation"}}

@@ -38,7 +38,7 @@ class ExactResults(Results):
         self._sums: dict[str, ExactScalar] = {}
         self._met: set[str] = set()  # of this epoch
         self._terms: dict[str, list[tuple[Tensor, float]]] = {}  # of this step, and not yet brought together
-        self._expected: dict[str, tuple[tuple[str, int], ...] | None] = {}
+        self._expected: dict[bool, tuple[tuple[str, int], ...] | None] = {}
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
@@ -51,15 +51,16 @@ class ExactResults(Results):
         is_term = _hook(meta.fx) in _OF_MICRO_BATCH and not meta.sync.rank_zero_only
         if is_term and meta.on_step and meta.logger and not self.training:
             raise UserError(
-                f"self.log({meta.name!r}, on_step=True) in {_hook(meta.fx)} logs each micro-batch of rank 0, which are others on "
-                "another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all of them."
+                f"self.log({meta.name!r}, on_step=True) in {_hook(meta.fx)} logs each micro-batch of rank 0, which are others "
+                "on another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all."
             )
         if metric.is_tensor and is_term and meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
             if metric.has_reset or key not in self._sums:
                 self._sums[key] = ExactScalar()
             self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
         shared, meta.sync.should = meta.sync.should, False  # the ranks meet at the end of a step or of the epoch
-        _ResultCollection.update_metrics(self, key, value, batch_size)
+        # What is logged once a step counts once: the last micro-batch of a rank may have other samples.
+        _ResultCollection.update_metrics(self, key, value, batch_size if is_term else 1)
         meta.sync.should = shared
         if self.training and is_term and meta.on_step:
             of_batch = value if metric.is_tensor else metric._forward_cache
@@ -67,16 +68,18 @@ class ExactResults(Results):
                 term = of_batch.detach().double().reshape(())
                 self._terms.setdefault(key, []).append((term, self.weight))
 
-    def meet_in_step(self, when: str) -> None:
-        """By all ranks: what a step's micro-batches have logged since the last call becomes one value. `when`: where it is called."""
+    def meet_in_step(self, hook_is_over: bool) -> None:
+        """At the end of a step, by all ranks, before `on_train_batch_end` and after it: what its micro-batches have logged
+        becomes one value."""
         if not self.ends_step:
             return
-        values = iter(
-            torch.stack([term for terms in self._terms.values() for term, _ in terms]).tolist() if self._terms else ()
-        )
-        mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in self._terms.items()}
-        self._terms.clear()
-        everybodys = self._brought_together(when, mine)
+        keys = [key for key in self._terms if (_hook(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
+        found = {key: self._terms.pop(key) for key in keys}
+        values = iter(torch.stack([term for terms in found.values() for term, _ in terms]).tolist() if found else ())
+        mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in found.items()}
+        if hook_is_over and not mine:
+            return
+        everybodys = self._brought_together(hook_is_over, mine)
         for key in mine:
             metric: Any = self[key]
             terms = [term for one in everybodys for term in one.get(key, ())]
@@ -85,7 +88,7 @@ class ExactResults(Results):
             if not metric.meta.on_epoch and metric.is_tensor:
                 metric.value = made
 
-    def _brought_together(self, when: str, mine: dict[str, _Terms]) -> list[dict[str, _Terms]]:
+    def _brought_together(self, when: bool, mine: dict[str, _Terms]) -> list[dict[str, _Terms]]:
         """What all ranks have. As numbers alone, where all have logged the same names as often as the last time."""
         if self._world_size == 1:
             return [mine]
@@ -188,7 +191,8 @@ class ExactResults(Results):
     def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
         if how not in ("mean", "sum") or _hook(sums[key]["meta"]["fx"]) not in _OF_MICRO_BATCH:
-            return super()._taken_over(key, sums, rank, ranks)
+            value, samples = of_ranks[0]  # the same on all ranks
+            return value.sum(), samples
         parts = [part for value, _ in of_ranks for part in value.reshape(-1).tolist()] if rank == 0 else []
         self._sums[key] = ExactScalar(parts)
         samples = torch.stack([count for _, count in of_ranks]).sum()

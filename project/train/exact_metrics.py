@@ -1,8 +1,8 @@
 """torchmetrics whose values are the same to the last bit on any number of ranks.
 
-A metric adds up what its updates bring; of floats, in the order in which they come. Here each micro-batch's part is taken out of
-the metric when the next one begins, and the metric stands at zero again. Sums of floats are kept on grids (train/exact.py), and
-lists by the micro-batch that they belong to. At the end of an epoch, all ranks have what all of them have counted.
+A metric adds up what its updates bring; floats in the order in which they come. Here each micro-batch's part is taken out of
+the metric when the next one begins, and the metric stands at zero again. Sums of floats are kept on grids (train/exact.py),
+and lists by the micro-batch that they belong to. At the end of an epoch, all ranks have what all of them have counted.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from project.data.order import Key
 from project.errors import UserError
 from project.train.exact import WideSum
 from project.train.metrics import metrics_of
@@ -23,8 +22,8 @@ from project.train.strategy import gathered
 _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
 
-Where = tuple[int, Key]
-"""Which micro-batch: the number of its loader, and its key."""
+Where = tuple[int, ...]
+"""Which micro-batch: what sorts them in the same way on any number of ranks."""
 
 Counted = dict[str, Any]
 """Of a metric: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
@@ -37,7 +36,7 @@ class ExactMetrics:
         self.module, self._world_size = module, world_size
         self._counted: dict[str, dict[str, Counted]] = {}  # by stage, then by metric
         self._stage: str | None = None
-        self._where: Where = (0, (0, 0, 0))
+        self._where: Where = ()
         self._met: dict[str, tuple[Metric, Callable[..., Any]]] = {}
 
     def begin(self, stage: str, where: Where) -> None:

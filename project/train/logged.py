@@ -9,7 +9,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from project.data.dealing import DealtLoader
-from project.data.order import Key
 from project.train.exact_metrics import ExactMetrics
 from project.train.micro_batch import micro_batch
 from project.train.strategy import gathered
@@ -29,9 +28,19 @@ class Results(_ResultCollection):
         self._from_before: tuple[Sums, int, int] | None = None
         self.kept: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
+        self._taken_up: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+
+    def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
+        if (key := f"{fx}.{name}") in self._taken_up:
+            # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
+            self._taken_up.discard(key)
+            meta: Any = self[key].meta
+            meta.sync.should = how.get("sync_dist", False)
+            meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
+        super().log(fx, name, value, **how)
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         """`weight`: what it counts for in its step."""
@@ -56,7 +65,7 @@ class Results(_ResultCollection):
         met = shared and self.ends_step
         metric._forward_cache = meta.sync(total / count) if met else total / weights
 
-    def meet_in_step(self, when: str) -> None:
+    def meet_in_step(self, hook_is_over: bool) -> None:
         """For those that bring a step's values together when it ends."""
 
     def meet(self) -> None:
@@ -116,6 +125,7 @@ class Results(_ResultCollection):
                 metric.cumulated_batch_size = samples
             self[key] = metric.to(device)
             self.kept.add(fx)
+            self._taken_up.add(key)
         self._of_step.clear()
 
     def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -135,8 +145,8 @@ class Results(_ResultCollection):
 class Logged(_LoggerConnector):
     """Lightning's, which guesses the size of a batch from what its `collate_fn` made (of strings, by their length)."""
 
-    evaluated: tuple[int, Key] | None = None
-    """The micro-batch at hand of an evaluation: the number of its loader, and its key, where that is known."""
+    evaluated: tuple[int, int] | None = None
+    """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
     _exact_metrics: ExactMetrics | None = None
 
     @property
@@ -158,17 +168,17 @@ class Logged(_LoggerConnector):
             begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
             results.begin_micro_batch(at.weight, begins, not steps.accumulates())
             if metrics := self.exact_metrics:
-                metrics.begin(self._stage, (0, at.key))
+                metrics.begin(self._stage, at.key)
             return
         self.evaluated = None
         loop: Any = self.trainer._active_loop
         loaders = loop._combined_loader.flattened
         loader = loaders[dataloader_idx or 0]
         if isinstance(loader, DealtLoader) and loader.taken:
-            key = _, step, number = loader.taken.popleft()
+            _, step, number = loader.taken.popleft()
             low, high = loader.keys.order.micro_span(step, number)
             results.batch_size = high - low
-            self.evaluated = dataloader_idx or 0, key
+            self.evaluated = dataloader_idx or 0, low
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, self.evaluated)
 

@@ -310,9 +310,9 @@ class Steps(_TrainingEpochLoop):
             self._step()
         self._processed(number, accumulates)
 
-        logged.meet_in_step("before")
+        logged.meet_in_step(hook_is_over=False)
         self._tell("on_train_batch_end", outputs, batch, number)
-        logged.meet_in_step("after")
+        logged.meet_in_step(hook_is_over=True)
         if logged:  # by self.log, in whatever was called here
             trainer._logger_connector.on_batch_end()
         else:
@@ -393,9 +393,9 @@ class Steps(_TrainingEpochLoop):
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
-        outputs["loss"] = loss.detach() / micro_batches
         if micro_batches != 1 and self._gradients is None:
             loss = loss / micro_batches
+        outputs["loss"] = loss.detach()
         if weight != 1.0:
             loss = loss * weight
         self._strategy.pre_backward(loss)

@@ -59,10 +59,10 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
     return cast(MicroBatch, loop.micro_batch)
 
 
-def evaluated(trainer: Trainer) -> tuple[int, Key] | None:
-    """The one that this rank evaluates: the number of its loader, and its key, where that is known."""
+def evaluated(trainer: Trainer) -> tuple[int, int] | None:
+    """The one that this rank evaluates: the number of its loader, and the position of its first sample, if known."""
     logged: Any = trainer._logger_connector
-    return cast(tuple[int, Key] | None, logged.evaluated)
+    return cast(tuple[int, int] | None, logged.evaluated)
 
 
 def skip(trainer: Trainer, whether: bool | Tensor) -> None:

@@ -46,8 +46,8 @@ class ChanceByMicroBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if (found := evaluated(trainer)) is not None:
-            loader, (_, step, number) = found
-            _seed(trainer, chance(run_seed(), (loader, step, _EVALUATED + number)))
+            loader, position = found
+            _seed(trainer, chance(run_seed(), (loader, position, _EVALUATED)))
 
     on_test_batch_start = on_validation_batch_start
 

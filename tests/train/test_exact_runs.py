@@ -10,7 +10,10 @@ from tests.conftest import TINY, forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
 
-EXACT = ("--trainer.exact=true", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--run=it")
+EXACT = (
+    *("--trainer.exact=true", "--trainer.accelerator=cpu", "--trainer.devices=1"),
+    *("--trainer.log_every_n_steps=1", "--run=it"),
+)
 EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.9}}
 RUNS = {
     # Batch norm, augmentation, clipping, a kept tail, a plateau schedule, moving averages; 5 steps in an epoch
@@ -29,6 +32,16 @@ RUNS = {
         *("--data.init_args.batch_size=2", "--model.init_args.context=32", "--model.init_args.layers=2"),
         *("--model.init_args.heads=2", "--model.init_args.width=32", "--model.init_args.dropout=0.2"),
         *("--model.init_args.warmup_steps=3", "--checkpoints.every_n_steps=3"),
+    ),
+    # Those of somebody who knows nothing of this: logs and metrics of each kind, in float64 and in float32; a kept tail
+    "regression": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.own.Regression", "--trainer.max_epochs=3", *EXACT),
+        *("--trainer.global_batch_size=24", "--checkpoints.every_n_steps=3", "--data.init_args.size=140"),
+    ),
+    "talkative": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.own.Talkative", "--trainer.max_epochs=3", *EXACT),
+        *("--trainer.global_batch_size=24", "--checkpoints.every_n_steps=3", "--data.init_args.size=140"),
+        *("--trainer.val_check_interval=2", "--trainer.gradient_clip_val=0.5"),
     ),
 }
 
@@ -92,6 +105,6 @@ def test_killed_on_two_gone_on_with_on_three_on_one_on_six_on_four(trained, name
     ]
     for ranks, code in ((2, None), (3, None), (1, 143), (6, None), (4, 0)):
         done = forked(folder, *RUNS[name], plugged(*struck), ranks=ranks)
-        assert done.code == code if code is not None else done.code != 0, done.output
+        assert done.code == code if code is not None else done.code != 0, f"{ranks}, {done.code}: {done.output}"
     assert len(list(folder.glob("struck-*"))) == len(struck)
     assert_same_bits(folder, whole)

@@ -134,9 +134,11 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
     assert curves(killed) == curves(whole)
 
 
-def test_other_numbers_of_ranks_on_the_way(folders):
+@pytest.mark.parametrize(("module", "tags"), [("gpt", ["train/loss", "val/loss"]), ("automatic", ["loss_step", "loss_epoch"])])
+def test_other_numbers_of_ranks_on_the_way(folders, module, tags):
     """2 -> 1 -> 3, stopped by a signal within an epoch and within a validation."""
-    words = (*MODULES["gpt"], DOUBLE)
+    often = ["--data.init_args.size=140", "--trainer.val_check_interval=2", "--trainer.devices=1"]  # 6 steps in an epoch
+    words = (*MODULES[module], *([DOUBLE] if module == "gpt" else often))
     stops = faults(
         {"step": 3, "where": "accumulation", "number": int(signal.SIGTERM)},
         {"step": 10, "where": "validation", "number": int(signal.SIGUSR1)},
@@ -146,7 +148,7 @@ def test_other_numbers_of_ranks_on_the_way(folders):
     for ranks, code in ((2, 128 + signal.SIGTERM), (1, 128 + signal.SIGUSR1), (3, 0)):
         done = forked(folder, *words, stops, ranks=ranks)
         assert done.code == code, done.output
-    assert_same_up_to_rounding(folder, whole, "train/loss", "val/loss")
+    assert_same_up_to_rounding(folder, whole, *tags)
 
 
 def test_a_gpt_whose_loss_is_not_finite_stops_before_that_step(folders):
