@@ -189,7 +189,7 @@ class Talkative(LightningModule):
         self.log("error", self.error, on_step=True, on_epoch=True)
         self.own_count.update(loss.detach())
         if self.trainer.global_step % 2 == 0:
-            self.log("sometimes", loss * 3)
+            self.log("sometimes", loss * 3, on_step=False, on_epoch=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
