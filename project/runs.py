@@ -56,7 +56,7 @@ _TABLE: dict[Kind, list[str]] = {
     "word": [
         *("model.optimizer", "model.lr_scheduler", "model.lr_reference_batch", "model.lr_scaling", "model.lr_interval"),
         *("model.init_args", "model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
-        *_trainer("precision gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm"),
+        *_trainer("precision gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm exact threads"),
     ],
     # The samples, their order, what learns from them, and where it began.
     "never": [

@@ -13,6 +13,7 @@ import atexit
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -59,7 +60,7 @@ from project.survive.signals import SIGNALS
 from project.train.batching import accumulation
 from project.train.compression import Compression
 from project.train.epochs import own_loops
-from project.train.exactness import fix_threads, refuse_what_rounds
+from project.train.exactness import fix_threads, refuse_to_tell, refuse_what_rounds
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -187,6 +188,10 @@ class Trainer(pl.Trainer):
         if on_cpu(accelerator):
             keep_freed_memory()
 
+        self._exact, self._threads = exact, threads or (1 if exact else None)
+        if exact and not on_cpu(accelerator):
+            kwargs.setdefault("deterministic", True)
+
         bare = bool(kwargs.get("barebones"))
         wanted = [
             kind
@@ -230,7 +235,6 @@ class Trainer(pl.Trainer):
         self._data_connector: Loaders = Loaders(
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled
         )
-        self._threads = threads or (1 if exact else None)
         if exact:
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
         if isinstance(self.strategy, DDPStrategy):
@@ -247,6 +251,13 @@ class Trainer(pl.Trainer):
         for logger in self.loggers:
             if isinstance(logger, Events):
                 logger.goes_on(step, logged, starts_again)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        if self._exact:
+            refuse_to_tell(self.lightning_module, sys._getframe(1), "world_size")
+        return super().world_size
 
     @property
     def skipped(self) -> bool | Tensor:
@@ -424,7 +435,7 @@ class Trainer(pl.Trainer):
                 )
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
-            data.exact = self.fit_loop.epoch_loop.exact
+            data.exact = self._exact
             if self.training:
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size

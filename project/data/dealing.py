@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
@@ -31,6 +32,8 @@ class DealtLoader(DataLoader[Any]):
         super().__init__(**settings)
         self.keys, self.seed = keys, seed
         self.taken: deque[Key] = deque()
+        self.aligned = False
+        """Tensors lie where a library takes the same way through them each time."""
 
     def __iter__(self) -> Any:
         return self._note(self._batches())  # the loader's processes start now, and not with the first batch
@@ -41,8 +44,13 @@ class DealtLoader(DataLoader[Any]):
     def _note(self, batches: Iterable[Any]) -> Iterator[Any]:
         for key, batch in zip(self.keys, batches):  # noqa: B905, because a loader may have been stopped in between
             self.taken.append(key)
-            yield batch
+            yield apply_to_collection(batch, torch.Tensor, _aligned) if self.aligned else batch
         self.keys.start_over()
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """As torch's own memory is: a library's kernels may treat the first numbers of other memory in another way."""
+    return tensor if tensor.is_cuda or tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 class Samples(list[int]):

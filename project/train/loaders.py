@@ -112,7 +112,9 @@ class Loaders(_DataConnector):
             share=trainer.accumulate_grad_batches,
             least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
         )
-        return self._put(deal(loader, order.limited(self.limits["train"]), trainer.global_rank, trainer.world_size, seed))
+        dealt = deal(loader, order.limited(self.limits["train"]), trainer.global_rank, trainer.world_size, seed)
+        dealt.aligned = trainer.fit_loop.epoch_loop.exact
+        return self._put(dealt)
 
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
         """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
@@ -127,6 +129,7 @@ class Loaders(_DataConnector):
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=exact)
         dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
+        dealt.aligned = exact
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted

@@ -2,7 +2,7 @@
 
 Lightning passes a micro-batch through forty layers of hooks, profiler contexts, closures and results, which takes longer than
 a small step itself; and before each it tells all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
-What is done here, and in which order, is what Lightning does. Where something is asked for that is not (see `_is_usual`),
+What is done here, and in which order, is what Lightning does. Where something is asked for that is not (see `_why_not`),
 Lightning's own loop does it.
 """
 
@@ -30,6 +30,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from project.data.dealing import DealtLoader
 from project.errors import UserError
 from project.train.exact_gradients import ExactGradients
+from project.train.exactness import refuse_other_loop
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -191,15 +192,18 @@ class Steps(_TrainingEpochLoop):
         self._takes_batches = bool(
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
         )
-        self._usual, self._out_of_time = self._is_usual(), None
+        why_not = self._why_not()
+        self._usual, self._out_of_time = why_not is None, None
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()
-        log.debug("The steps are taken by %s.", "this project's loop" if self._usual else "Lightning's own loop")
+        log.debug("The steps are taken by %s.", f"Lightning's own loop: {why_not}" if why_not else "this project's loop")
         strategy = self.trainer.strategy
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
-        self._add_exactly()
+        if self.exact:
+            refuse_other_loop(why_not)
+            self._add_exactly()
         if not self._usual:
             return
         self._told: dict[str, list[Callable[..., Any]]] = {}
@@ -213,14 +217,7 @@ class Steps(_TrainingEpochLoop):
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
 
     def _add_exactly(self) -> None:
-        if not self.exact:
-            return
         trainer = self.trainer
-        if not self._usual:
-            raise UserError(
-                f"trainer.exact works in this project's own loop, and {type(trainer.lightning_module).__name__}, or a setting, "
-                "asks for Lightning's (docs/own.md lists when). HINT: set trainer.exact to false."
-            )
         known = self.grids or (self._gradients.state_dict() if self._gradients else {})
         many = trainer.accumulate_grad_batches * trainer.world_size
         if self._gradients is not None:
@@ -249,21 +246,27 @@ class Steps(_TrainingEpochLoop):
         theirs = [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
         return any(self.trainer.current_epoch > one.swa_end for one in theirs)
 
-    def _is_usual(self) -> bool:
+    def _why_not(self) -> str | None:
+        """Why the steps are left to Lightning's own loop, if they are."""
         trainer, module = self.trainer, self.trainer.lightning_module
-        strategy, precision = trainer.strategy, trainer.precision_plugin
-        return (
-            module.automatic_optimization
-            and not any(is_overridden(name, module, LightningModule) for name in _TAKES_OVER)
-            and not self._averages()
-            and type(trainer.profiler) is PassThroughProfiler
-            and type(strategy) in (DDPStrategy, SingleDeviceStrategy)
-            and getattr(strategy, "_model_averager", None) is None
-            and type(precision) in (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
-            and len(trainer.optimizers) == 1
-            and _steps_once(trainer.optimizers[0])
-            and not self._takes_batches
-        )
+        strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
+        own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
+        optimizers = trainer.optimizers
+        reasons = {
+            f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
+            f"{name} has a method {own[0] if own else ''} of its own": own,
+            "StochasticWeightAveraging renews the statistics of batch norm": self._averages(),
+            "trainer.profiler looks on": type(trainer.profiler) is not PassThroughProfiler,
+            f"{type(strategy).__name__} is another strategy than DDP": type(strategy)
+            not in (DDPStrategy, SingleDeviceStrategy),
+            "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
+            f"{type(precision).__name__} is in charge of the precision": type(precision)
+            not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
+            f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
+            "the optimiser may ask for the loss again": not all(map(_steps_once, optimizers)),
+            f"{name}.training_step takes the batches by itself (dataloader_iter)": self._takes_batches,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()

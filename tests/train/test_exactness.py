@@ -1,0 +1,112 @@
+"""What can't be the same on any number of ranks is refused, with its name and what to do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from torchmetrics import PearsonCorrCoef
+
+from project import Trainer
+from project.errors import UserError
+from tests.own import Duel, Points, Regression
+
+
+class AsksForRanks(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+class ComputesWithin(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("so_far", self.error.compute())
+        return loss
+
+
+class OfEachRank(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.correlation = PearsonCorrCoef()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.correlation.update(batch["point"][:, 0], batch["sum"][:, 0])
+        return super().training_step(batch, batch_idx)
+
+
+class LogsEachStep(Regression):
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch), on_step=True)
+
+
+class StepsByItself(Regression):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, loader=None, **settings):
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        trainer = Trainer(exact=True, max_epochs=2, default_root_dir=tmp_path, **quiet, **settings)
+        loader = loader or DataLoader(Points(12), batch_size=2)
+        trainer.fit(module, loader, DataLoader(Points(6), batch_size=2))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (AsksForRanks, "AsksForRanks.configure_optimizers asks for trainer.world_size"),
+        (ComputesWithin, "The metric error was computed within an epoch"),
+        (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
+        (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
+        (StepsByItself, "StepsByItself has a method optimizer_step of its own"),
+        (Duel, "Duel steps by itself (automatic_optimization is False)"),
+    ],
+)
+def test_a_module_that_depends_on_the_ranks(fit, module, says):
+    with pytest.raises(UserError) as refused:
+        fit(module())
+    assert says in str(refused.value) and "HINT: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"sync_batchnorm": True}, "trainer.sync_batchnorm"),
+        ({"gradient_compression": "fp16"}, "trainer.gradient_compression"),
+        ({"benchmark": True}, "trainer.benchmark"),
+        ({"deterministic": False}, "trainer.deterministic"),
+    ],
+)
+def test_a_setting_that_does(fit, settings, says):
+    with pytest.raises(UserError, match=rf"trainer.exact can't be kept: {says} .*HINT: "):
+        fit(Regression(), **settings)
+
+
+def test_a_loader_with_an_order_of_its_own(fit):
+    with pytest.raises(UserError, match=r"the train loader \(DataLoader\) gives its samples in its own order.*HINT: "):
+        fit(Regression(), DataLoader(Points(12), batch_size=2, sampler=RandomSampler(range(12), replacement=True)))
+
+
+def test_a_batch_that_lies_anywhere_in_memory_is_aligned(fit):
+    """Libraries may take another way through memory that does not begin at a multiple of their vectors."""
+
+    class Sees(Regression):
+        at: set[int] = set()
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            self.at.add(batch["point"].data_ptr() % 64)
+            return self.loss(batch)
+
+    def shifted(items):
+        batch = torch.utils.data.default_collate(items)
+        room = torch.empty(batch["point"].numel() + 1, dtype=torch.float64)[1:]
+        return {**batch, "point": room.view_as(batch["point"]).copy_(batch["point"])}
+
+    fit(Sees(), DataLoader(Points(12), batch_size=2, collate_fn=shifted))
+    assert Sees.at == {0}
