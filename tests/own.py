@@ -170,7 +170,7 @@ class Talkative(LightningModule):
         self.after = nn.Sequential(nn.LayerNorm(36), nn.GELU(), nn.Dropout(0.1), nn.Linear(36, 1))
         self.error, self.listed = MeanSquaredError(), SpearmanCorrCoef()
         self.many = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score(), "mae": MeanAbsoluteError()}, prefix="many/")
-        self.weighted, self.own_count = MeanMetric(), MeanMetric()
+        self.weighted, self.own_count, self.seen = MeanMetric(), MeanMetric(), CatMetric()
 
     def forward(self, point: Tensor) -> Tensor:
         _, (hidden, _) = self.recurrent(point.unsqueeze(-1))
@@ -211,12 +211,15 @@ class Talkative(LightningModule):
         self.many.update(found, target)
         self.listed.update(found.flatten(), target.flatten())
         self.weighted.update(found.flatten(), target.flatten().abs())
+        self.seen.update(found.flatten())
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.many.compute())
         self.log("rank_correlation", self.listed.compute())
         self.log("weighted", self.weighted.compute())
-        for metric in (self.many, self.listed, self.weighted):
+        seen = self.seen.compute()
+        self.log("in_order", (seen * torch.arange(len(seen))).sum())
+        for metric in (self.many, self.listed, self.weighted, self.seen):
             metric.reset()
 
     def configure_optimizers(self) -> Any:

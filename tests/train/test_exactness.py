@@ -1,6 +1,6 @@
 """What can't be the same on any number of ranks is refused, with its name and what to do."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,7 +71,8 @@ def fit(tmp_path, monkeypatch):
 def test_a_module_that_depends_on_the_ranks(fit, module, says):
     with pytest.raises(UserError) as refused:
         fit(module())
-    assert says in str(refused.value) and "HINT: " in str(refused.value)
+    assert says in str(refused.value)
+    assert "HINT: " in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_batch_that_lies_anywhere_in_memory_is_aligned(fit):
     """Libraries may take another way through memory that does not begin at a multiple of their vectors."""
 
     class Sees(Regression):
-        at: set[int] = set()
+        at: ClassVar[set[int]] = set()
 
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
             self.at.add(batch["point"].data_ptr() % 64)
@@ -110,3 +111,18 @@ def test_a_batch_that_lies_anywhere_in_memory_is_aligned(fit):
 
     fit(Sees(), DataLoader(Points(12), batch_size=2, collate_fn=shifted))
     assert Sees.at == {0}
+
+
+@pytest.mark.parametrize(("settings", "threads"), [({}, 1), ({"threads": 2}, 2)])
+def test_threads_are_part_of_the_run(fit, settings, threads):
+    class Counts(Regression):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            assert torch.get_num_threads() == threads
+            return self.loss(batch)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        fit(Counts(), **settings)
+    finally:
+        torch.set_num_threads(before)
