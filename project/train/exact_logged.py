@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
 from project.errors import UserError
@@ -156,7 +156,7 @@ class ExactResults(Results):
                 )
 
     @staticmethod
-    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
+    def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
         """The ranks have met already; Lightning would add up what all of them have."""
         meta = result_metric.meta
         if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:

@@ -49,7 +49,7 @@ class ExactMetrics:
     def _take(self) -> None:
         """What the last micro-batch has brought."""
         for name, metric in metrics_of(self.module):
-            if not metric._defaults or not metric.update_called:
+            if not metric.metric_state or not metric.update_called:
                 continue
             _refuse(name, metric)
             if self._stage is not None:
@@ -77,7 +77,7 @@ class ExactMetrics:
         for name, counted in self._of_all(stage).items():
             metric = metrics[name]
             for key, found in counted["states"].items():
-                how, default = metric._reductions[key], metric._defaults[key]
+                how, default = metric._reductions[key], metric.metric_state[key]
                 if isinstance(default, list):
                     value: Any = [one.to(metric.device) if isinstance(one, Tensor) else one for _, _, one in found]
                 elif how is dim_zero_sum and default.is_floating_point():
@@ -150,9 +150,10 @@ def _refuse(name: str, metric: Metric) -> None:
             f"be kept. HINT: call it, self.{name}(...), for the value of the batch, and compute it at the end of the epoch."
         )
     for key, how in metric._reductions.items():
-        if not (isinstance(metric._defaults[key], list) and how in (dim_zero_cat, None)) and how not in (
-            *(dim_zero_sum, dim_zero_max, dim_zero_min),
-        ):
+        can_be = (
+            (dim_zero_cat, None) if isinstance(metric.metric_state[key], list) else (dim_zero_sum, dim_zero_max, dim_zero_min)
+        )
+        if how not in can_be:
             raise UserError(
                 f"The metric {name} ({type(metric).__name__}) brings the ranks' states together in a way of its own ({key}): "
                 "trainer.exact can't be kept. HINT: another metric, or one that keeps its samples, as CatMetric does."

@@ -3,9 +3,9 @@
 
     .venv/bin/python scripts/measure/exact_error.py [minires|gpt] [steps]
 
-Trains with the exact sums. In each step, the micro-batches' gradients are also added up in float64, which is taken for the truth,
-and in float32 as DistributedDataParallel does it on four ranks: each rank its own, and then around a ring. Prints the distance from
-the truth, relative to its norm, at some steps of the training: the largest over all parameters, and of all of them together.
+Trains with the exact sums. In each step, the micro-batches' gradients are also added up in float64, which is taken for the
+truth, and in float32 as DistributedDataParallel does it on four ranks: each rank its own, and then around a ring. Prints the
+distance from the truth, relative to its norm, at some steps: of all parameters together, and of the worst.
 """
 
 import sys
