@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, since_struck, took
+from tests.conftest import ROOT, environment, forked, since_struck, took
+from tests.survive.test_resume import faults, same
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +49,26 @@ def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path, count):
     assert "(h2, 10.77.0.2)" in (tmp_path / "h2.txt").read_text()
     assert "INFO" not in (tmp_path / "h2.txt").read_text()  # rank 0 speaks, and it is on h1
     assert_same_curve(tmp_path, alone)
+
+
+def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
+    """Three hosts, then two of them, against one process; killed on the way."""
+    exact = (*FIT, "--trainer.exact=true", "--trainer.max_epochs=2")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    assert forked(alone, *exact).code == 0
+    fault = faults({"rank": 2, "step": 5})
+    running = [launch(host, together, *exact, fault, "--run=it", nodes=3) for host in hosts]
+    assert all(one.wait(180) for one in running), printed(together)
+    running = [launch(host, together, *exact, fault, "--run=it", nodes=2) for host in hosts[:2]]
+    assert [one.wait(180) for one in running] == [0, 0], printed(together)
+    assert "2 hosts x 1 process" in (together / "h1.txt").read_text()
+    ours, theirs = (
+        torch.load(max(folder.glob("lightning_logs/*/checkpoints/*.ckpt")), weights_only=True) for folder in (together, alone)
+    )
+    for part in ("state_dict", "optimizer_states", "exact_grids"):
+        assert same(ours[part], theirs[part]), part
 
 
 def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
