@@ -1,8 +1,10 @@
-"""Random numbers in the network (dropout, say): a function of the micro-batch, not of the rank or of what was before."""
+"""Random numbers in the network (dropout, mixup): a function of the micro-batch, not of the rank or of what was before."""
 
 import os
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -29,11 +31,18 @@ def _seed(trainer: Trainer, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def _seed_all(trainer: Trainer, seed: int) -> None:
+    """Also Python's generator and NumPy's, which mixup, for one, draws from."""
+    _seed(trainer, seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
 class ChanceByMicroBatch(Callback):
-    """Seeds PyTorch's generators before each micro-batch; in an evaluation always in the same way."""
+    """Seeds the generators before each micro-batch; in an evaluation always in the same way."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        _seed(trainer, micro_batch(trainer).seed)
+        _seed_all(trainer, micro_batch(trainer).seed)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -47,7 +56,7 @@ class ChanceByMicroBatch(Callback):
     ) -> None:
         if (found := evaluated(trainer)) is not None:
             loader, position = found
-            _seed(trainer, chance(run_seed(), (loader, position, _EVALUATED)))
+            _seed_all(trainer, chance(run_seed(), (loader, position, _EVALUATED)))
 
     on_test_batch_start = on_validation_batch_start
 
