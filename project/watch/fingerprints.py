@@ -6,9 +6,10 @@ goes on otherwise, and spoils the run without a word.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from project.watch.module_outputs import ModuleOutputs
 log = logging.getLogger(__name__)
 
 _LEAST, _MOST = 10, 100  # steps from one gathering to the next
-_MODULES_EVERY = 100  # steps
+_SELDOM = 100  # steps
 
 
 class _Watched:
@@ -65,6 +66,16 @@ class _Row:
     losses: Tensor | None = None
     modules: Sequence[tuple[str, Tensor]] = ()
     begins: bool = False
+
+
+@dataclass
+class _Read:
+    """What a row says, on the host."""
+
+    weights: int
+    shared: int
+    tensors: bytes
+    losses: dict[int, bytes]
 
 
 Brought = tuple[str, list[tuple[int, dict[int, bytes]]]]
@@ -118,7 +129,7 @@ class Fingerprints(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
             self._take(trainer, pl_module, begins=True)
-        if micro_batch(trainer).key[2] == 0 and (self._modules_due or (trainer.global_step + 1) % _MODULES_EVERY == 0):
+        if micro_batch(trainer).key[2] == 0 and (self._modules_due or (trainer.global_step + 1) % _SELDOM == 0):
             self._modules_due = False
             self._listening = ModuleOutputs(pl_module)
 
@@ -141,6 +152,7 @@ class Fingerprints(Callback):
         self._take(trainer, pl_module)
         if trainer.global_step % self._every == 0 or len(self._rows) > _MOST:
             self._write_all(trainer)
+        if trainer.global_step % _SELDOM == 0:
             self._look_again(pl_module)
 
     @torch.no_grad()
@@ -185,23 +197,15 @@ class Fingerprints(Callback):
         rows, self._rows = self._rows, []
         if not rows:
             return
-        # The host waits for the device here.
-        checksums = [row.checksums.cpu() for row in rows]
-        losses = [b"" if row.losses is None else row.losses.cpu().numpy().tobytes() for row in rows]
-        mine: Brought = (
-            host(),
-            [
-                (_number(sums[row.watched.shared]), _parts(row.numbers, bits))
-                for row, sums, bits in zip(rows, checksums, losses, strict=True)
-            ],
-        )
+        read = list(_read(rows))
+        mine: Brought = host(), [(one.shared, one.losses) for one in read]
         of_all: list[Brought] = [mine] if alone else gathered(mine, trainer.world_size)
         if not trainer.is_global_zero:
             return
         lines = []
-        for at, (row, sums) in enumerate(zip(rows, checksums, strict=True)):
+        for at, (row, one) in enumerate(zip(rows, read, strict=True)):
             if row.begins or row.watched.names != self._header:
-                lines.append(self._start(trainer, row, sums).line())
+                lines.append(self._start(trainer, row, one).line())
                 self._header = row.watched.names
             if row.begins:
                 continue
@@ -209,18 +213,18 @@ class Fingerprints(Callback):
             others = self._compare(trainer, row.step, brought)
             of_ranks = {number: bits for _, (_, found) in brought for number, bits in found.items()}
             step = Step(
-                row.step, row.epoch, trainer.world_size, f"{_number(sums):016x}", as_bytes(sums, 1), of_ranks,
+                row.step, row.epoch, trainer.world_size, _hex(one.weights), one.tensors, of_ranks,
                 [(name, as_bytes(found.view(1), MODULE_BYTES)) for name, found in row.modules], others,
             )  # fmt: skip
             lines.append(step.line(_micro_batches(trainer)))
         self._append(trainer, "".join(lines))
 
-    def _start(self, trainer: Trainer, row: _Row, sums: Tensor) -> Start:
+    def _start(self, trainer: Trainer, row: _Row, read: _Read) -> Start:
         known = row.begins  # otherwise the network has been changed in a step, and before it there was another
         return Start(
             row.step if known else row.step - 1, trainer.world_size, _micro_batches(trainer), self.exact,
             str(torch.__version__), hardware(trainer.strategy.root_device), torch.get_num_threads(), row.watched.names,
-            f"{_number(sums):016x}" if known else None, as_bytes(sums, 1) if known else b"",
+            _hex(read.weights) if known else None, read.tensors if known else b"",
         )  # fmt: skip
 
     def _compare(self, trainer: Trainer, step: int, brought: Sequence[tuple[str, tuple[int, Any]]]) -> dict[str, str]:
@@ -237,7 +241,7 @@ class Fingerprints(Callback):
                 "before (--resume PATH), without this host if it happens again.",
                 *(step, named(sorted(odd), [host for host, _ in brought])),
             )
-        return {str(rank): f"{number:016x}" for rank, number in enumerate(found) if number != found[0]}
+        return {str(rank): _hex(number) for rank, number in enumerate(found) if number != found[0]}
 
     def _append(self, trainer: Trainer, text: str) -> None:
         path = Path(trainer.default_root_dir) / FILE
@@ -260,9 +264,20 @@ def _micro_batches(trainer: Trainer) -> int:
     return int(trainer.accumulate_grad_batches * trainer.world_size)
 
 
-def _number(checksums: Tensor) -> int:
-    """One for all of them."""
-    return int(together(checksums)) & (1 << 64) - 1
+def _hex(number: int) -> str:
+    return f"{number & (1 << 64) - 1:016x}"
+
+
+def _read(rows: Sequence[_Row]) -> Iterator[_Read]:
+    """The host waits for the device here."""
+    for watched, group in groupby(rows, lambda row: row.watched):
+        some = list(group)
+        checksums = torch.stack([row.checksums for row in some]).cpu()
+        weights, shared = together(checksums).tolist(), together(checksums[:, watched.shared]).tolist()
+        tensors, many = as_bytes(checksums, 1), len(watched.names)
+        for at, row in enumerate(some):
+            losses = b"" if row.losses is None else row.losses.cpu().numpy().tobytes()
+            yield _Read(weights[at], shared[at], tensors[at * many : (at + 1) * many], _parts(row.numbers, losses))
 
 
 def _parts(numbers: Sequence[int], bits: bytes) -> dict[int, bytes]:
