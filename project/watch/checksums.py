@@ -40,7 +40,7 @@ def _mixed(sums: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> bool:
     """Whether it is values in memory, and nothing else: no sparse tensor, none that is spread over ranks or not there yet."""
-    if type(tensor.detach()) is not Tensor or torch.nn.parameter.is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor) or type(tensor.detach()) is not Tensor:
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
@@ -51,7 +51,7 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.resolve_neg().permute(order).reshape(-1)
+    return tensor.resolve_neg().permute(order).reshape(-1).contiguous()
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -117,9 +117,10 @@ def _where(one: Recorded, other: Recorded, mine: Taken, theirs: Taken) -> list[s
         more = f" (and those of {len(numbers) - 1} more)" if len(numbers) > 1 else ""
         by = [f"rank {taken.rank_of(numbers[0])} of {taken.record.ranks}" for taken in (mine, theirs)]
         who = f"{by[0]} in both" if by[0] == by[1] else f"{by[0]} in the one, {by[1]} in the other"
+        what = f"the loss of micro-batch {numbers[0]}{more}"
         return [
-            f"  The weights before it are the same, and the loss of micro-batch {numbers[0]}{more} is not: it is the forward",
-            f"  pass, or its samples. This micro-batch was computed by {who}.",
+            f"  The weights before it are the same, and {what} is not: it is the forward pass, or its samples.",
+            f"  Micro-batch {numbers[0]} was computed by {who}.",
             f"  {_modules(one, other, mine, theirs, numbers)}",
         ]
     named = _tensors(mine.start.names, mine.record.tensors, theirs.record.tensors, one)
@@ -143,8 +144,8 @@ def _modules(one: Recorded, other: Recorded, mine: Taken, theirs: Taken, numbers
         return "What each module gives is recorded in micro-batch 0 alone, whose loss is the same."
     for call, (before, after) in enumerate(zip(calls, their_calls, strict=False)):
         if before != after:
-            first = "It is the first of all" if call == 0 else f"All before it, the last is {calls[call - 1][0]}, gave the same"
-            return f"The first module that gave something else, in micro-batch 0: {after[0]}. {first}."
+            known = f", after {calls[call - 1][0]}, which gave the same" if call else ""
+            return f"The first module that gave something else, in micro-batch 0: {after[0]}{known}."
     if len(calls) != len(their_calls):
         return f"{len(calls)} modules were called in the one, {len(their_calls)} in the other."
     return "All modules gave the same in micro-batch 0: it is what is computed from what they give."

@@ -182,7 +182,7 @@ def _step(entry: dict[str, Any], start: Start) -> Step:
             **entry,
             "tensors": _bytes(entry["tensors"]),
             "losses": dict(zip(numbers, parts, strict=True)) if size else {},
-            "modules": list(zip(names, calls, strict=True)),
+            "modules": tuple(zip(names, calls, strict=True)),
         }
     )
 
