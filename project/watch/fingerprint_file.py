@@ -131,17 +131,20 @@ def read(folder: Path, name: str) -> Recorded:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            if "format" in entry:
-                starts.append((_start(entry, path), []))
-            else:
+            version = entry.get("format")
+            if version == FORMAT:
+                starts.append((_start(entry), []))
+            elif version is None:
                 starts[-1][1].append(_step(entry, starts[-1][0]))
-        except UserError:
-            raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
                 f"{path}, line {number}: this is no fingerprint ({type(error).__name__}: {error}). HINT: the file is damaged; "
                 "take it from a copy of the run, or compare the checkpoints."
             ) from error
+        if version not in (None, FORMAT):
+            raise UserError(
+                f"{path} is of another version of this project (format {version}, not {FORMAT}). HINT: use that one."
+            )
     if not any(records for _, records in starts):
         raise UserError(f"{path} holds no step: the run {name} was ended before one was recorded. HINT: let it go on.")
     return Recorded(name, starts)
@@ -156,15 +159,11 @@ def cut_off_half_a_line(path: Path) -> None:
         file.truncate(content.rfind(b"\n") + 1)
 
 
-def _start(entry: dict[str, Any], path: Path) -> Start:
-    if entry["format"] != FORMAT:
-        raise UserError(
-            f"{path} is of another version of this project (format {entry['format']}, not {FORMAT}). HINT: use that one."
-        )
+def _start(entry: dict[str, Any]) -> Start:
     known = {name: value for name, value in entry.items() if name != "format"}
     found = Start(**{**known, "names": tuple(known["names"]), "tensors": _bytes(known["tensors"])})
     if not isinstance(found.step, int) or found.ranks < 1 or found.micro_batches < 1:
-        raise ValueError("numbers that can't be")
+        raise UserError("numbers that can't be")
     return found
 
 
@@ -176,7 +175,7 @@ def _step(entry: dict[str, Any], start: Start) -> Step:
     parts = [losses[at * size : (at + 1) * size] for at in range(len(numbers))]
     calls = [given[at : at + MODULE_BYTES] for at in range(0, len(given), MODULE_BYTES)]
     if not isinstance(entry["step"], int) or len(losses) % len(numbers) or entry["ranks"] < 1:
-        raise ValueError("numbers that can't be")
+        raise UserError("numbers that can't be")
     return Step(
         **{
             **entry,
@@ -199,4 +198,4 @@ def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"not base64: {error}") from error
+        raise UserError(f"not base64: {error}") from error
