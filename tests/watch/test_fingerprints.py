@@ -16,6 +16,7 @@ from project import Trainer, same
 from project.survive.checkpoints import Checkpoints
 from project.watch.fingerprint_file import FILE, Recorded, read
 from project.watch.fingerprints import Fingerprints
+from project.watch.module_outputs import ModuleOutputs
 from tests.conftest import TINY, Run, forked
 from tests.survive.test_resume import faults
 
@@ -116,7 +117,7 @@ def test_killed_and_resumed_is_the_same(tmp_path, said):
 
 def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
     callbacks = json.dumps([{"class_path": "tests.watch.parting.Spoil", "init_args": {"rank": 1, "step": 2}}])
-    done = fit(tmp_path / "spoilt", f"--trainer.callbacks={callbacks}", ranks=2)
+    done = fit(tmp_path / "spoilt", f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2", ranks=2)
     warnings = re.findall(r"WARNING .*After step (\d+), rank (\d+) on \S+ has other weights", done.output)
     assert warnings == [("2", "1")], done.output
     found = records(tmp_path / "spoilt")
@@ -162,6 +163,9 @@ def test_a_module_that_is_compiled_as_a_whole_finds_no_hooks(tmp_path):
     compiled = torch.compile(BoringModel(), backend="eager")
     found = read(trained(tmp_path, compiled, max_steps=2), "it")
     assert [taken.record.modules for taken in found.steps.values()] == [(), ()]
+    vars(model := BoringModel())["training_step"] = None  # as Lightning leaves it of a compiled one
+    ModuleOutputs(model)
+    assert not model.layer._forward_hooks
     assert read(trained(tmp_path / "plain", BoringModel(), max_steps=2), "it").steps[1].record.modules[0][0] == "layer (Linear)"
 
 

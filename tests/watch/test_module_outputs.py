@@ -61,6 +61,7 @@ def test_nothing_of_what_was_translated_or_has_no_tensors():
     compiled.compile(backend="eager")
     network = nn.Sequential(nn.Linear(3, 3), jitted, compiled, Many(lambda x: x), Many(lambda x: "word"))
     outputs = ModuleOutputs(network)
+    assert not any(part._forward_hooks for part in compiled.modules()), "they would have it translated once more"
     for part in network[:-1]:
         part(torch.zeros(2, 3))
     network[-1](torch.zeros(2, 3))
