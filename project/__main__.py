@@ -17,6 +17,11 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
+    if sys.argv[1:2] == ["same"]:  # reads files, and needs no libraries either
+        outlive_the_reader()
+        from project.same import main as same
+
+        sys.exit(same(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
     SIGNALS.at_first = REQUEUE.when_noted

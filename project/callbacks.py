@@ -16,6 +16,7 @@ from project.train.batch_norm import StepStatistics
 from project.train.compression import CompressGradients, Compression
 from project.train.rng import ChanceByMicroBatch
 from project.watch.console import Progress
+from project.watch.fingerprints import Fingerprints
 from project.watch.predictions import PredictionWriter
 
 
@@ -25,6 +26,7 @@ def with_ours(
     nonfinite: Act,
     compression: Compression,
     exact: bool,
+    fingerprints: bool,
 ) -> list[Callback]:
     """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -37,4 +39,6 @@ def with_ours(
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
-    return [*before, *(one for one in callbacks if one not in watchdogs), PredictionWriter(), StopTogether(SIGNALS)]
+    # Last, when nobody changes the weights of this step any more.
+    after = [PredictionWriter(), StopTogether(SIGNALS), *([Fingerprints(exact)] if fingerprints else [])]
+    return [*before, *(one for one in callbacks if one not in watchdogs), *after]

@@ -136,6 +136,7 @@ class Trainer(pl.Trainer):
         threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
             depend on it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
+        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Trainer(pl.Trainer):
         exact: bool = False,
         threads: int | None = None,
         nonfinite: Act = "stop",
+        fingerprints: bool = True,
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -202,7 +204,7 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression, exact),
+                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare),
                 logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,

@@ -56,6 +56,7 @@ class Comparison:
             *(sys.executable, "-m", "project", "fit", f"--config={self.config}", f"--run={name.replace(' ', '-')}-{ranks}"),
             *(f"--trainer.devices={ranks}", "--trainer.num_nodes=1", "--trainer.max_epochs=1000000", "--trainer.max_steps=-1"),
             *("--trainer.limit_val_batches=0", "--data.global_batch_size=null", "--trainer.accumulate_grad_batches=1"),
+            "--trainer.fingerprints=false",  # the plain loop takes none
             *("--trainer.callbacks+=project.bench.worker.BenchWorker", *words),
         )
         return Program(name, ranks, (command,), self._environment(ranks))

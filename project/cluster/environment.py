@@ -68,6 +68,11 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def hardware(device: torch.device) -> str:
+    """The name of what a rank computes on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+
+
 def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict[str, Any]:
     """`configuration`: the resolved one."""
     facts: dict[str, Any] = {

@@ -30,7 +30,7 @@ def batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
             yield name, layer
 
 
-def _compiled(module: nn.Module) -> set[nn.Module]:
+def compiled(module: nn.Module) -> set[nn.Module]:
     """The layers that torch.compile has translated."""
     # What torch.compile wraps is in a class of this name, which has no public place.
     kinds = {one: type(one).__name__ == "OptimizedModule" for one in module.modules()}
@@ -137,11 +137,11 @@ class StepStatistics(Callback):
         for _, norm in batch_norms(pl_module):
             kinds.setdefault(_running(norm)[0].dtype, []).append(norm)
         self._rows = [_Row(norms) for norms in kinds.values()]
-        compiled, norms = _compiled(pl_module), [norm for row in self._rows for norm in row.norms]
+        translated, norms = compiled(pl_module), [norm for row in self._rows for norm in row.norms]
         others = iter([other for row in self._rows for other in row.others])
         self._passes = torch.zeros(len(norms), dtype=torch.int64)
         self._layers = [
-            _Layer(norm, norm in compiled, passes, next(others), next(others))
+            _Layer(norm, norm in translated, passes, next(others), next(others))
             for norm, passes in zip(norms, self._passes, strict=True)
         ]
         self._number = self._gathered = 0

@@ -64,6 +64,9 @@ class _Weighed:
 
     def from_training_step_output(self, output: Any, micro_batches: int) -> ClosureResult:
         result = ClosureResult.from_training_step_output(output, micro_batches)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        loop.loss = loss.detach() if isinstance(loss, Tensor) else None
         weight = micro_batch(self._trainer).weight
         if weight != 1.0 and result.closure_loss is not None:
             result.closure_loss = result.closure_loss * weight
@@ -93,6 +96,9 @@ class Steps(_TrainingEpochLoop):
 
     micro_batch = MicroBatch()
     """The one at hand."""
+    loss: Tensor | None = None
+    """Its loss as the module gave it, which no number of ranks or micro-batches divides; where a module steps several
+    optimisers, the last one's."""
 
     skipped: bool | Tensor = False
     """Whether the step at hand is left out."""
@@ -357,10 +363,11 @@ class Steps(_TrainingEpochLoop):
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
             found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
-        self.micro_batch = found
+        self.micro_batch, self.loss = found, None
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = self.micro_batch.weight
+        self.loss = loss.detach()
         return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
     def teardown(self) -> None:
@@ -396,6 +403,7 @@ class Steps(_TrainingEpochLoop):
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
+        self.loss = loss.detach()
         if micro_batches != 1 and self._gradients is None:
             loss = loss / micro_batches
         outputs["loss"] = loss.detach()
@@ -485,6 +493,11 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
+
+
+def shares_weights(trainer: Trainer) -> bool:
+    """Whether all ranks have the same weights after each step."""
+    return isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy, "_model_averager", None) is None
 
 
 def _steps_once(optimizer: Optimizer) -> bool:

@@ -75,3 +75,9 @@ def skipped(trainer: Trainer) -> bool | Tensor:
     """What was said by `skip`."""
     loop: Any = trainer.fit_loop.epoch_loop
     return cast(bool | Tensor, loop.skipped)
+
+
+def loss_at_hand(trainer: Trainer) -> Tensor | None:
+    """Of the micro-batch at hand, on its device, as the module gave it; None where there is none (yet)."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return cast(Tensor | None, loop.loss)

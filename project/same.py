@@ -1,0 +1,124 @@
+"""python -m project same RUN [RUN ...]: are these runs the same to the last bit?
+
+And of one run: is it the same as itself, where steps were computed twice, as they are after a kill? Read from what each step
+has left in the runs' folders (`watch/fingerprints.py`). Exit code 0: the same, 1: not, 2: it can't be told.
+
+No heavy imports: the answer is there at once.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from project.config_files import RUNS, checked, documents
+from project.errors import UserError
+from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
+from project.watch.fingerprint_file import FILE, Recorded, read
+
+_ABOUT = """Are these runs the same to the last bit? Of one run: is it the same as itself, where steps were computed twice, as
+they are after a kill? Exit code 0: the same, 1: not, 2: it can't be told."""
+_SHOWN = 20  # settings
+# Of no consequence: what a run is called, where it lies, what it says.
+_LEFT_OUT = ("run", "resume", "change", "base", "config", "doctor", "debug", "trainer.default_root_dir", "trainer.fingerprints")
+_PLACES = ("trainer.devices", "trainer.num_nodes")
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the answer, and returns the exit code."""
+    parser = argparse.ArgumentParser("python -m project same", description=_ABOUT)
+    parser.add_argument("run", nargs="+", metavar="RUN", help=f"the name of a run in {RUNS}/, or the folder of one")
+    names = list(dict.fromkeys(parser.parse_args(words).run))
+    try:
+        verdicts = _verdicts(names)
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return 2
+    print("\n".join(line for verdict in verdicts for line in verdict.lines))
+    return 0 if all(verdict.same for verdict in verdicts) else 1
+
+
+def _verdicts(names: Sequence[str]) -> list[Verdict]:
+    folders = [_folder(name) for name in names]
+    runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    verdicts = [_of_one(run) for run in runs]
+    if len(runs) > 1:
+        verdicts = [verdict for verdict in verdicts if not verdict.same]  # a run that is the same as itself is no news here
+    for folder, other in zip(folders[1:], runs[1:], strict=True):
+        verdicts.append(_of_two(runs[0], other, folders[0], folder))
+    return verdicts
+
+
+def _of_one(run: Recorded) -> Verdict:
+    verdict = compare_with_itself(run)
+    spoilt = ranks_that_differed(run)
+    around = surroundings(*verdict.starts) if verdict.starts else []
+    return Verdict(verdict.same and not spoilt, [*verdict.lines, *(f"  {line}" for line in around), *spoilt])
+
+
+def _of_two(one: Recorded, other: Recorded, folder: Path, other_folder: Path) -> Verdict:
+    verdict = compare(one, other)
+    if verdict is None:
+        spans = [f"{run.name} has {min(run.steps)} to {run.last}" for run in (one, other)]
+        raise UserError(f"There is no step that both runs have on record: {', '.join(spans)}. HINT: let one of them go on.")
+    if verdict.starts is not None:
+        around = [*surroundings(*verdict.starts), *_settings(folder, other_folder)]
+        verdict.lines += [f"  {line}" for line in around]
+    return verdict
+
+
+def _folder(name: str) -> Path:
+    """Of a run that is named, or whose folder is."""
+    path = Path(name)
+    places = [path, Path(RUNS) / name]
+    for place in (*(one for one in places if (one / FILE).is_file()), *(one for one in places if one.is_dir())):
+        return place
+    if len(path.parts) == 1:
+        checked(name)
+    known = sorted(one.parent.name for one in Path(RUNS).glob(f"*/{FILE}"))
+    there = f"there are: {', '.join(known[:_SHOWN])}" if known else f"there is none in {Path(RUNS).absolute()}"
+    raise UserError(f"There is no run {name}. HINT: give its name in {RUNS}/, or its folder; {there}.")
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def _settings(folder: Path, other: Path) -> list[str]:
+    """What differs between two runs' configurations, where both have one."""
+    paths = [place / "config.yaml" for place in (folder, other)]
+    if not all(path.is_file() for path in paths):
+        return []
+    try:
+        before, after = documents(["--config", str(paths[0]), "--config", str(paths[1])])
+    except (yaml.YAMLError, OSError) as error:
+        return [f"Their settings can't be compared: {' '.join(str(error).split())}."]
+    found = [one for one in _differences(before, after) if one[0] not in _LEFT_OUT]
+    lines = []
+    for title, some in (
+        ("Settings that differ", [one for one in found if one[0] not in _PLACES]),
+        ("Where they ran", [one for one in found if one[0] in _PLACES]),
+    ):
+        said = [f"{key}: {_short(mine)}, and {_short(theirs)}" for key, mine, theirs in some[:_SHOWN]]
+        said += [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
+        lines += [f"{title}:", *(f"  {one}" for one in said)] if said else []
+    return lines
+
+
+def _differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """By dotted name. Of another class, all arguments are others: that is one difference."""
+    if not (isinstance(mine, Mapping) and isinstance(theirs, Mapping)):
+        if mine != theirs:
+            yield name, mine, theirs
+    elif mine.get("class_path") != theirs.get("class_path"):
+        yield f"{name}.class_path", mine.get("class_path"), theirs.get("class_path")
+    else:
+        for key in dict.fromkeys([*mine, *theirs]):
+            yield from _differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 80)

@@ -1,0 +1,172 @@
+"""Are two runs the same to the last bit? If not: in which step they part, in its forward pass or after it, and in which module.
+
+No heavy imports: this reads two files and needs no PyTorch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from project.watch.fingerprint_file import Recorded, Start, Taken
+
+_SHOWN = 5  # names
+
+
+@dataclass
+class Verdict:
+    """What is said, line by line. `starts`: of both runs, where they part."""
+
+    same: bool
+    lines: list[str] = field(default_factory=list)
+    starts: tuple[Start, Start] | None = None
+
+
+def compare(one: Recorded, other: Recorded) -> Verdict | None:
+    """None if there is no step that both have."""
+    steps = sorted(one.steps.keys() & other.steps.keys())
+    if not steps:
+        return None
+    begins, other_begins = one.starts[0][0], other.starts[0][0]
+    pair = f"{one.name} and {other.name}"
+    if begins.names != other_begins.names:
+        return Verdict(False, [f"{pair} are not the same: {_other_names(one, other)}."], (begins, other_begins))
+    if begins.step == other_begins.step and begins.weights != other_begins.weights:
+        lines = [
+            f"{pair} are not the same: they begin with other weights.",
+            f"  {_tensors(begins.names, begins.tensors, other_begins.tensors, one)}",
+        ]
+        return Verdict(False, lines, (begins, other_begins))
+    for step in steps:
+        mine, theirs = one.steps[step], other.steps[step]
+        if not same_step(mine, theirs):
+            lines = [f"{pair} are not the same: step {step} (epoch {mine.record.epoch}) is the first that differs."]
+            return Verdict(False, [*lines, *_where(one, other, mine, theirs)], (mine.start, theirs.start))
+    return Verdict(True, [f"{pair} are the same to the last bit {_how_far(one, other, steps)}."])
+
+
+def compare_with_itself(one: Recorded) -> Verdict:
+    """Steps that were taken more than once, after a kill say: did they come out the same?"""
+    for earlier, later in one.again:
+        if not same_step(earlier, later):
+            step = later.record.step
+            lines = [f"{one.name}: step {step} was computed twice, with different results."]
+            return Verdict(False, [*lines, *_where(one, one, earlier, later)], (earlier.start, later.start))
+    steps = sorted({later.record.step for _, later in one.again})
+    if not steps:
+        return Verdict(True, [f"{one.name}: {len(one.steps)} steps up to {one.last}, and none was computed twice."])
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]},"
+    were = "was" if len(steps) == 1 else "were"
+    return Verdict(True, [f"{one.name}: {which} {were} computed more than once, the same to the last bit each time."])
+
+
+def ranks_that_differed(one: Recorded) -> list[str]:
+    """What the run itself has found out: a rank whose weights were not rank 0's."""
+    for step, taken in sorted(one.steps.items()):
+        if taken.record.others:
+            ranks = ", ".join(taken.record.others)
+            return [f"In {one.name}, rank {ranks} had other weights than rank 0 after step {step}; all should have the same."]
+    return []
+
+
+def surroundings(one: Start, other: Start) -> list[str]:
+    """What else differs where two runs part, and may be why."""
+    lines = []
+    if one.micro_batches != other.micro_batches:
+        lines.append(
+            f"A step has {one.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
+        )
+    for what, mine, theirs, why in (
+        ("torch", one.torch, other.torch, "another version has other kernels"),
+        ("hardware", one.device, other.device, "on other hardware, sums are rounded otherwise"),
+        ("threads", one.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
+    ):
+        if mine != theirs:
+            lines.append(f"{what}: {mine}, and {theirs}: {why}.")
+    if one.exact != other.exact:
+        lines.append(f"trainer.exact: {one.exact}, and {other.exact}: it rounds gradients otherwise.")
+    elif one.ranks != other.ranks:
+        hint = "" if one.exact else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
+        lines.append(f"ranks: {one.ranks}, and {other.ranks}.{hint}")
+    return lines
+
+
+def same_step(one: Taken, other: Taken) -> bool:
+    return one.record.weights == other.record.weights and not _differing_losses(one, other)
+
+
+def _differing_losses(one: Taken, other: Taken) -> list[int]:
+    """The numbers of micro-batches. Of a run that failed, those of other ranks than 0 may not be known."""
+    mine, theirs = one.record.losses, other.record.losses
+    return sorted(number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number])
+
+
+def _how_far(one: Recorded, other: Recorded, steps: Sequence[int]) -> str:
+    last = steps[-1]
+    ends = [run for run in (one, other) if run.last > last]
+    ranks = [run.steps[last].record.ranks for run in (one, other)]
+    on = f"on {ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else f"on {ranks[0]} rank{'s' * (ranks[0] > 1)} each"
+    if not ends:
+        return f"up to step {last} of both, {on}"
+    return f"up to step {last}, {on}; {ends[0].name} goes on to step {ends[0].last}"
+
+
+def _where(one: Recorded, other: Recorded, mine: Taken, theirs: Taken) -> list[str]:
+    """Within a step."""
+    if mine.before != theirs.before:
+        return ["  The weights before this step were others already."]
+    if numbers := _differing_losses(mine, theirs):
+        more = f" (and those of {len(numbers) - 1} more)" if len(numbers) > 1 else ""
+        by = [f"rank {taken.rank_of(numbers[0])} of {taken.record.ranks}" for taken in (mine, theirs)]
+        who = f"{by[0]} in both" if by[0] == by[1] else f"{by[0]} in the one, {by[1]} in the other"
+        what = f"the loss of micro-batch {numbers[0]}{more}"
+        return [
+            f"  The weights before it are the same, and {what} is not: it is the forward pass, or its samples.",
+            f"  Micro-batch {numbers[0]} was computed by {who}.",
+            f"  {_modules(one, other, mine, theirs, numbers)}",
+        ]
+    named = _tensors(mine.start.names, mine.record.tensors, theirs.record.tensors, one)
+    return [
+        "  The weights before it and all losses in it are the same, and the weights after it are not: it is the backward",
+        f"  pass or the optimiser. {named}",
+    ]
+
+
+def _modules(one: Recorded, other: Recorded, mine: Taken, theirs: Taken, numbers: Sequence[int]) -> str:
+    calls, their_calls = mine.record.modules, theirs.record.modules
+    if not calls or not their_calls:
+        common = [(step, taken.record.modules) for step, taken in one.steps.items() if step in other.steps]
+        alike = [
+            step for step, found in common
+            if found and found == other.steps[step].record.modules and step < mine.record.step
+        ]  # fmt: skip
+        known = f" The latest that both have is step {max(alike)}, and there all gave the same." if alike else ""
+        return f"What each module gives is recorded in the first step after a start and in every 100th.{known}"
+    if 0 not in numbers:
+        return "What each module gives is recorded in micro-batch 0 alone, whose loss is the same."
+    for call, (before, after) in enumerate(zip(calls, their_calls, strict=False)):
+        if before != after:
+            known = f", after {calls[call - 1][0]}, which gave the same" if call else ""
+            return f"The first module that gave something else, in micro-batch 0: {after[0]}{known}."
+    if len(calls) != len(their_calls):
+        return f"{len(calls)} modules were called in the one, {len(their_calls)} in the other."
+    return "All modules gave the same in micro-batch 0: it is what is computed from what they give."
+
+
+def _tensors(names: Sequence[str], mine: bytes, theirs: bytes, run: Recorded) -> str:
+    found = [name for name, one, other in zip(names, mine, theirs, strict=False) if one != other]
+    if not found:
+        return "Which tensors differ is not known."
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    text = f"{len(found)} of {len(names)} tensors differ: {', '.join(found[:_SHOWN])}{more}."
+    owner = found[0].rpartition(".")[0]
+    kinds = [name for _, records in run.starts for step in records for name, _ in step.modules if name.startswith(f"{owner} (")]
+    return f"{text} The first belongs to {kinds[0]}." if kinds else text
+
+
+def _other_names(one: Recorded, other: Recorded) -> str:
+    mine, theirs = one.starts[0][0].names, other.starts[0][0].names
+    parts = []
+    for run, names, others in ((one, mine, theirs), (other, theirs, mine)):
+        if left := [name for name in names if name not in set(others)]:
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            parts.append(f"only {run.name} has {', '.join(left[:_SHOWN])}{more}")
+    return "; ".join(parts) or "their tensors stand in another order"

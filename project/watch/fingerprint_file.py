@@ -1,0 +1,201 @@
+"""fingerprints.jsonl in a run's folder: what each step left behind, in a few bytes.
+
+A line with `format` says what begins: a start of the run at some step. The lines that follow are the steps that were taken from
+there, one each. After a kill some steps are taken again: they stand there twice, and the later line counts.
+
+No heavy imports: a file is read without PyTorch.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from project.errors import UserError
+
+FILE = "fingerprints.jsonl"
+FORMAT = 1
+MODULE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Start:
+    """The run begins or goes on here."""
+
+    step: int
+    """Steps that are done."""
+    ranks: int
+    micro_batches: int
+    """In a step, over all ranks."""
+    exact: bool
+    torch: str
+    device: str
+    threads: int
+    names: tuple[str, ...]
+    """Of the tensors: parameters and floating-point buffers."""
+    weights: str | None
+    """A checksum of all tensors, in hex; None where it was not taken."""
+    tensors: bytes
+    """A byte of each tensor's own checksum."""
+
+    def line(self) -> str:
+        return _line({"format": FORMAT, **vars(self), "tensors": _text(self.tensors)})
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step left behind."""
+
+    step: int
+    epoch: int
+    ranks: int
+    weights: str
+    tensors: bytes
+    losses: Mapping[int, bytes]
+    """The bits of each micro-batch's loss, by its number."""
+    modules: Sequence[tuple[str, bytes]] = ()
+    """Where it was recorded: what each module gave in micro-batch 0, in the order in which they were done."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Ranks whose weights are not rank 0's, with their checksums."""
+
+    def line(self, micro_batches: int) -> str:
+        """`micro_batches`: of the start; a step that has just these does not name them."""
+        known: dict[str, Any] = {**vars(self), "tensors": _text(self.tensors)}
+        numbers = sorted(self.losses)
+        known["losses"] = _text(b"".join(self.losses[number] for number in numbers))
+        if numbers != list(range(micro_batches)):
+            known["numbers"] = numbers
+        del known["modules"]
+        if self.modules:
+            known["modules"] = [[name for name, _ in self.modules], _text(b"".join(found for _, found in self.modules))]
+        if not self.others:
+            del known["others"]
+        return _line(known)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step, the start that it belongs to, and the weights that it began with."""
+
+    record: Step
+    start: Start
+    before: str | None
+
+    def rank_of(self, number: int) -> int:
+        """The rank that computed a micro-batch."""
+        return number // max(1, self.start.micro_batches // self.record.ranks)
+
+
+class Recorded:
+    """All that a run's file holds."""
+
+    def __init__(self, name: str, starts: Sequence[tuple[Start, Sequence[Step]]]) -> None:
+        self.name, self.starts = name, starts
+        self.steps: dict[int, Taken] = {}
+        """As the run stands now: a start leaves what was recorded before it for later steps to be taken again."""
+        self.again: list[tuple[Taken, Taken]] = []
+        """Steps that were taken more than once: an earlier and the next later time."""
+        ever: dict[int, Taken] = {}
+        for start, records in starts:
+            self.steps = {step: taken for step, taken in self.steps.items() if step <= start.step}
+            before = start.weights
+            for record in records:
+                taken = Taken(record, start, before)
+                if record.step in ever:
+                    self.again.append((ever[record.step], taken))
+                ever[record.step] = self.steps[record.step] = taken
+                before = record.weights
+
+    @property
+    def last(self) -> int:
+        return max(self.steps)
+
+
+def read(folder: Path, name: str) -> Recorded:
+    """The run's file. A UserError says what is wrong with it."""
+    path = folder / FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"The run {name} has no {path}: it has not come to its first steps, was trained by an older version of this "
+            "project, or with trainer.fingerprints=false. HINT: train it again; a step leaves its fingerprint as it is taken."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error}.") from error
+    *lines, _ = content.split(b"\n")  # the last one has no end: it was cut off by a kill, or is empty
+    starts: list[tuple[Start, list[Step]]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            version = entry.get("format")
+            if version == FORMAT:
+                starts.append((_start(entry), []))
+            elif version is None:
+                starts[-1][1].append(_step(entry, starts[-1][0]))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise UserError(
+                f"{path}, line {number}: this is no fingerprint ({type(error).__name__}: {error}). HINT: the file is damaged; "
+                "take it from a copy of the run, or compare the checkpoints."
+            ) from error
+        if version not in (None, FORMAT):
+            raise UserError(
+                f"{path} is of another version of this project (format {version}, not {FORMAT}). HINT: use that one."
+            )
+    if not any(records for _, records in starts):
+        raise UserError(f"{path} holds no step: the run {name} was ended before one was recorded. HINT: let it go on.")
+    return Recorded(name, starts)
+
+
+def cut_off_half_a_line(path: Path) -> None:
+    """What was being written when the process was killed goes before something is appended."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def _start(entry: dict[str, Any]) -> Start:
+    known = {name: value for name, value in entry.items() if name != "format"}
+    found = Start(**{**known, "names": tuple(known["names"]), "tensors": _bytes(known["tensors"])})
+    if not isinstance(found.step, int) or found.ranks < 1 or found.micro_batches < 1:
+        raise UserError("numbers that can't be")
+    return found
+
+
+def _step(entry: dict[str, Any], start: Start) -> Step:
+    numbers: list[int] = entry.pop("numbers", None) or list(range(start.micro_batches))
+    names, modules = entry.pop("modules", ((), ""))
+    losses = _bytes(entry["losses"])
+    size, given = len(losses) // len(numbers), _bytes(modules)
+    parts = [losses[at * size : (at + 1) * size] for at in range(len(numbers))]
+    calls = [given[at : at + MODULE_BYTES] for at in range(0, len(given), MODULE_BYTES)]
+    if not isinstance(entry["step"], int) or len(losses) % len(numbers) or entry["ranks"] < 1:
+        raise UserError("numbers that can't be")
+    return Step(
+        **{
+            **entry,
+            "tensors": _bytes(entry["tensors"]),
+            "losses": dict(zip(numbers, parts, strict=True)) if size else {},
+            "modules": tuple(zip(names, calls, strict=True)),
+        }
+    )
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, separators=(",", ":")) + "\n"
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise UserError(f"not base64: {error}") from error

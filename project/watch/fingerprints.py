@@ -1,0 +1,286 @@
+"""Each step leaves a fingerprint: checksums of the weights and the bits of the losses. `python -m project same` compares runs.
+
+They are taken on the device, where nobody waits for them, and go to fingerprints.jsonl at log points and with each checkpoint,
+when all ranks bring theirs together. There it shows, too, whether all ranks have the same weights: one whose memory is bad
+goes on otherwise, and spoils the run without a word.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from project.cluster.environment import hardware, named, odd_ones
+from project.cluster.launcher import host
+from project.train.batch_norm import batch_norms
+from project.train.loop import shares_weights
+from project.train.micro_batch import loss_at_hand, micro_batch
+from project.train.strategy import gathered
+from project.watch.checksums import Checksums, as_bytes, plain, together
+from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
+from project.watch.module_outputs import ModuleOutputs
+
+log = logging.getLogger(__name__)
+
+_LEAST, _MOST = 10, 100  # steps from one gathering to the next
+_SELDOM = 100  # steps
+
+
+class _Watched:
+    """The tensors of a module that a step may change, by name; `shared`: those that all ranks have alike."""
+
+    def __init__(self, module: nn.Module) -> None:
+        norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
+        parameters = [name for name, one in module.named_parameters() if plain(one)]
+        buffers = [name for name, one in module.named_buffers() if plain(one) and (one.is_floating_point() or one.is_complex())]
+        self.names = (*parameters, *buffers)
+        self.shared = [at for at, name in enumerate(self.names) if at < len(parameters) or name in norms]
+        split = [name.rpartition(".") for name in self.names]
+        self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
+        self._checksums: Checksums | None = None
+
+    def checksums(self) -> Tensor:
+        tensors = [getattr(owner, attribute) for owner, attribute in self.places]  # some are exchanged for others
+        if self._checksums is None or not self._checksums.fit(tensors):
+            self._checksums = Checksums(tensors)
+        return self._checksums()
+
+
+@dataclass
+class _Row:
+    """A step, or (`begins`) the moment before the first one of a start. What is on the device stays there."""
+
+    step: int
+    epoch: int
+    watched: _Watched
+    checksums: Tensor
+    numbers: list[int]
+    losses: Tensor | None = None
+    modules: Sequence[tuple[str, Tensor]] = ()
+    begins: bool = False
+
+
+@dataclass
+class _Read:
+    """What a row says, on the host."""
+
+    weights: int
+    shared: int
+    tensors: bytes
+    losses: dict[int, bytes]
+
+
+Brought = tuple[str, list[tuple[int, dict[int, bytes]]]]
+"""Of a rank: its host, and for each row the checksum of what all ranks have alike, and the losses of its micro-batches."""
+
+
+class Fingerprints(Callback):
+    """Records each step of a fit.
+
+    Args:
+        exact: whether the run is the same on any number of ranks (`trainer.exact`).
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[_Row] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        self._step: int | None = None  # of the last row
+        self._watched: _Watched | None = None
+        self._header: tuple[str, ...] | None = None  # the names that the file has
+        self._listening: ModuleOutputs | None = None
+        self._heard: ModuleOutputs | None = None
+        self._modules_due = True
+        self._warned = self._failing = self._whole = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))
+        if sharded or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
+            trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+        if sharded:
+            log.info("trainer.fingerprints is for strategy=ddp: with this one steps are not recorded.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()
+        self._every = min(max(trainer.log_every_n_steps, _LEAST), _MOST)  # type: ignore[attr-defined]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look_again(pl_module)
+
+    def _look_again(self, module: nn.Module) -> None:
+        """A network may be changed while the run goes on."""
+        found = _Watched(module)
+        if self._watched is None or found.places != self._watched.places:
+            self._watched = found
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
+            self._take(trainer, pl_module, begins=True)
+        if micro_batch(trainer).key[2] == 0 and (self._modules_due or (trainer.global_step + 1) % _SELDOM == 0):
+            self._modules_due = False
+            self._listening = ModuleOutputs(pl_module)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
+
+    def _end_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.end()
+            self._heard, self._listening = self._listening, None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end_listening()
+        if (found := loss_at_hand(trainer)) is not None and found.numel() == 1:
+            self._losses.append((micro_batch(trainer).key[2], found.reshape(1)))
+        if trainer.global_step == self._step:
+            return  # the step goes on
+        self._take(trainer, pl_module)
+        if trainer.global_step % self._every == 0 or len(self._rows) > _MOST:
+            self._write_all(trainer)
+        if trainer.global_step % _SELDOM == 0:
+            self._look_again(pl_module)
+
+    @torch.no_grad()
+    def _take(self, trainer: Trainer, module: LightningModule, begins: bool = False) -> None:
+        self._step = trainer.global_step
+        if self._watched is None:
+            self._look_again(module)
+        assert self._watched is not None
+        try:
+            checksums = self._watched.checksums()
+        except AttributeError:  # one of the tensors is there no more
+            self._watched = _Watched(module)
+            checksums = self._watched.checksums()
+        row = _Row(self._step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
+        if self._losses:
+            row.losses = torch.cat([one for _, one in self._losses]).view(torch.uint8)
+        if self._heard is not None:
+            row.modules, self._heard = self._heard.calls, None
+        row.begins = begins
+        self._rows.append(row)
+        self._losses = []
+
+    # What all ranks bring together -----------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """All ranks are here: a run that goes on from this checkpoint has all before it on record."""
+        self._write_all(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_all(trainer)
+        self._forget()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The others may be elsewhere, and a GPU may never come to an end: rank 0 writes what it knows without them."""
+        self._end_listening()
+        if pl_module.device.type == "cpu" or trainer.world_size == 1:
+            with suppress(RuntimeError):  # a device that has failed
+                self._write_all(trainer, alone=True)
+        self._forget()
+
+    def _write_all(self, trainer: Trainer, alone: bool = False) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        read = list(_read(rows))
+        mine: Brought = host(), [(one.shared, one.losses) for one in read]
+        of_all: list[Brought] = [mine] if alone else gathered(mine, trainer.world_size)
+        if not trainer.is_global_zero:
+            return
+        lines = []
+        for at, (row, one) in enumerate(zip(rows, read, strict=True)):
+            if row.begins or row.watched.names != self._header:
+                lines.append(self._start(trainer, row, one).line())
+                self._header = row.watched.names
+            if row.begins:
+                continue
+            brought = [(host, found[at]) for host, found in of_all]
+            others = self._compare(trainer, row.step, brought)
+            of_ranks = {number: bits for _, (_, found) in brought for number, bits in found.items()}
+            step = Step(
+                row.step, row.epoch, trainer.world_size, _hex(one.weights), one.tensors, of_ranks,
+                [(name, as_bytes(found.view(1), MODULE_BYTES)) for name, found in row.modules], others,
+            )  # fmt: skip
+            lines.append(step.line(_micro_batches(trainer)))
+        self._append(trainer, "".join(lines))
+
+    def _start(self, trainer: Trainer, row: _Row, read: _Read) -> Start:
+        known = row.begins  # otherwise the network has been changed in a step, and before it there was another
+        return Start(
+            row.step if known else row.step - 1, trainer.world_size, _micro_batches(trainer), self.exact,
+            str(torch.__version__), hardware(trainer.strategy.root_device), torch.get_num_threads(), row.watched.names,
+            _hex(read.weights) if known else None, read.tensors if known else b"",
+        )  # fmt: skip
+
+    def _compare(self, trainer: Trainer, step: int, brought: Sequence[tuple[str, tuple[int, Any]]]) -> dict[str, str]:
+        """The ranks whose weights are not rank 0's. The first time, says which, going by what most ranks have."""
+        found = [number for _, (number, _) in brought]
+        if len(set(found)) == 1 or not shares_weights(trainer):
+            return {}
+        if not self._warned:
+            self._warned = True
+            _, odd = odd_ones([{"weights": number} for number in found], "weights")
+            log.warning(
+                "After step %d, %s has other weights than the other ranks have, and all should have the same: its memory may "
+                "be bad, or something changes weights on some ranks only. HINT: stop the run, and go on from a checkpoint of "
+                "before (--resume PATH), without this host if it happens again.",
+                *(step, named(sorted(odd), [host for host, _ in brought])),
+            )
+        return {str(rank): _hex(number) for rank, number in enumerate(found) if number != found[0]}
+
+    def _append(self, trainer: Trainer, text: str) -> None:
+        path = Path(trainer.default_root_dir) / FILE
+        try:
+            if not self._whole:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cut_off_half_a_line(path)
+            with path.open("a") as file:
+                file.write(text)
+            self._whole, self._failing = True, False
+        except OSError as error:
+            if not self._failing:
+                log.error("Fingerprints of the steps can't be written: %s. Training goes on.", error)
+            self._whole, self._failing = False, True
+            self._header = None  # what follows has no step before it
+
+
+def _micro_batches(trainer: Trainer) -> int:
+    """In a step, over all ranks."""
+    return int(trainer.accumulate_grad_batches * trainer.world_size)
+
+
+def _hex(number: int) -> str:
+    return f"{number & (1 << 64) - 1:016x}"
+
+
+def _read(rows: Sequence[_Row]) -> Iterator[_Read]:
+    """The host waits for the device here."""
+    for watched, group in groupby(rows, lambda row: row.watched):
+        some = list(group)
+        checksums = torch.stack([row.checksums for row in some]).cpu()
+        weights, shared = together(checksums).tolist(), together(checksums[:, watched.shared]).tolist()
+        tensors, many = as_bytes(checksums, 1), len(watched.names)
+        for at, row in enumerate(some):
+            losses = b"" if row.losses is None else row.losses.cpu().numpy().tobytes()
+            yield _Read(weights[at], shared[at], tensors[at * many : (at + 1) * many], _parts(row.numbers, losses))
+
+
+def _parts(numbers: Sequence[int], bits: bytes) -> dict[int, bytes]:
+    """The bits of each loss, by the number of its micro-batch."""
+    size = len(bits) // len(numbers) if numbers else 0
+    return {number: bits[at * size : (at + 1) * size] for at, number in enumerate(numbers)}

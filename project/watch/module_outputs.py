@@ -1,0 +1,60 @@
+"""What each module of a network gives in one forward pass, as checksums: they name the first in which two runs differ."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from project.train.batch_norm import compiled
+from project.watch.checksums import Checksums, plain, together
+
+_MOST = 2000  # calls: a network that loops over its layers has many
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in whatever a module returns, in their order."""
+    if isinstance(output, Tensor):
+        if plain(output):
+            yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for value in output.values() for tensor in tensors_in(value))
+    elif isinstance(output, (list, tuple)):
+        yield from (tensor for value in output for tensor in tensors_in(value))
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from (tensor for one in fields(output) for tensor in tensors_in(vars(output).get(one.name)))
+
+
+class ModuleOutputs:
+    """Listens to a module's submodules from when it is made until `end`.
+
+    Nothing is recorded of what torch.compile has translated, which must not find hooks, nor of torch.jit's modules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
+        translated = compiled(module)
+        if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
+            translated |= set(module.modules())
+        self._hooks = [
+            part.register_forward_hook(self._listener(f"{name} ({type(part).__name__})"))
+            for name, part in module.named_modules()
+            if part is not module and part not in translated and not isinstance(part, torch.jit.ScriptModule)
+        ]
+
+    def _listener(self, name: str) -> Any:
+        def listen(part: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or len(self.calls) >= _MOST:
+                return
+            if found := list(tensors_in(output)):
+                # One by one: they may lie on several devices.
+                each = [together(Checksums([one])()).to(found[0].device) for one in found]
+                self.calls.append((name, together(torch.stack(each))))
+
+        return listen
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,103 @@
+"""The verb `same`: which runs are meant, and what is said where they can't be compared."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from project import same
+from project.watch.fingerprint_file import FILE
+from tests.conftest import Cli, environment
+from tests.watch.test_comparison import START, step
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run("a", 1, 2) makes a run with these steps."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, *numbers: int, config=None, start=START) -> None:
+        folder = tmp_path / "lightning_logs" / name
+        folder.mkdir(parents=True)
+        (folder / FILE).write_text(start.line() + "".join(step(number).line(4) for number in numbers))
+        if config is not None:
+            (folder / "config.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+
+    return make
+
+
+def refused(capsys, *words: str) -> str:
+    assert same.main(words) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith("ERROR ")
+    assert out.err.count("\n") == 1
+    return out.err
+
+
+def test_by_name_and_by_folder(run, tmp_path, capsys):
+    run("a", 1, 2)
+    run("b", 1, 2)
+    assert same.main(["a", "lightning_logs/b", str(tmp_path / "lightning_logs/a")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    (tmp_path / "a").mkdir()  # a folder of that name that is no run
+    assert same.main(["a", "b"]) == 0
+    assert same.main(["a"]) == 0
+
+
+def test_what_can_not_be_compared(run, tmp_path, capsys):
+    run("a", 1, 2)
+    run("late", 8, 9, start=replace(START, step=7))
+    assert "HINT: give its name in lightning_logs/, or its folder; there are: a, late" in refused(capsys, "a", "nothing")
+    assert "a has 1 to 2, late has 8 to 9" in refused(capsys, "a", "late")
+    assert "A run's name is made of" in refused(capsys, "a", "w?t")
+    (tmp_path / "lightning_logs/old").mkdir()
+    assert "older version" in refused(capsys, "a", "old")
+    run("damaged", 1, 2)
+    path = tmp_path / "lightning_logs/damaged" / FILE
+    path.write_text(path.read_text().replace('"epoch"', "epoch", 1))
+    assert "line 2: this is no fingerprint" in refused(capsys, "damaged")
+
+
+def test_settings_that_differ(run, capsys):
+    one = {
+        "seed_everything": 0,
+        "run": "a",
+        "trainer": {"devices": 1, "default_root_dir": "x", "max_epochs": 1, "exact": False},
+    }
+    other = {"seed_everything": 1, "run": "b", "trainer": {"devices": 2, "default_root_dir": "y", "max_epochs": 1}}
+    model = {"class_path": "SGD", "init_args": {"lr": 1, "momentum": 0}}
+    run("a", 1, config={**one, "model": model})
+    start = replace(START, weights="f" * 16)
+    run("b", 1, config={**other, "model": {"class_path": "Adam", "init_args": {"lr": 2}}}, start=start)
+    assert same.main(["a", "b"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index("Settings that differ:") :] == [
+        "Settings that differ:",
+        "model.class_path: SGD, and Adam",
+        "seed_everything: 0, and 1",
+        "trainer.exact: False, and None",
+        "Where they ran:",
+        "trainer.devices: 1, and 2",
+    ]
+    run("c", 1, config="a: [", start=start)
+    assert same.main(["a", "c"]) == 1
+    assert "Their settings can't be compared" in capsys.readouterr().out
+    run("d", 1, start=start)
+    assert same.main(["a", "d"]) == 1
+    assert "ettings" not in capsys.readouterr().out
+
+
+def test_the_answer_needs_no_libraries(cli: Cli):
+    look = "import sys, project.same; print({'torch', 'lightning', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", look], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "set()\n", done
+    asked = cli("same", "nothing")
+    assert (asked.code, asked.output.count("\n")) == (2, 1), asked.output
+    assert "There is no run nothing. HINT: " in asked.output
+    assert cli("same").code == 2
+    helped = cli("same", "--help")
+    assert helped.code == 0
+    assert "Exit code 0: the same, 1: not" in " ".join(helped.output.split())

@@ -1,0 +1,48 @@
+"""What makes a run another one than it should be, for test_fingerprints.py to plug in by class_path."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+
+class Noise(nn.Module):
+    """Adds another noise in each program, in the first forward pass of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.training:
+            return images
+        self.passes += 1
+        generator = torch.Generator().manual_seed(time.time_ns())
+        return images + (0.1 * torch.randn(images.shape, generator=generator) if self.passes == 1 else 0.0)
+
+
+class Noisy(nn.Module):
+    """A network with it in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.noise = nn.Conv2d(3, 4, 3), Noise()
+        self.after = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.after(self.noise(self.before(images)))
+
+
+class Spoil(Callback):
+    """One bit of the weights of a rank is another after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            with torch.no_grad():
+                next(pl_module.parameters()).view(torch.int32)[0, 0, 0, 0] ^= 1
+            self.step = 0

@@ -1,0 +1,205 @@
+"""What a file of fingerprints says, whole or damaged, and what is said of two of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from project.errors import UserError
+from project.watch.comparison import compare, compare_with_itself, ranks_that_differed, surroundings
+from project.watch.fingerprint_file import FILE, Recorded, Start, Step, cut_off_half_a_line, read
+
+NAMES = ("body.0.weight", "body.1.weight", "head.weight", "head.bias")
+START = Start(0, 2, 4, False, "2.12", "a CPU", 1, NAMES, "0" * 16, b"abcd")
+MODULES = (("body.0 (Linear)", b"AA"), ("body.1 (Linear)", b"BB"), ("head (Linear)", b"CC"))
+
+
+def step(number: int, **other) -> Step:
+    losses = {micro_batch: bytes([number, micro_batch, 0, 1]) for micro_batch in range(4)}
+    made = Step(number, 0, 2, f"{number:016x}", bytes([number, 2, 3, 4]), losses, MODULES if number == 1 else ())
+    return replace(made, **other)
+
+
+def run(*starts, name: str = "a") -> Recorded:
+    return Recorded(name, starts)
+
+
+def steps(*numbers: int, **others: Step) -> list[Step]:
+    return [others.get(f"s{number}", step(number)) for number in numbers]
+
+
+A = run((START, steps(1, 2, 3, 4)))
+
+
+def said(one: Recorded, other: Recorded) -> str:
+    verdict = compare(one, other)
+    assert verdict is not None
+    assert not verdict.same
+    return " ".join(" ".join(verdict.lines).split())
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write(folder, *lines: str) -> None:
+    (folder / FILE).write_text("".join(lines))
+
+
+def test_what_is_written_is_read(tmp_path):
+    odd = step(3, losses={0: b"\0\1\2\3", 3: b"\4\5\6\7"}, others={"1": "f" * 16}, modules=MODULES)
+    none = step(4, losses={})
+    write(tmp_path, START.line(), *(one.line(4) for one in (step(1), step(2), odd, none)))
+    found = read(tmp_path, "a")
+    assert found.starts == [(START, [step(1), step(2), odd, none])]
+    assert [found.steps[3].rank_of(number) for number in range(4)] == [0, 0, 1, 1]
+    assert [found.steps[number].before for number in (1, 2)] == [START.weights, step(1).weights]
+
+
+def test_half_a_line_at_the_end_is_left_out_and_cut_off(tmp_path):
+    write(tmp_path, START.line(), step(1).line(4), step(2).line(4)[:40])
+    assert list(read(tmp_path, "a").steps) == [1]
+    cut_off_half_a_line(tmp_path / FILE)
+    assert (tmp_path / FILE).read_text() == START.line() + step(1).line(4)
+    cut_off_half_a_line(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "holds no step"),
+        (START.line(), "holds no step"),
+        (START.line() + step(1).line(4)[:50] + "\n" + step(2).line(4), "line 2: this is no fingerprint"),
+        (step(1).line(4), "line 1: this is no fingerprint"),
+        ("[1]\n", "line 1: this is no fingerprint"),
+        (START.line().replace('"ranks":2', '"ranks":0'), "line 1: this is no fingerprint"),
+        (START.line() + step(1).line(4).replace('"losses":"', '"losses":"?'), "line 2: this is no fingerprint"),
+        ("\0\xff\n", "line 1: this is no fingerprint"),
+        (START.line().replace('"format":1', '"format":9'), "of another version of this project .format 9, not 1."),
+    ],
+)
+def test_a_file_that_can_not_be_read_says_why(tmp_path, content, what):
+    write(tmp_path, content)
+    with pytest.raises(UserError, match=what) as caught:
+        read(tmp_path, "a")
+    assert "HINT" in str(caught.value)
+
+
+def test_every_cut_and_every_lost_byte_is_read_or_refused(tmp_path):
+    content = (START.line() + step(1).line(4) + step(2).line(4)).encode()
+    for at in range(len(content)):
+        for damaged in (content[:at], content[:at] + content[at + 1 :], content[:at] + b"\xfe" + content[at + 1 :]):
+            (tmp_path / FILE).write_bytes(damaged)
+            try:
+                compare(A, read(tmp_path, "b"))
+            except UserError:
+                continue
+
+
+def test_an_older_run_has_none(tmp_path):
+    with pytest.raises(UserError, match=r"older version.*HINT"):
+        read(tmp_path, "a")
+
+
+# One run -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_went_on():
+    later = replace(START, step=2, weights=step(2).weights)
+    again = run((START, steps(1, 2, 3, 4)), (later, steps(3)))
+    assert list(again.steps) == [1, 2, 3], "step 4 is to be taken again"
+    verdict = compare_with_itself(again)
+    assert verdict.same
+    assert "step 3 was computed more than once, the same" in verdict.lines[0]
+    assert compare_with_itself(A).lines == ["a: 4 steps up to 4, and none was computed twice."]
+    other = run((START, steps(1, 2, 3, 4)), (later, steps(3, 4, s4=step(4, weights="f" * 16, tensors=bytes([4, 9, 3, 4])))))
+    verdict = compare_with_itself(other)
+    assert not verdict.same
+    text = " ".join(verdict.lines)
+    assert "step 4 was computed twice, with different results" in text
+    assert "1 of 4 tensors differ: body.1.weight" in text
+    elsewhere = run((START, steps(1, 2, 3)), (replace(later, weights="e" * 16), steps(3, s3=step(3, weights="f" * 16))))
+    assert "others already" in compare_with_itself(elsewhere).lines[1]
+
+
+def test_a_rank_that_differed():
+    spoilt = run((START, steps(1, 2, s2=step(2, others={"1": "f" * 16}))))
+    assert ranks_that_differed(spoilt) == ["In a, rank 1 had other weights than rank 0 after step 2; all should have the same."]
+    assert ranks_that_differed(A) == []
+
+
+# Two runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_on_other_ranks_and_not_as_far():
+    one = replace(START, ranks=1)
+    verdict = compare(A, run((one, [replace(part, ranks=1) for part in steps(1, 2)]), name="b"))
+    assert verdict.same
+    assert verdict.lines == ["a and b are the same to the last bit up to step 2, on 2 and 1 ranks; a goes on to step 4."]
+    verdict = compare(A, run((START, steps(1, 2, 3, 4)), name="b"))
+    assert verdict.lines == ["a and b are the same to the last bit up to step 4 of both, on 2 ranks each."]
+    assert compare(A, run((replace(START, step=9), steps(10)))) is None
+
+
+def test_other_weights_at_the_start():
+    text = said(A, run((replace(START, weights="f" * 16, tensors=b"abxd"), steps(1)), name="b"))
+    assert "they begin with other weights" in text
+    assert "1 of 4 tensors differ: head.weight. The first belongs to head (Linear)." in text
+
+
+def test_another_network():
+    text = said(A, run((replace(START, names=("body.0.weight", "tail.weight")), steps(1)), name="b"))
+    assert "only a has body.1.weight, head.weight, head.bias; only b has tail.weight" in text
+
+
+def test_the_forward_pass():
+    losses = {**step(1).losses, 0: b"else", 3: b"else"}
+    modules = [MODULES[0], (MODULES[1][0], b"XX"), (MODULES[2][0], b"YY")]
+    text = said(A, run((START, steps(1, s1=step(1, losses=losses, weights="f" * 16, modules=modules))), name="b"))
+    assert "step 1 (epoch 0) is the first that differs" in text
+    assert "the loss of micro-batch 0 (and those of 1 more) is not: it is the forward pass" in text
+    assert "Micro-batch 0 was computed by rank 0 of 2 in both" in text
+    assert "The first module that gave something else, in micro-batch 0: body.1 (Linear)" in text
+    assert "after body.0 (Linear), which gave the same." in text
+    text = said(A, run((START, steps(1, s1=step(1, losses=losses))), name="b"))
+    assert "All modules gave the same in micro-batch 0" in text
+    text = said(A, run((START, steps(1, s1=step(1, losses={**step(1).losses, 3: b"else"}))), name="b"))
+    assert "computed by rank 1 of 2 in both" in text
+    assert "in micro-batch 0 alone, whose loss is the same" in text
+
+
+def test_the_forward_pass_of_a_step_without_modules_on_other_ranks():
+    start = replace(START, ranks=1)
+    parts = [replace(part, ranks=1) for part in steps(1, 2, 3, s3=step(3, losses={**step(3).losses, 2: b"else"}))]
+    text = said(A, run((start, parts), name="b"))
+    assert "computed by rank 1 of 2 in the one, rank 0 of 1 in the other" in text
+    assert "in every 100th. The latest that both have is step 1, and there all gave the same." in text
+
+
+def test_what_follows_the_forward_pass():
+    text = said(A, run((START, steps(1, 2, s2=step(2, weights="f" * 16, tensors=bytes([2, 2, 9, 9])))), name="b"))
+    assert "all losses in it are the same, and the weights after it are not: it is the backward pass or the optimiser" in text
+    assert "2 of 4 tensors differ: head.weight, head.bias. The first belongs to head (Linear)." in text
+    text = said(A, run((START, steps(1, 2, s2=step(2, weights="f" * 16))), name="b"))
+    assert "Which tensors differ is not known" in text
+
+
+def test_losses_that_are_not_known_are_no_difference():
+    part = step(2, losses={0: step(2).losses[0]})
+    assert compare(A, run((START, steps(1, 2, s2=part)), name="b")).same
+
+
+def test_what_else_differs():
+    assert surroundings(START, START) == []
+    assert surroundings(START, replace(START, exact=True, ranks=1))[0].startswith("trainer.exact: False, and True")
+    (line,) = surroundings(START, replace(START, ranks=3))
+    assert "HINT: trainer.exact: true" in line
+    exact = replace(START, exact=True)
+    assert surroundings(exact, replace(exact, ranks=3)) == ["ranks: 2, and 3."]
+    lines = surroundings(START, replace(START, torch="2.13", device="a GPU", threads=4, micro_batches=8))
+    assert [line.partition(":")[0] for line in lines] == ["A step has 4 micro-batches, and 8", "torch", "hardware", "threads"]
+
+
+def test_a_line_is_short():
+    many = replace(step(50), tensors=bytes(105), losses={number: bytes(4) for number in range(8)})
+    assert len(many.line(8)) < 300
+    assert json.loads(many.line(8)).keys() == {"step", "epoch", "ranks", "weights", "tensors", "losses"}

@@ -1,0 +1,69 @@
+"""What each module gives, whatever it is and whatever it returns."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from project.watch.module_outputs import ModuleOutputs
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Tensor
+    parts: dict[str, Tensor]
+
+
+class Many(nn.Module):
+    """Returns what the function makes of its input."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, values: Tensor):
+        return self.make(values)
+
+
+def names(outputs: ModuleOutputs) -> list[str]:
+    return [name for name, _ in outputs.calls]
+
+
+def test_each_output_of_any_kind_is_heard_while_it_listens():
+    kinds = (
+        lambda x: x, lambda x: (x, None, [x, "word"]), lambda x: {"a": x, "b": 3}, lambda x: Pair(x, x),
+        lambda x: Output(x, {"part": x}), lambda x: x.long(), lambda x: x > 0, lambda x: x.expand(5, *x.shape),
+    )  # fmt: skip
+    network = nn.ModuleList([Many(make) for make in kinds])
+
+    def heard(values: Tensor) -> list[tuple[str, int]]:
+        outputs = ModuleOutputs(network)
+        for part in network:
+            part(values)
+        outputs.end()
+        return [(name, int(found)) for name, found in outputs.calls]
+
+    torch.manual_seed(0)
+    values = torch.randn(4, 4, requires_grad=True)
+    first, again, other = heard(values), heard(values), heard(values * -1)
+    assert [name for name, _ in first] == [f"{at} (Many)" for at in range(len(kinds))]
+    assert first == again
+    assert all(one != another for (_, one), (_, another) in zip(first, other, strict=True))
+    assert not any(part._forward_hooks for part in network)
+
+
+def test_nothing_of_what_was_translated_or_has_no_tensors():
+    jitted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    compiled = nn.Sequential(nn.Linear(3, 3))
+    compiled.compile(backend="eager")
+    network = nn.Sequential(nn.Linear(3, 3), jitted, compiled, Many(lambda x: x), Many(lambda x: "word"))
+    outputs = ModuleOutputs(network)
+    assert not any(part._forward_hooks for part in compiled.modules()), "they would have it translated once more"
+    for part in network[:-1]:
+        part(torch.zeros(2, 3))
+    network[-1](torch.zeros(2, 3))
+    assert names(outputs) == ["0 (Linear)", "3 (Many)"]
+    outputs.end()
