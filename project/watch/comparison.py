@@ -139,7 +139,7 @@ def _modules(one: Recorded, other: Recorded, mine: Taken, theirs: Taken, numbers
             if found and found == other.steps[step].record.modules and step < mine.record.step
         ]  # fmt: skip
         known = f" The latest that both have is step {max(alike)}, and there all gave the same." if alike else ""
-        return f"What each module gives is recorded in the first step after a start and in every 100th.{known}"
+        return f"What each module gives is recorded in the first step after a start and after every 100th step.{known}"
     if 0 not in numbers:
         return "What each module gives is recorded in micro-batch 0 alone, whose loss is the same."
     for call, (before, after) in enumerate(zip(calls, their_calls, strict=False)):

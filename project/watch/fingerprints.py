@@ -128,13 +128,14 @@ class Fingerprints(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
-            self._take(trainer, pl_module, begins=True)
-        if micro_batch(trainer).key[2] == 0 and (self._modules_due or (trainer.global_step + 1) % _SELDOM == 0):
+            self._take(trainer, pl_module, trainer.global_step, begins=True)
+        if self._modules_due and micro_batch(trainer).key[2] == 0:
             self._modules_due = False
             self._listening = ModuleOutputs(pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
+        if self._listening is not None:
+            self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
 
     def _end_listening(self) -> None:
         if self._listening is not None:
@@ -147,17 +148,20 @@ class Fingerprints(Callback):
         self._end_listening()
         if (found := loss_at_hand(trainer)) is not None and found.numel() == 1:
             self._losses.append((micro_batch(trainer).key[2], found.reshape(1)))
-        if trainer.global_step == self._step:
+        step, before = trainer.global_step, self._step
+        if step == before:
             return  # the step goes on
-        self._take(trainer, pl_module)
-        if trainer.global_step % self._every == 0 or len(self._rows) > _MOST:
+        assert before is not None
+        self._take(trainer, pl_module, step)
+        # Where a module steps several optimisers, its steps are counted in twos, say.
+        if step // self._every != before // self._every:
             self._write_all(trainer)
-        if trainer.global_step % _SELDOM == 0:
+        if step // _SELDOM != before // _SELDOM:
             self._look_again(pl_module)
+            self._modules_due = True
 
-    @torch.no_grad()
-    def _take(self, trainer: Trainer, module: LightningModule, begins: bool = False) -> None:
-        self._step = trainer.global_step
+    def _take(self, trainer: Trainer, module: LightningModule, step: int, begins: bool = False) -> None:
+        self._step = step
         if self._watched is None:
             self._look_again(module)
         assert self._watched is not None
@@ -166,7 +170,7 @@ class Fingerprints(Callback):
         except AttributeError:  # one of the tensors is there no more
             self._watched = _Watched(module)
             checksums = self._watched.checksums()
-        row = _Row(self._step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
+        row = _Row(step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
         if self._losses:
             row.losses = torch.cat([one for _, one in self._losses]).view(torch.uint8)
         if self._heard is not None:

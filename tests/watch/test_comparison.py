@@ -172,7 +172,7 @@ def test_the_forward_pass_of_a_step_without_modules_on_other_ranks():
     parts = [replace(part, ranks=1) for part in steps(1, 2, 3, s3=step(3, losses={**step(3).losses, 2: b"else"}))]
     text = said(A, run((start, parts), name="b"))
     assert "computed by rank 1 of 2 in the one, rank 0 of 1 in the other" in text
-    assert "in every 100th. The latest that both have is step 1, and there all gave the same." in text
+    assert "after every 100th step. The latest that both have is step 1, and there all gave the same." in text
 
 
 def test_what_follows_the_forward_pass():
