@@ -1,97 +1,94 @@
 #!/usr/bin/env python
-"""What trainer.exact costs in a step: runs with it and without, in turns.
+"""What trainer.exact costs in a step: with it and without, in turns.
 
-    .venv/bin/python scripts/measure/exact_cost.py                 MiniResNet and the GPT, on one and on two processes
-    .venv/bin/python scripts/measure/exact_cost.py gpt 2           one of them
+    .venv/bin/python scripts/measure/exact_cost.py [minires|gpt] [TURNS]
 
-Prints milliseconds a step (the median over the turns of the medians over a run's steps), their ratio and its spread, and the
-bytes that a rank sends in a step. Each rank computes with one thread, with and without.
+On one process and on two; as root on Linux with iproute2 also on two hosts (network namespaces), and with a link of 100 Mbit/s
+between them. Each rank computes with one thread. Prints milliseconds a step (medians), how often the step without it fits into
+the one with it (by time, and by the processors' time), and the memory at the peak.
 """
 
 import os
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from itertools import pairwise
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 
-TURNS, STEPS, WARM_UP = 5, 14, 4
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from project.bench.interleaved import Program, interleaved
+from tests.cluster.hosts import Hosts
+
+ROOT = Path(__file__).parents[2]
+STEPS, SLOW = 2, "100mbit"
 RUNS = {
+    # 32 samples a step, in micro-batches of 16
     "minires": (
-        *("--config=configs/ddp.yaml", "--data.num_workers=0", "--data.batch_size=16", "--data.global_batch_size=32"),
-        *("--data.source.init_args.train_size=2000", "--data.source.init_args.val_size=64"),
+        f"--config={ROOT}/configs/ddp.yaml",
+        "--data.num_workers=0",
+        "--data.batch_size=16",
+        "--data.global_batch_size=32",
     ),
-    "gpt": ("--config=configs/gpt.yaml", "--trainer.global_batch_size=32"),
+    "gpt": (f"--config={ROOT}/configs/gpt.yaml", "--trainer.global_batch_size=32"),
 }
 
 
-def measure(words: list[str]) -> None:
-    """In a process of its own: prints the median of its steps' seconds."""
-    from lightning.pytorch import Callback
-
-    from project.cli import main
-
-    class Times(Callback):
-        def __init__(self) -> None:
-            self.begun: list[float] = []
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx % trainer.accumulate_grad_batches == 0:
-                self.begun.append(time.perf_counter())
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.is_global_zero:
-                times = [after - before for before, after in pairwise(self.begun)][WARM_UP:]
-                print("seconds", statistics.median(times), flush=True)
-
-    import project.callbacks
-
-    before = project.callbacks.with_ours
-    import project.trainer
-
-    project.trainer.with_ours = lambda given, *others: [*before(given, *others), Times()]
-    sys.argv = ["project", "fit", *words]
-    main()
+def program(name: str, words: tuple[str, ...], ranks: int, hosts: Hosts | None = None) -> Program:
+    command = (
+        *(sys.executable, "-m", "project", "fit", *words, f"--run={name.replace(' ', '-')}", "--trainer.threads=1"),
+        *(
+            "--trainer.accelerator=cpu",
+            "--trainer.max_epochs=1000000",
+            "--trainer.max_steps=-1",
+            "--trainer.limit_val_batches=0",
+        ),
+        *(f"--trainer.devices={ranks}", "--checkpoints.monitor=null"),
+        "--trainer.callbacks+=project.bench.worker.BenchWorker",
+    )
+    made = Program(name, ranks, (command,), {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    if hosts is None:
+        return made
+    port, commands = find_free_network_port(), []
+    for number, host in enumerate(hosts):
+        place = ("LOCAL_RANK=0", f"NODE_RANK={number}", f"MASTER_ADDR={hosts[0].address}", f"MASTER_PORT={port}")
+        nodes = ("--trainer.devices=1", f"--trainer.num_nodes={len(hosts)}")
+        commands.append((*host.enter(), "env", "--unset=RANK", "--unset=WORLD_SIZE", *place, *command, *nodes))
+    return replace(made, commands=tuple(commands))
 
 
-def seconds(name: str, ranks: int, exact: bool) -> float:
-    words = [
-        *(*RUNS[name], f"--trainer.exact={exact}".lower(), "--trainer.threads=1", "--trainer.accelerator=cpu"),
-        *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"),
-        "--trainer.log_every_n_steps=10", "--checkpoints.monitor=null", f"--trainer.devices={ranks}",
-    ]  # fmt: skip
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    with tempfile.TemporaryDirectory() as folder:
-        here = os.getcwd()
-        words = [word.replace("--config=", f"--config={here}/") for word in words] + [f"--trainer.default_root_dir={folder}"]
-        done = subprocess.run(
-            [*start, os.path.abspath(__file__), "--child", *words], cwd=folder, text=True, capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
-        )  # fmt: skip
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("seconds ")]
-    assert found, done.stdout + done.stderr
-    return float(found[0])
+def show(title: str, words: tuple[str, ...], ranks: int, turns: int, hosts: Hosts | None = None) -> None:
+    with TemporaryDirectory() as folder:
+        programs = [
+            program(name, (*words, f"--trainer.exact={name == 'exact'}".lower()), ranks, hosts) for name in ("plain", "exact")
+        ]
+        measured = interleaved(programs, Path(folder), turns, STEPS)
+    plain, exact = measured["plain"], measured["exact"]
+    ratios = sorted(1 / one for one in exact.against(plain))
+    cpu = sorted(theirs / ours for ours, theirs in zip(plain.cpu, exact.cpu, strict=True))
+    print(
+        f"{title:28} {1e3 * plain.step:6.1f} ms, exact {1e3 * exact.step:6.1f} ms: {median(ratios):.3f} times "
+        f"({ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}), processors {median(cpu):.3f} times; "
+        f"memory {plain.memory / 2**20:.0f} MiB, exact {exact.memory / 2**20:.0f} MiB",
+        flush=True,
+    )
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        measure(sys.argv[2:])
-        return
-    names = sys.argv[1:2] or list(RUNS)
+    names = [sys.argv[1]] if len(sys.argv) > 1 else list(RUNS)
+    turns = int(sys.argv[2]) if len(sys.argv) > 2 else 20
     for name in names:
-        for ranks in [int(one) for one in sys.argv[2:3]] or [1, 2]:
-            turns = [(seconds(name, ranks, False), seconds(name, ranks, True)) for _ in range(TURNS)]
-            plain, exact = (statistics.median(times) for times in zip(*turns, strict=True))
-            ratios = sorted(exact / plain for plain, exact in turns)
-            print(
-                f"{name:8} {ranks} rank(s): {1e3 * plain:6.1f} ms, exact {1e3 * exact:6.1f} ms, ratio "
-                f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
-                flush=True,
-            )
+        show(f"{name}, one process", RUNS[name], 1, turns)
+        show(f"{name}, two processes", RUNS[name], 2, turns)
+    if os.geteuid():
+        return
+    for name in names:
+        with TemporaryDirectory() as place, Hosts(2, Path(place)) as hosts:
+            show(f"{name}, two hosts", RUNS[name], 2, turns, hosts)
+            for host in hosts:
+                host.slow(SLOW)
+            show(f"{name}, two hosts, 100 Mbit/s", RUNS[name], 2, turns, hosts)
 
 
 if __name__ == "__main__":
