@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 take_functions()  # functions behind a class_path, whatever their signatures say
 
 
+_ABOUT = (
+    "One training run from one YAML. Beside the verbs below: same RUN [RUN ...] says whether runs are the same to the last bit."
+)
+
+
 class ProjectCLI(LightningCLI):
     """LightningCLI for any LightningModule and LightningDataModule; where none is named, for ImageClassifier and ImageData."""
 
@@ -327,7 +332,7 @@ def main() -> None:
             trainer_class=Trainer,
             save_config_callback=None,  # see SaveConfig
             parser_class=Parser,
-            parser_kwargs={"prog": "python -m project"},
+            parser_kwargs={"prog": "python -m project", "description": _ABOUT},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
