@@ -152,9 +152,9 @@ class Logged(_LoggerConnector):
     @property
     def exact_metrics(self) -> ExactMetrics | None:
         """Where trainer.exact is set."""
-        module = self.trainer.lightning_module
         if not self.trainer.fit_loop.epoch_loop.exact:
             return None
+        module = self.trainer.lightning_module
         if self._exact_metrics is None or self._exact_metrics.module is not module:
             self._exact_metrics = ExactMetrics(module, self.trainer.world_size)
         return self._exact_metrics

@@ -319,9 +319,11 @@ class Steps(_TrainingEpochLoop):
             self._step()
         self._processed(number, accumulates)
 
-        logged.meet_in_step(hook_is_over=False)
+        if self.exact:
+            logged.meet_in_step(hook_is_over=False)
         self._tell("on_train_batch_end", outputs, batch, number)
-        logged.meet_in_step(hook_is_over=True)
+        if self.exact:
+            logged.meet_in_step(hook_is_over=True)
         if logged:  # by self.log, in whatever was called here
             trainer._logger_connector.on_batch_end()
         else:
