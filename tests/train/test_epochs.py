@@ -53,8 +53,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
     """Within an epoch, at its start, where a validation has just been, and in one."""
-    if (ranks == 2 or (ranks == 1 and case in ("ema", "swa"))) and not request.config.getoption("--faults"):
-        pytest.skip("three ranks show it, and test_stock.py; with --faults")
+    shown = ranks == 2 or (ranks == 1 and case in ("ema", "swa")) or (ranks == 3 and case in ("ema", "plateau-epoch"))
+    if shown and not request.config.getoption("--faults"):
+        pytest.skip("shown on three ranks, in test_stock.py or in test_exact_runs.py; with --faults")
     given, settings = CASES[case]
     words = [*FIT, *settings, "--data.batch_size=4", "--data.global_batch_size=24", "--data.source.init_args.train_size=194"]
     whole = tmp_path / "whole"
