@@ -107,19 +107,19 @@ class SeededDataset(Dataset[Any]):
 
     def _one(self, samples: Samples, number: int) -> Any:
         if samples.each:
-            _seed(chance(samples.seed, (0, 0, number)))
+            seed_generators(chance(samples.seed, (0, 0, number)))
         return self.dataset[number]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     if get_worker_info() is not None:
-        _seed(seed)
+        seed_generators(seed)
         yield
         return
     # In the process that trains, others draw numbers, too.
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    _seed(seed)
+    seed_generators(seed)
     try:
         yield
     finally:
@@ -128,7 +128,8 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Torch's on the host, Python's and NumPy's."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -1,13 +1,12 @@
 """Random numbers in the network (dropout, mixup): a function of the micro-batch, not of the rank or of what was before."""
 
 import os
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.data.dealing import seed_generators
 from project.data.order import chance
 from project.train.micro_batch import evaluated, micro_batch
 
@@ -27,15 +26,18 @@ def run_seed() -> int:
 def _seed(trainer: Trainer, seed: int) -> None:
     # Not torch.manual_seed: where there is a CUDA build and no GPU, it formats a stack trace each time (0.5 ms).
     torch.default_generator.manual_seed(seed)
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    _seed_device(trainer, seed)
 
 
 def _seed_all(trainer: Trainer, seed: int) -> None:
     """Also Python's generator and NumPy's, which mixup, for one, draws from."""
-    _seed(trainer, seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_generators(seed)
+    _seed_device(trainer, seed)
+
+
+def _seed_device(trainer: Trainer, seed: int) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 class ChanceByMicroBatch(Callback):
