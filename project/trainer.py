@@ -60,7 +60,7 @@ from project.survive.signals import SIGNALS
 from project.train.batching import accumulation
 from project.train.compression import Compression
 from project.train.epochs import own_loops
-from project.train.exactness import fix_threads, refuse_to_tell, refuse_what_rounds
+from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_to_tell, refuse_what_rounds
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -228,7 +228,7 @@ class Trainer(pl.Trainer):
         }
         self._wanted_val_interval = self.val_check_interval
         self._overfit: int | float = kwargs.get("overfit_batches") or 0
-        self._wanted_accumulation = accumulate_grad_batches
+        self._wanted_accumulation, self._wanted_global_batch = accumulate_grad_batches, global_batch_size
         self.global_batch: int | None = None
         """Samples behind one optimiser step, where they can be counted."""
         self._signal_connector = SIGNALS  # type: ignore[assignment]
@@ -239,6 +239,7 @@ class Trainer(pl.Trainer):
         )
         if exact:
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
+            self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, DDPStrategy):
             (share_exactly if exact else share_in_order)(self.strategy)
         own_loops(self, self._wanted_val_interval, exact)
@@ -258,7 +259,8 @@ class Trainer(pl.Trainer):
     def world_size(self) -> int:
         """The number of ranks."""
         if self._exact:
-            refuse_to_tell(self.lightning_module, sys._getframe(1), "world_size")
+            those = [one for one in (self.lightning_module, getattr(self, "datamodule", None)) if one is not None]
+            refuse_to_tell(those, sys._getframe(1), "world_size")
         return super().world_size
 
     @property
@@ -287,7 +289,7 @@ class Trainer(pl.Trainer):
             if isinstance(callback, Watchdog):
                 callback.start(self)
         if self._threads is not None and self.strategy.root_device.type == "cpu":
-            fix_threads(self._threads)
+            fix_threads(self._threads, self._exact)
         results = super()._run(model, *args, **kwargs)
         if self.state.fn == TrainerFn.FITTING and out_of_time(self) and self.global_step < self.estimated_stepping_batches:
             log.warning(
@@ -442,8 +444,11 @@ class Trainer(pl.Trainer):
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size
                 self._settled(accumulation(data.global_batch_size, size, self.world_size, wanted, where), size)
-        elif self.training and self._wanted_accumulation != "auto":
-            self._settled(self._wanted_accumulation, None)
+        elif self.training:
+            if self._exact:
+                refuse_no_global_batch(self._wanted_global_batch)
+            if self._wanted_accumulation != "auto":
+                self._settled(self._wanted_accumulation, None)
 
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
         """Lightning counts the micro-batches of a rank."""

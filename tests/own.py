@@ -17,6 +17,7 @@ from torchmetrics import (
     MeanMetric,
     MeanSquaredError,
     MetricCollection,
+    MinMetric,
     R2Score,
     SpearmanCorrCoef,
     SumMetric,
@@ -173,6 +174,13 @@ class Talkative(LightningModule):
         self.error, self.listed = MeanSquaredError(), SpearmanCorrCoef()
         self.many = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score(), "mae": MeanAbsoluteError()}, prefix="many/")
         self.weighted, self.own_count, self.seen = MeanMetric(), MeanMetric(), CatMetric()
+        self.best, self.scale = MinMetric(), 1.0
+
+    def on_train_start(self) -> None:
+        self.best.reset()  # the sanity check has seen some samples
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
 
     def forward(self, point: Tensor) -> Tensor:
         _, (hidden, _) = self.recurrent(point.unsqueeze(-1))
@@ -191,16 +199,23 @@ class Talkative(LightningModule):
         self.error(found, target)
         self.log("error", self.error, on_step=True, on_epoch=True)
         self.own_count.update(loss.detach())
+        for kind in (target * 2).long().unique().tolist():  # which micro-batch has which, chance says
+            self.log(f"kind_{kind}", loss, on_step=True, on_epoch=True)
         if self.trainer.global_step % 2 == 0:
             self.log("sometimes", loss * 3, on_step=False, on_epoch=True)
-        return loss
+        return loss * self.scale
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norm = torch.stack([one.grad.norm() for one in self.parameters() if one.grad is not None]).norm()
+        for one in self.parameters():
+            if one.grad is not None:
+                one.grad.add_(0.001 * torch.randn_like(one.grad))
         self.log("norm", norm, on_step=True, on_epoch=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("again", outputs["loss"], on_step=True, on_epoch=True)
+        if outputs["loss"] > 0.2:
+            self.log("hard", outputs["loss"], on_step=True, on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
         self.log("counted", self.own_count.compute())
@@ -217,7 +232,11 @@ class Talkative(LightningModule):
         self.seen.update(found.flatten())
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.many.compute())
+        found = self.many.compute()
+        self.log_dict(found)
+        self.best.update(found["many/mse"])
+        self.log("best", self.best.compute())
+        self.log("drawn", torch.rand(()))
         self.log("rank_correlation", self.listed.compute())
         self.log("weighted", self.weighted.compute())
         seen = self.seen.compute()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 _AT_ONCE = 64  # numbers that are fetched from a device together
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
-_PIECE = 2**17  # numbers
+_PIECE, _PIECE_ON_DEVICE = 2**16, 2**22  # numbers that are added up at once
 _ROOMS: dict[torch.device, Tensor] = {}
 _NO_TIES = math.nextafter(1.0, 2.0)
 
@@ -27,140 +27,132 @@ def bits_for(terms: int) -> int:
     return max(2, math.ceil(math.log2(max(1, terms))) + 1)
 
 
-def largest_of(numbers: Tensor) -> float:
-    """The largest absolute value, or what is not finite. The host waits for the device here."""
-    if not numbers.numel():
-        return 0.0
-    least, most = numbers.aminmax()
-    return max(-float(least), float(most))  # a NaN comes out as it is: both are
-
-
 class ExactSum:
-    """The sum of tensors of one shape.
+    """The sum of vectors that have parts of these sizes, side by side.
 
-    `largest`: a power of two that a term hardly ever exceeds, of all its numbers or of each; where one does, the sum is right
-    nevertheless. `terms`: how many there are at most, over all ranks. `out`: where the sum on the finest grid lies; in a new
-    tensor, if none is given.
+    `largest`: of each part, a power of two that its numbers hardly ever exceed; where one does, the sum is right nevertheless.
+    `terms`: how many there are at most, over all ranks.
 
-    The finest sum stands on a pedestal of 1.5 * 2^52 grids while terms come: so large a float64 has no digits below the grid,
-    and an addition to it rounds the term, in one pass over the memory. A term exactly between two multiples of the grid would
-    be rounded to the even sum, and so by what was added before it: it is made a little larger, by one part in 2^52, and then
-    never lies there. (Float64 terms have no room for that, and are rounded by themselves.)
+    Terms are kept as they come, two at a time, and added up together (`fold`) a piece at a time, on a pedestal of 1.5 * 2^52
+    grids: so large a float64 has no digits below the grid, and an addition to it rounds the term. A term exactly between two
+    multiples of the grid would be rounded to the even sum, and so by what was added before it: it is made a little larger, by
+    one part in 2^52, and then never lies there. Float64 terms have no room for that, and are rounded by themselves.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        largest: float | Tensor,
-        terms: int,
-        device: torch.device | str = "cpu",
-        out: Tensor | None = None,
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], largest: Sequence[float], terms: int, device: torch.device | str = "cpu") -> None:
         self._width = _BITS - bits_for(terms)
-        self._folds = [torch.empty(tuple(shape), dtype=torch.float64, device=device) if out is None else out]
+        self._length, self._device = sum(sizes), torch.device(device)
+        self._owners = None
+        if len(sizes) > 1:
+            self._owners = torch.repeat_interleave(torch.tensor(sizes)).to(device)
+        self._finest: Tensor | None = None
         self.restart(largest)
 
-    def restart(self, largest: float | Tensor | None = None) -> None:
+    def restart(self, largest: Sequence[float] | None = None) -> None:
         """Another sum begins; on the same grid, where nothing else is said."""
-        self._begun = self._stands = False
-        del self._folds[1:]
+        self._coarser: list[Tensor] = []
+        self._terms: list[Tensor] = []
         if largest is None:
             return
-        given = largest if isinstance(largest, Tensor) else torch.tensor([largest])
-        sizes = given.to(self._folds[0].device, torch.float64)
-        exponents = torch.frexp(sizes).exponent
-        one = torch.ones_like(sizes)
-        self._reach = torch.ldexp(one, exponents)  # the largest term that the finest sum holds
-        self._shift = torch.ldexp(1.5 * one, _BITS + exponents - self._width)
-        self._alike = None if isinstance(largest, Tensor) else float(self._reach)
+        exponents = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent
+        one = torch.ones(len(exponents), dtype=torch.float64)
+        self._reach: list[float] = torch.ldexp(one, exponents).tolist()  # the largest numbers that the finest sum holds
+        shift = torch.ldexp(1.5 * one, _BITS + exponents - self._width).to(self._device)
+        self._shift = shift if self._owners is None else shift[self._owners]
 
-    def _fold(self, level: int) -> Tensor:
-        while len(self._folds) <= level:
-            self._folds.append(torch.zeros_like(self._folds[0]))
-        return self._folds[level]
+    def largest_of(self, term: Tensor) -> list[float]:
+        """By part the largest absolute value, or what is not finite. The host waits for the device here."""
+        if self._owners is None:
+            least, most = term.aminmax() if len(term) else (0.0, 0.0)
+            return [max(-float(least), float(most))]  # a NaN comes out as it is: both are
+        return term.new_zeros(len(self._reach)).scatter_reduce(0, self._owners, term.abs(), "amax").tolist()
 
-    def _holds(self, term: Tensor, largest: float | None, level: int) -> bool:
-        """Whether the folds up to this one do."""
-        coarser = math.ldexp(1.0, level * self._width)
-        if self._alike is None:
-            return bool((term.abs() <= self._reach * coarser).all())
-        return (largest_of(term) if largest is None else largest) <= self._alike * coarser
-
-    def add(self, term: Tensor, largest: float | None = None) -> None:
-        """`largest`: of the term's numbers, where it is known; all must be finite."""
-        if self._holds(term, largest, 0) and term.dtype != torch.float64:
-            self._round_to_finest(term, _NO_TIES)
-            return
+    def add(self, term: Tensor, largest: Sequence[float] | None = None) -> None:
+        """`largest`: `largest_of(term)`; all must be finite. The term is kept: nobody may change it."""
+        largest = self.largest_of(term) if largest is None else largest
         level = 0
-        while not self._holds(term, largest, level):
+        while any(most > math.ldexp(reach, level * self._width) for most, reach in zip(largest, self._reach, strict=True)):
             level += 1
-        rest = term.double()
-        for at in range(level, -1, -1):
+        rest = term
+        for at in range(level, 0, -1):
+            # What is left over has digits of the term alone, and so fits into its type.
             shift = self._shift * math.ldexp(1.0, at * self._width)
-            part = (rest + shift).sub_(shift)
-            if at == 0:
-                self._round_to_finest(part, 1.0)
-                return
-            self._fold(at).add_(part)
-            rest = rest - part
+            part = (rest.double() + shift).sub_(shift)
+            self.coarser(at + 1)[at - 1].add_(part)
+            rest = (rest.double() - part).to(term.dtype)
+        if rest.dtype == torch.float64:
+            rest = (rest + self._shift).sub_(self._shift)
+        self._terms.append(rest)
+        if len(self._terms) > 2:
+            if self._finest is None:
+                self._finest = torch.empty(self._length, dtype=torch.float64, device=self._device)
+            *added, rest = self._terms
+            self.fold(added, self._finest)
+            self._terms = [self._finest, rest]
 
-    def _round_to_finest(self, term: Tensor, alpha: float) -> None:
-        finest, shift, first = self._folds[0], self._shift, not self._begun
-        self._begun = True
-        if not first and not self._stands:
-            finest.add_(shift)
-        self._stands = True
-        if finest.ndim != 1:
-            finest, term = finest.view(-1), term.reshape(-1)
-        # A piece at a time, which stays in a processor's cache: to convert all of it at once takes as long again.
-        for at in range(0, len(finest), _PIECE):
-            part, numbers = (one[at : at + _PIECE] if len(one) > _PIECE else one for one in (finest, term))
-            pedestal = shift[at : at + _PIECE] if len(shift) > _PIECE else shift
-            room = self._room(part)
-            room.copy_(numbers)
-            if first:
-                torch.add(pedestal, room, alpha=alpha, out=part)
-            else:
-                part.add_(room, alpha=alpha)
-
-    def _room(self, part: Tensor) -> Tensor:
-        """To convert the numbers of a part in."""
-        if part.device not in _ROOMS:
-            _ROOMS[part.device] = torch.empty(_PIECE, dtype=torch.float64, device=part.device)
-        return _ROOMS[part.device][: len(part)]
-
-    def settle(self) -> None:
-        """The finest sum is the sum alone, until another term comes."""
-        if not self._begun:
-            self._begun = True
-            self._folds[0].zero_()
-        if self._stands:
-            self._stands = False
-            self._folds[0].sub_(self._shift)
+    @property
+    def terms(self) -> list[Tensor]:
+        """What `fold` is to add up: terms as they came, and sums of some."""
+        return self._terms
 
     @property
     def count(self) -> int:
-        """Of folds that something was added to, or 0."""
-        return len(self._folds) if self._begun else 0
-
-    @property
-    def folds(self) -> list[Tensor]:
-        """Sums of several ranks are added fold by fold, in any order; who has fewer folds has zeros there."""
-        self.settle()
-        return self._folds
+        """Of sums that something was added to: one, if none needed a coarser grid."""
+        return len(self._coarser) + 1
 
     def coarser(self, count: int) -> list[Tensor]:
         """The sums above the finest grid, of so many with it; those that nothing was added to are zero."""
-        self._fold(max(0, count - 1))
-        return self._folds[1:count]
+        while len(self._coarser) < count - 1:
+            self._coarser.append(torch.zeros(self._length, dtype=torch.float64, device=self._device))
+        return self._coarser
+
+    def fold(
+        self, terms: Sequence[Tensor], out: Tensor, start: int = 0, scale: float = 1.0, coarser: Tensor | None = None
+    ) -> None:
+        """The sum of terms, of several ranks' perhaps, times `scale`: the part from `start` on that is as long as `out`.
+
+        What is in float64 lies on the grid; the rest is rounded to it. `coarser`: the sum that stands above it.
+        """
+        pieces, shifts = _PIECE if out.device.type == "cpu" else _PIECE_ON_DEVICE, self._shift
+        for at in range(0, len(out), pieces):
+            into = out[at : at + pieces]
+            here = slice(start + at, start + at + len(into))
+            sums, room = _rooms(out.device, pieces, len(into))
+            shift = shifts[here] if len(shifts) > 1 else shifts
+            if not terms:
+                sums.copy_(shift.expand(len(into)))
+            for number, term in enumerate(terms):
+                numbers, on_grid = term[at : at + pieces], term.dtype == torch.float64
+                numbers = numbers if on_grid else room.copy_(numbers)
+                torch.add(sums if number else shift, numbers, alpha=1.0 if on_grid else _NO_TIES, out=sums)
+            sums.sub_(shift)
+            if coarser is not None:
+                sums.add_(coarser[at : at + pieces])
+            if scale != 1:
+                sums.mul_(scale)
+            into.copy_(sums)
 
     def total(self) -> Tensor:
         """In float64, rounded once: from the coarsest grid to the finest."""
-        folds = self.folds
-        total = folds[-1].clone() if len(folds) > 1 else folds[0]
-        for fold in folds[-2::-1]:
-            total += fold
+        total = torch.empty(self._length, dtype=torch.float64, device=self._device)
+        self.fold(self._terms, total, coarser=from_the_coarsest(self._coarser) if self._coarser else None)
         return total
+
+
+def from_the_coarsest(sums: Sequence[Tensor]) -> Tensor:
+    """Their sum; the first one's grid is the finest."""
+    total = sums[-1].clone()
+    for finer in sums[-2::-1]:
+        total += finer
+    return total
+
+
+def _rooms(device: torch.device, size: int, length: int) -> tuple[Tensor, Tensor]:
+    """Two to work in, which stay in a processor's cache."""
+    if device not in _ROOMS:
+        _ROOMS[device] = torch.empty(2, size, dtype=torch.float64, device=device)
+    first, second = _ROOMS[device]
+    return first[:length], second[:length]
 
 
 class WideSum:

@@ -9,7 +9,8 @@ The sums travel to the other ranks while the backward pass of the step's last mi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,116 +18,92 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
-from project.train.exact import ExactSum, largest_of
+from project.train.exact import ExactSum, from_the_coarsest
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise
-_BUCKET = 4_000_000  # numbers that are sent together
-_FEW = 2**14  # numbers: parameters with fewer are dealt with together
+_BUCKET, _BUCKETS = 250_000, 16  # numbers that are sent together, at least; and into how many parts all are cut, at most
+_FEW = 2**12  # numbers: parameters with fewer are dealt with together
 
 
 class _Unit:
-    """A parameter with many numbers, or neighbours with few. Its sums and its gradient are parts of its bucket's."""
+    """A parameter with many numbers, or neighbours with few. Its gradients are parts of its bucket's."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], sums: Tensor, mean: Tensor, terms: int) -> None:
+    def __init__(self, named: list[tuple[str, nn.Parameter]], place: slice, means: Tensor, terms: int) -> None:
         self.names, self.parameters = zip(*named, strict=True)
-        self.sums, self.mean, self.alone = sums, mean, len(named) == 1
+        self.place = place  # in its bucket
         self.largest = [_AT_FIRST] * len(named)
         """By parameter, powers of two: what the grid of this step was made for."""
         self.seen = [-1.0] * len(named)
         """By parameter, the largest value of this step's gradients on this rank; none so far."""
         sizes = [one.numel() for one in self.parameters]
-        parts = torch.split(mean, sizes)
-        # `empty_like` lies side by side where a parameter does not.
-        self.gradients = [
-            part.as_strided(one.shape, torch.empty_like(one).stride()) for part, one in zip(parts, self.parameters, strict=True)
+        # Side by side, even where a parameter's numbers are not: `empty_like` knows.
+        self._places = [
+            (one.shape, torch.empty_like(one).stride(), end - one.numel())
+            for one, end in zip(self.parameters, accumulate(sizes), strict=True)
         ]
-        self.waits_for = 0  # gradients of the last backward pass
-        self._taken: list[Tensor | None] = [None] * len(named)
-        if not self.alone:
-            self._room = torch.zeros_like(mean)
-            self._rooms = [
-                part.as_strided(one.shape, one.stride())
-                for part, one in zip(torch.split(self._room, sizes), self.gradients, strict=True)
-            ]
-            self._owners = torch.arange(len(named), device=mean.device).repeat_interleave(
-                torch.tensor(sizes, device=mean.device)
-            )
+        self.gradients = self._parts(means[place])
+        self.waits = False  # for the gradients of a backward pass
         self._made_for: list[float] = []
-        self.sum = ExactSum(sums.shape, _AT_FIRST, terms, out=sums)
+        self.sum = ExactSum(sizes, self.largest, terms, means.device)
         self.restart()
+
+    def _parts(self, vector: Tensor) -> list[Tensor]:
+        """What belongs to each parameter, in its shape."""
+        begin = vector.storage_offset()
+        return [vector.as_strided(shape, stride, begin + at) for shape, stride, at in self._places]
 
     def restart(self) -> None:
         """Another step."""
-        same = self._made_for == self.largest
+        self.sum.restart(None if self._made_for == self.largest else self.largest)
         self._made_for = list(self.largest)
-        if same:
-            self.sum.restart()
-        elif self.alone:
-            self.sum.restart(self.largest[0])
-        else:
-            self.sum.restart(torch.tensor(self.largest, dtype=torch.float64, device=self.mean.device)[self._owners])
         self.seen = [-1.0] * len(self.seen)
 
     def begin(self) -> None:
-        self.waits_for = len(self.parameters)
-        self._taken = [None] * len(self.parameters)
+        self.waits = True
         for one in self.parameters:
             one.grad = None
 
-    def take(self, index: int) -> None:
-        """A gradient has come."""
-        parameter = self.parameters[index]
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if self.waits_for == 0 or self._taken[index] is not None:
+    def take(self) -> None:
+        """The gradients of this backward pass, as far as there are any."""
+        if not self.waits:
             raise UserError(
-                f"The gradient of {self.names[index]} came twice in one backward pass, as reentrant checkpointing makes it, "
+                f"The gradient of {self.names[0]} came twice in one backward pass, as reentrant checkpointing makes it, "
                 "and trainer.exact can't tell when it is whole. HINT: torch.utils.checkpoint(..., use_reentrant=False)."
             )
-        self._taken[index] = gradient
-        self.waits_for -= 1
-        if self.waits_for == 0:
-            self.add()
-
-    def add(self) -> None:
-        """Those that have come; called once in a backward pass."""
-        if self.alone:
-            self._add_one()
-        elif any(one is not None for one in self._taken):
-            self._add_few()
-        self._taken = [None] * len(self._taken)
-
-    def _add_one(self) -> None:
-        (gradient,) = self._taken
-        if gradient is None:
+        self.waits = False
+        taken = [one.grad for one in self.parameters]
+        for one in self.parameters:
+            one.grad = None
+        if all(one is None for one in taken):
             return
-        like = self.gradients[0]
-        if gradient.stride() != like.stride():
-            gradient = torch.empty_like(like).copy_(gradient)
-        numbers = gradient.as_strided((gradient.numel(),), (1,))
-        largest = largest_of(numbers)
-        if math.isfinite(largest):
-            self.seen[0] = max(largest, self.seen[0])
-            self.sum.add(numbers, largest)
-        else:
-            self.seen[0] = math.inf
-
-    def _add_few(self) -> None:
-        for room, gradient in zip(self._rooms, self._taken, strict=True):
-            if gradient is None:
-                room.zero_()
-            else:
-                room.copy_(gradient)
-        sizes = torch.zeros(len(self.names), device=self.mean.device, dtype=self._room.dtype)
-        found = sizes.scatter_reduce(0, self._owners, self._room.abs(), "amax").tolist()
-        for index, (largest, gradient) in enumerate(zip(found, self._taken, strict=True)):
-            if gradient is None:
+        for name, one in zip(self.names, taken, strict=True):
+            if one is not None and one.layout != torch.strided:
+                raise UserError(
+                    f"trainer.exact can't be kept: the gradient of {name} is sparse. HINT: nn.Embedding(..., sparse=False)."
+                )
+        vector = self._vector(taken)
+        largest = self.sum.largest_of(vector)
+        for index, one in enumerate(taken):
+            if one is None:
                 continue
-            self.seen[index] = max(self.seen[index], largest) if math.isfinite(largest) else math.inf
-            if not math.isfinite(largest):
-                self._rooms[index].zero_()
-        self.sum.add(self._room)
+            if math.isfinite(largest[index]):
+                self.seen[index] = max(self.seen[index], largest[index])
+            else:
+                self.seen[index], largest[index] = math.inf, 0.0  # `leave` says so; what the sum makes of it does not matter
+        self.sum.add(vector, largest)
+
+    def _vector(self, taken: list[Tensor | None]) -> Tensor:
+        first = taken[0]
+        if len(taken) == 1 and first is not None and first.stride() == self.gradients[0].stride():
+            return first.as_strided((first.numel(),), (1,))
+        vector = torch.zeros(
+            sum(map(torch.numel, self.gradients)), dtype=self.gradients[0].dtype, device=self.gradients[0].device
+        )
+        for part, gradient in zip(self._parts(vector), taken, strict=True):
+            if gradient is not None:
+                part.copy_(gradient)
+        return vector
 
     def leave(self) -> None:
         """The gradients, where their owners look for them; and the grids of the next step."""
@@ -142,38 +119,101 @@ class _Unit:
 
 
 class _Bucket:
-    """Units whose sums lie side by side and are sent together."""
+    """Units whose gradients lie side by side and are sent together: each rank adds up its share of them, of all ranks' terms,
+    and sends the mean to the others. So what travels is terms, and means that are rounded already."""
 
-    def __init__(self, units: list[list[tuple[str, nn.Parameter]]], terms: int) -> None:
+    def __init__(self, units: list[list[tuple[str, nn.Parameter]]], micro_batches: int, world_size: int) -> None:
         sizes = [sum(one.numel() for _, one in unit) for unit in units]
         _, first = units[0][0]
-        self.sums = torch.empty(sum(sizes), dtype=torch.float64, device=first.device)
-        self.means = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = zip(torch.split(self.sums, sizes), torch.split(self.means, sizes), strict=True)
-        self.units = [_Unit(unit, sums, mean, terms) for unit, (sums, mean) in zip(units, parts, strict=True)]
-        self.work: Any = None
+        self._share = -(-sum(sizes) // world_size)
+        self._means = torch.zeros(self._share * world_size, dtype=first.dtype, device=first.device)
+        ends = list(accumulate(sizes))
+        self.units = [
+            _Unit(unit, slice(end - size, end), self._means, micro_batches)
+            for unit, size, end in zip(units, sizes, ends, strict=True)
+        ]
+        self._scale, self._world_size = 1 / micro_batches, world_size
+        self._work: Any = None
+        if world_size == 1:
+            return
+        # The only term of a rank travels as it is: a sum needs more digits.
+        sent = first.dtype if micro_batches == world_size else torch.float64
+        self._swaps = _swaps(first.device)
+        self._sent = torch.zeros(len(self._means), dtype=torch.float64 if not self._swaps else sent, device=first.device)
+        self._come = torch.empty_like(self._sent if self._swaps else self._sent[: self._share])
+        self._mine = torch.empty_like(self._means[: self._share])
+
+    def send(self) -> None:
+        """This rank's terms."""
+        if self._world_size == 1:
+            return
+        for unit in self.units:
+            here, terms = self._sent[unit.place], unit.sum.terms
+            if len(terms) == 1 and terms[0].dtype == here.dtype:
+                here.copy_(terms[0])
+            else:
+                unit.sum.fold(terms, here)
+        swap = dist.all_to_all_single if self._swaps else dist.reduce_scatter_tensor
+        self._work = swap(self._come, self._sent, async_op=True)
+
+    def share(self, coarser: dict[_Unit, Tensor] | None = None) -> None:
+        """Adds up what has come, and sends the means. `coarser`: what stands above the finest sums of units."""
+        coarser = coarser or {}
+        if self._world_size == 1:
+            for unit in self.units:
+                unit.sum.fold(unit.sum.terms, self._means[unit.place], 0, self._scale, coarser.get(unit))
+            return
+        if self._work is not None:
+            self._work.wait()
+        shares = self._come.view(-1, self._share)
+        begin = dist.get_rank() * self._share
+        for unit in self.units:
+            first, last = max(begin, unit.place.start), min(begin + self._share, unit.place.stop)
+            if first < last:
+                start, here = first - unit.place.start, slice(first - begin, last - begin)
+                above = coarser[unit][start : start + last - first] if unit in coarser else None
+                unit.sum.fold([*shares[:, here]], self._mine[here], start, self._scale, above)
+        self._work = dist.all_gather_into_tensor(self._means, self._mine, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def _swaps(device: torch.device) -> bool:
+    """Whether a rank adds up what others send it, which is less work for processors. Devices' links add up by themselves."""
+    return device.type == "cpu"
 
 
 class ExactGradients:
     """Of the parameters that learn. `begin` before each backward pass, `end` after it; after the last one of a step, all ranks
     call `finish`.
 
-    `micro_batches`: of a step, over all ranks; the gradient is the mean over them.
+    `micro_batches`: of a step, over all ranks, as many for each; the gradient is the mean over them.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, world_size: int) -> None:
-        self._terms, self._world_size = micro_batches, world_size
+        self._world_size = world_size
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        for name, one in named:
+            if one.is_complex():
+                raise UserError(
+                    f"trainer.exact can't be kept: {name} is complex. HINT: torch.view_as_real of a real parameter."
+                )
         # In the reversed order, which is about the one in which gradients come; what is small comes last.
         many = [[one] for one in named[::-1] if one[1].numel() > _FEW]
         few = [one for one in named[::-1] if one[1].numel() <= _FEW]
-        self._buckets = [_Bucket(units, micro_batches) for units in (*_parted(many), *([unit] for unit in _of_one_kind(few)))]
+        size = max(_BUCKET, sum(one.numel() for ((_, one),) in many) // _BUCKETS)
+        parts = (*_parted(many, size), *([unit] for unit in _of_one_kind(few)))
+        self._buckets = [_Bucket(units, micro_batches, world_size) for units in parts]
         self._units = [unit for bucket in self._buckets for unit in bucket.units]
         self._last, self._sent = False, 0
+        # What is small is fetched when all is over.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, unit=unit, index=index: self._take(unit, index))
+            unit.parameters[0].register_post_accumulate_grad_hook(lambda _, unit=unit: self._take(unit))
             for unit in self._units
-            for index, parameter in enumerate(unit.parameters)
+            if len(unit.parameters) == 1
         ]
 
     def close(self) -> None:
@@ -194,68 +234,74 @@ class ExactGradients:
         for unit in self._units:
             unit.begin()
 
-    def _take(self, unit: _Unit, index: int) -> None:
-        unit.take(index)
-        if self._last and unit.waits_for == 0:
-            # In the same order on all ranks, whatever the order in which their gradients come.
-            while self._sent < len(self._buckets) and all(one.waits_for == 0 for one in self._buckets[self._sent].units):
-                self._send(self._buckets[self._sent])
+    def _take(self, unit: _Unit) -> None:
+        unit.take()
+        # In the same order on all ranks, whatever the order in which their gradients come.
+        while self._last and self._sent < len(self._buckets) and not any(one.waits for one in self._buckets[self._sent].units):
+            self._send_next()
 
     def end(self) -> None:
         """Of a backward pass: what has not come will not."""
         for unit in self._units:
-            if unit.waits_for:
-                unit.add()
+            if unit.waits:
+                unit.take()
 
-    def _send(self, bucket: _Bucket) -> None:
-        if self._world_size > 1:
-            for unit in bucket.units:
-                unit.sum.settle()
-            bucket.work = dist.all_reduce(bucket.sums, async_op=True)
+    def _send_next(self) -> None:
+        """A bucket's terms; and the means of the one before it, whose terms should have come meanwhile."""
+        self._buckets[self._sent].send()
+        if self._sent:
+            self._buckets[self._sent - 1].share()
         self._sent += 1
 
     def finish(self) -> None:
         """Leaves the mean over all micro-batches of all ranks as the gradient of each parameter."""
-        for bucket in self._buckets[self._sent :]:
-            self._send(bucket)
+        while self._sent < len(self._buckets):
+            self._send_next()
+        agreed = self._agree()
+        for bucket in self._buckets[-1:]:
+            bucket.share()
+        counts = agreed()
+        for bucket in self._buckets:
+            bucket.wait()
+            # Some term was too large for the finest grid.
+            if coarser := {unit: self._coarser(unit, counts[unit]) for unit in bucket.units if counts[unit] > 1}:
+                bucket.share(coarser)
+                bucket.wait()
+            for unit in bucket.units:
+                unit.leave()
+
+    def _agree(self) -> Callable[[], dict[_Unit, int]]:
+        """On the largest values that any rank has seen. What it returns waits for the others, and says how many sums each unit
+        has, on any rank."""
         seen = [value for unit in self._units for value in unit.seen]
         both = torch.tensor([*seen, *(unit.sum.count for unit in self._units)], dtype=torch.float64)
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True) if self._world_size > 1 else None
+
+        def wait() -> dict[_Unit, int]:
+            if work is not None:
+                work.wait()
+            of_all = iter(both.tolist())
+            for unit in self._units:
+                unit.seen = [next(of_all) for _ in unit.seen]
+            return {unit: int(next(of_all)) for unit in self._units}
+
+        return wait
+
+    def _coarser(self, unit: _Unit, count: int) -> Tensor:
+        sums = unit.sum.coarser(count)
         if self._world_size > 1:
-            dist.all_reduce(both, dist.ReduceOp.MAX)
-        of_all = iter(both.tolist())
-        for unit in self._units:
-            unit.seen = [next(of_all) for _ in unit.seen]
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-        for unit, count in zip(self._units, of_all, strict=True):
-            unit.sum.settle()
-            if count > 1:  # some term was too large for the finest grid
-                self._add_coarser(unit, int(count))
-        for bucket in self._buckets:
-            bucket.means.copy_(bucket.sums.mul_(1 / self._terms))
-        for unit in self._units:
-            unit.leave()
-
-    def _add_coarser(self, unit: _Unit, count: int) -> None:
-        folds = unit.sum.coarser(count)
-        for fold in folds:
-            if self._world_size > 1:
-                dist.all_reduce(fold)
-        total = folds[-1]
-        for fold in folds[-2::-1]:
-            total += fold
-        unit.sums.add_(total)
+            for one in sums:
+                dist.all_reduce(one)
+        return from_the_coarsest(sums)
 
 
-def _parted(units: list[list[tuple[str, nn.Parameter]]]) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
+def _parted(units: list[list[tuple[str, nn.Parameter]]], most: int) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
     """Neighbours of one kind, up to the size of a bucket."""
     part: list[list[tuple[str, nn.Parameter]]] = []
     size = 0
     for unit in units:
         ((_, parameter),) = unit
-        if part and (size + parameter.numel() > _BUCKET or _kind(part[0][0][1]) != _kind(parameter)):
+        if part and (size + parameter.numel() > most or _kind(part[0][0][1]) != _kind(parameter)):
             yield part
             part, size = [], 0
         part.append(unit)

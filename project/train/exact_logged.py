@@ -6,12 +6,13 @@ the same on all ranks; where it is not, it depends on their number, and is refus
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from fractions import Fraction
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
 from project.errors import UserError
@@ -38,17 +39,28 @@ class ExactResults(Results):
         self._sums: dict[str, ExactScalar] = {}
         self._met: set[str] = set()  # of this epoch
         self._terms: dict[str, list[tuple[Tensor, float]]] = {}  # of this step, and not yet brought together
+        self.logs_at_the_end = True
+        """Whether somebody may log in `on_train_batch_end`: the same on all ranks."""
         self._expected: dict[bool, tuple[tuple[str, int], ...] | None] = {}
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
         if begins_step:
             self._terms.clear()
+            # Lightning would log a value again in steps that have not logged it, but not after a restart.
+            found: Any = self.values()
+            for metric in found:
+                metric._forward_cache = None
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         metric: Any = self[key]
         meta = metric.meta
         is_term = _hook(meta.fx) in _OF_MICRO_BATCH and not meta.sync.rank_zero_only
+        if meta.sync.rank_zero_only and _hook(meta.fx) in _OF_MICRO_BATCH:
+            raise UserError(
+                f"self.log({meta.name!r}, rank_zero_only=True) in {_hook(meta.fx)} logs the micro-batches of rank 0, which are "
+                "others on another number of ranks: trainer.exact can't be kept. HINT: leave it out; all ranks' mean is logged."
+            )
         if is_term and meta.on_step and meta.logger and not self.training:
             raise UserError(
                 f"self.log({meta.name!r}, on_step=True) in {_hook(meta.fx)} logs each micro-batch of rank 0, which are others "
@@ -73,14 +85,14 @@ class ExactResults(Results):
         becomes one value."""
         if not self.ends_step:
             return
+        if hook_is_over and not self.logs_at_the_end:
+            return
         keys = [key for key in self._terms if (_hook(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
         found = {key: self._terms.pop(key) for key in keys}
         values = iter(torch.stack([term for terms in found.values() for term, _ in terms]).tolist() if found else ())
         mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in found.items()}
-        if hook_is_over and not mine:
-            return
         everybodys = self._brought_together(hook_is_over, mine)
-        for key in mine:
+        for key in dict.fromkeys(key for one in everybodys for key in one if key in self):
             metric: Any = self[key]
             terms = [term for one in everybodys for term in one.get(key, ())]
             made = torch.tensor(_made_of(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
@@ -100,7 +112,9 @@ class ExactResults(Results):
             everybodys = gathered_numbers(numbers, self._world_size)
             if all(one[0] for one in everybodys):
                 return [_taken_apart(one[1:], expected) for one in everybodys]
-        brought: list[dict[str, _Terms]] = gathered(mine, self._world_size)
+        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = gathered((mine, self._metas(mine)), self._world_size)
+        brought = [terms for terms, _ in both]
+        self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
         kinds = {tuple((key, len(terms)) for key, terms in one.items()) for one in brought}
         self._expected[when] = kinds.pop() if len(kinds) == 1 else None
         return brought
@@ -116,8 +130,10 @@ class ExactResults(Results):
                 mine[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
             else:
                 mine[key] = [float(metric.value)], 0
-        everybodys: list[dict[str, tuple[list[float], float]]] = gathered(mine, self._world_size)
-        for key in mine:
+        both = gathered((mine, self._metas(mine)), self._world_size)
+        everybodys: list[dict[str, tuple[list[float], float]]] = [found for found, _ in both]
+        self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
+        for key in dict.fromkeys(key for one in everybodys for key in one):
             metric = self[key]
             of_ranks = [one[key] for one in everybodys if key in one]
             parts = [part for parts, _ in of_ranks for part in parts]
@@ -128,6 +144,31 @@ class ExactResults(Results):
                 total = _made_of([(part, 1.0) for part in parts], metric.meta, True)
             metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
             self._met.add(key)
+
+    def _metas(self, keys: Iterable[str]) -> dict[str, Any]:
+        """What belongs to values beside their numbers, for ranks that have not logged them."""
+        found = {}
+        for key in keys:
+            metric: Any = self[key]
+            if not metric.is_tensor:  # a metric of the module's, which `ExactMetrics` knows
+                continue
+            found[key] = meta = copy(metric.meta)
+            meta.sync = copy(meta.sync)
+            meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
+        return found
+
+    def _adopt(self, metas: Mapping[str, Any]) -> None:
+        """What other ranks have logged, and this one not: it has nothing to add, and knows the result as they do."""
+        others: list[Any] = list(self.values())
+        device = others[0].device if others else torch.device("cpu")
+        for key, meta in metas.items():
+            if key not in self or self[key].has_reset:
+                metric: Any = self.setdefault(key, _ResultMetric(meta, True).to(device))
+                metric.reset()
+                metric.has_reset, metric._update_count = False, 1
+                self._taken_up.add(key)  # this rank may log it yet
+                if meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+                    self._sums[key] = ExactScalar()
 
     def _counts(self, key: str, metric: Any) -> bool:
         """Whether it is a sum, or the largest or smallest, over the micro-batches of an epoch."""
@@ -181,7 +222,7 @@ class ExactResults(Results):
                 how = {"max": torch.amax, "min": torch.amin}.get(one["meta"]["reduce_fx"])
                 values = torch.stack([value for value, _ in one["ranks"]])
                 one["ranks"] = [(values[0] if how is None else how(values, 0), one["ranks"][0][1])]
-        return made
+        return dict(sorted(made.items()))  # a rank may have met with them in another order
 
     def _held(self, key: str) -> Tensor:
         if key in self._sums:

@@ -5,8 +5,9 @@ the metric when the next one begins, and the metric stands at zero again. Sums o
 and lists by the micro-batch that they belong to. At the end of an epoch, all ranks have what all of them have counted.
 """
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
@@ -38,12 +39,17 @@ class ExactMetrics:
         self._stage: str | None = None
         self._where: Where = ()
         self._met: dict[str, tuple[Metric, Callable[..., Any]]] = {}
+        self._between: dict[str, int] = {}
+        """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
 
     def begin(self, stage: str, where: Where) -> None:
         """A micro-batch: what is counted from now on is its own."""
         if self._met:
             self._go_on()
         self._take()
+        for name, metric in metrics_of(self.module) if self._between else ():
+            if name in self._between:
+                self._between[name] = metric.update_count
         self._stage, self._where = stage, where
 
     def _take(self) -> None:
@@ -51,7 +57,16 @@ class ExactMetrics:
         for name, metric in metrics_of(self.module):
             if not metric.metric_state or not metric.update_called:
                 continue
-            _refuse(name, metric)
+            if name in self._between:
+                if self._stage is not None and self._between[name] != metric.update_count:
+                    _refuse_both(name)
+                continue
+            if self._stage is None and name not in self._met:  # each rank has all of it: nothing is to be brought together
+                self._between[name] = metric.update_count
+                metric.distributed_available_fn = _nobody_else
+                continue
+            if name not in self._met:  # after the end of an epoch it may have been computed
+                _refuse(name, metric)
             if self._stage is not None:
                 counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
                 counted["updates"] += metric.update_count
@@ -99,7 +114,8 @@ class ExactMetrics:
             there = [one[name] for one in everybodys if name in one]
             reductions = metrics[name]._reductions
             joined = {key: _joined([one["states"][key] for one in there], how) for key, how in reductions.items()}
-            made[name] = {"states": joined, "updates": sum(one["updates"] for one in there)}
+            # A name that came from elsewhere is another object, and a checkpoint would have other bytes for it.
+            made[sys.intern(name)] = {"states": joined, "updates": sum(one["updates"] for one in there)}
         return made
 
     def _go_on(self) -> None:
@@ -143,11 +159,23 @@ def _joined(parts: list[Any], how: Any) -> Any:
     return torch.stack(parts).sum(0)
 
 
+def _refuse_both(name: str) -> NoReturn:
+    raise UserError(
+        f"The metric {name} is updated in micro-batches and between them: trainer.exact can't tell what is a rank's own. "
+        "HINT: two metrics."
+    )
+
+
 def _refuse(name: str, metric: Metric) -> None:
     if metric._computed is not None:
         raise UserError(
             f"The metric {name} was computed within an epoch, where each rank has counted other samples: trainer.exact can't "
-            f"be kept. HINT: call it, self.{name}(...), for the value of the batch, and compute it at the end of the epoch."
+            "be kept. HINT: call it for the value of the batch, and compute it at the end of the epoch."
+        )
+    if metric.dist_sync_on_step:
+        raise UserError(
+            f"The metric {name} brings the ranks together in each step (dist_sync_on_step): trainer.exact can't be kept. "
+            "HINT: leave that out; at the end of the epoch the metric is all ranks' in any case."
         )
     for key, how in metric._reductions.items():
         can_be = (

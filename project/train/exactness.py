@@ -1,13 +1,15 @@
 """trainer.exact: what would make a run another one on another number of ranks is fixed here, or refused by name."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from project.errors import UserError
+from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +39,68 @@ def refuse_other_loop(why: str | None) -> None:
         )
 
 
-def refuse_to_tell(module: object, asks: FrameType, name: str) -> None:
-    """A module that asks how many ranks there are does something else on another number of them."""
-    if asks.f_locals.get("self") is not module or str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+def refuse_to_tell(those: Sequence[object], asks: FrameType, name: str) -> None:
+    """A module, or its data, that asks how many ranks there are does something else on another number of them."""
+    who = asks.f_locals.get("self")
+    if all(one is not who for one in those) or str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
         return
     raise UserError(
-        f"trainer.exact can't be kept: {type(module).__name__}.{asks.f_code.co_name} asks for trainer.{name}, which is another "
-        "one on another number of ranks. HINT: what it is needed for can be a setting of the module, in samples or steps."
+        f"trainer.exact can't be kept: {type(who).__name__}.{asks.f_code.co_name} asks for trainer.{name}, which is another "
+        "one on another number of ranks. HINT: what it is needed for can be a setting, in samples or steps."
     )
 
 
-def fix_threads(threads: int) -> None:
+def refuse_no_global_batch(global_batch_size: int | None) -> None:
+    """Of data of one's own; ImageData has a global batch of its own."""
+    if global_batch_size is None:
+        raise UserError(
+            "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
+            "HINT: set it, in samples; a multiple of the loader's batch_size."
+        )
+
+
+def refuse_to_gather(*_: object, **__: object) -> NoReturn:
+    """In the place of the strategy's `all_gather`, which LightningModule's calls."""
+    raise UserError(
+        "trainer.exact can't be kept: self.all_gather brings together what the ranks have at once, another batch on "
+        "another number of ranks. HINT: a larger micro-batch, the same on any number of ranks, or a torchmetrics.Metric."
+    )
+
+
+def refuse_none() -> NoReturn:
+    """A micro-batch without a loss."""
+    raise UserError(
+        "trainer.exact can't be kept: training_step returned None, and other ranks would wait for its gradient. "
+        "HINT: return a loss that has none: (output * 0).sum()."
+    )
+
+
+class MovedBuffers:
+    """Buffers that a network moves in its forward pass (spectral norm's, a running mean) are each rank's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        known = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
+        self._module = module
+        self._before = {name: one.clone() for name, one in module.named_buffers() if name not in known}
+
+    def refuse(self) -> None:
+        """After a forward pass. Batch norm's are brought together."""
+        for name, one in self._module.named_buffers():
+            before = self._before.get(name, one)
+            if one.shape != before.shape or not torch.equal(one, before):
+                raise UserError(
+                    f"trainer.exact can't be kept: each micro-batch moves the buffer {name}, and ranks have others. "
+                    "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
+                )
+
+
+def fix_threads(threads: int, exact: bool) -> None:
     """Of a CPU's operations, which split a sum among their threads."""
     torch.set_num_threads(threads)
-    log.info(
-        "trainer.exact: every rank computes with %d thread(s), on any number of ranks (trainer.threads). %s", threads,
-        "The run is the same to the last bit wherever that is the same.",
-    )  # fmt: skip
+    many = f"Every rank computes with {threads} {'thread' if threads == 1 else 'threads'} (trainer.threads)"
+    if exact:
+        log.info(
+            "%s, on any number of ranks: trainer.exact. The run is the same to the last bit wherever that is the same.", many
+        )
+    else:
+        log.info("%s.", many)

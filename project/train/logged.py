@@ -39,6 +39,7 @@ class Results(_ResultCollection):
             self._taken_up.discard(key)
             meta: Any = self[key].meta
             meta.sync.should = how.get("sync_dist", False)
+            meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
         super().log(fx, name, value, **how)
 

@@ -30,7 +30,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from project.data.dealing import DealtLoader
 from project.errors import UserError
 from project.train.exact_gradients import ExactGradients
-from project.train.exactness import refuse_other_loop
+from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -113,6 +113,7 @@ class Steps(_TrainingEpochLoop):
     exact = False
     """Gradients are added up so that their sum is the same to the last bit on any number of ranks."""
     _gradients: ExactGradients | None = None
+    _looks_at_buffers = False  # until a micro-batch has shown that they stay
     grids: dict[str, float] | None = None
     """Of the exact sums, in a run that goes on."""
     _learned = False
@@ -230,6 +231,13 @@ class Steps(_TrainingEpochLoop):
             self._gradients.close()
         self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size), None
         self._gradients.load_state_dict(known)
+        self._looks_at_buffers = True
+        callbacks: list[Callback] = trainer.callbacks
+        others = [one for one in callbacks if not type(one).__module__.startswith(("project.", "lightning."))]
+        logged: Any = self._results
+        logged.logs_at_the_end = is_overridden("on_train_batch_end", trainer.lightning_module) or any(
+            is_overridden("on_train_batch_end", one) for one in others
+        )
 
     @property
     def exact_grids(self) -> dict[str, float] | None:
@@ -381,7 +389,11 @@ class Steps(_TrainingEpochLoop):
         """Forwards and backwards."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
+        buffers = MovedBuffers(self._module) if self._looks_at_buffers else None
         output = self._strategy.training_step(batch, number) if self._index else self._strategy.training_step(batch)
+        if buffers is not None:
+            buffers.refuse()
+            self._looks_at_buffers = False
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if output is not None and not isinstance(outputs.get("loss"), Tensor):
             raise MisconfigurationException(
@@ -397,10 +409,10 @@ class Steps(_TrainingEpochLoop):
             self._optimizer.zero_grad()
             count.increment_completed()
         if output is None:
+            if self.exact:
+                refuse_none()
             self._refuse_among_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
-            if self._gradients is not None and self._learned and not accumulates:
-                self._gradients.finish()
             return {}
         self._learned = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.

@@ -50,6 +50,8 @@ class Resuming(_CheckpointConnector):
             checkpoint["position"] = position(self.trainer).state_dict()
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
                 checkpoint["exact_grids"] = grids
+                # As on one rank: the file does not tell how many there were.
+                set_counters(checkpoint["loops"]["fit_loop"], position(self.trainer), 1)
             checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
             if exact := self._connector().exact_metrics:
                 checkpoint["exact_metrics"] = exact.state_dict()
@@ -60,7 +62,7 @@ class Resuming(_CheckpointConnector):
             refuse_made_later(checkpoint["state_dict"], self._made_of)
             checkpoint["schedules_as_built"] = self._as_built
             checkpoint["callback_metrics"] = {
-                name: torch.as_tensor(value).detach().cpu() for name, value in self.trainer.callback_metrics.items()
+                name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, self._own_states(checkpoint))
         return checkpoint

@@ -5,9 +5,11 @@
 
 Trains with the exact sums. In each step, the micro-batches' gradients are also added up in float64, which is taken for the
 truth, and in float32 as DistributedDataParallel does it on four ranks: each rank its own, and then around a ring. Prints the
-distance from the truth, relative to its norm, at some steps: of all parameters together, and of the worst.
+distance from the truth, relative to its norm, at some steps: of all parameters together, and of the worst. Beside them what
+would come out if a float32 or an int32 on a grid travelled.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def ring(terms: list[Tensor]) -> Tensor:
     return torch.cat(made).view_as(terms[0])
 
 
+def on_one_grid(terms: list[Tensor], bits: int) -> Tensor:
+    """The mean, if so many bits travelled: 24 are a float32, 31 an int32. The grid is the finest that the terms allow."""
+    largest = max(float(term.abs().max()) for term in terms)
+    step = math.ldexp(1.0, math.frexp(largest)[1] - bits + math.ceil(math.log2(len(terms)))) if largest else 1.0
+    total = torch.stack([(term.double() / step).round() for term in terms]).sum(0)
+    return (total * step / len(terms)).float()
+
+
 def minires() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], torch.optim.Optimizer]:
     network = MiniResNet(widths=(16, 32, 64))
     kinds = torch.randn(10, 3, 16, 16)
@@ -68,7 +78,9 @@ def main() -> None:
     for key, one in network.named_parameters():
         one.register_post_accumulate_grad_hook(lambda one, key=key: seen[key].append(one.grad.clone()))
     gradients = ExactGradients(network, MICRO_BATCHES, 1)
-    print(f"{name}, {MICRO_BATCHES} micro-batches a step; ring of {RANKS} ranks in float32 | exact sums")
+    print(
+        f"{name}, {MICRO_BATCHES} micro-batches a step; ring of {RANKS} ranks in float32 | one float32 | one int32 | exact sums"
+    )
     for step in range(steps):
         for number in range(MICRO_BATCHES):
             inputs, labels = data[(step * MICRO_BATCHES + number) % len(data)]
@@ -79,6 +91,7 @@ def main() -> None:
         gradients.finish()
         truth = {key: torch.stack(terms).double().mean(0) for key, terms in seen.items()}
         made = {"ring": {key: ring(terms) for key, terms in seen.items()}}
+        made |= {f"{bits} bits": {key: on_one_grid(terms, bits) for key, terms in seen.items()} for bits in (24, 31)}
         made["exact"] = {key: one.grad for key, one in network.named_parameters()}
         if step % (steps // 6) == 0 or step == steps - 1:
             line = f"step {step:4}  loss {float(loss.detach()):.3f}"

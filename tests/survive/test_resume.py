@@ -28,9 +28,9 @@ def final(folder: Path, steps: int = STEPS) -> dict:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What was learned, that is: how fast it went is never the same."""
+    """What was learned, that is: how fast it went is never the same, and where it ran need not be."""
     events = EventAccumulator(str(folder / "lightning_logs/it")).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("speed/")]
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(("speed/", "run/"))]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 

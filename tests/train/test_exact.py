@@ -5,20 +5,25 @@ import random
 import pytest
 import torch
 
-from project.train.exact import ExactSum, WideSum
+from project.train.exact import ExactSum, WideSum, from_the_coarsest
 
 
 def added(terms, *, largest=1.0, ranks=1):
-    """As so many ranks add them up: each its share, and then their folds."""
-    sums = [ExactSum(terms[0].shape, largest, len(terms)) for _ in range(ranks)]
+    """As so many ranks add them up: each its share, sent as it is or as a sum on the grid."""
+    length = len(terms[0])
+    sums = [ExactSum([1, length - 1], [largest, largest], len(terms)) for _ in range(ranks)]
     for number, term in enumerate(terms):
         sums[number % ranks].add(term)
-    levels = max(len(one.folds) for one in sums)
-    for one in sums[1:]:
-        for level, fold in enumerate(one.folds):
-            sums[0]._fold(level).add_(fold)
-    assert len(sums[0].folds) == levels
-    return sums[0].total()
+    sent, levels = [], max(one.count for one in sums)
+    for number, one in enumerate(sums):
+        sent += one.terms
+        if number % 2:
+            one.fold(one.terms, whole := torch.empty(length, dtype=torch.float64))
+            sent[-len(one.terms) :] = [whole]
+    above = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*(one.coarser(levels) for one in sums), strict=True)]
+    total = torch.empty(length, dtype=torch.float64)
+    sums[0].fold(sent, total, coarser=from_the_coarsest(above) if above else None)
+    return total
 
 
 def wide(seed, count, spread):
@@ -59,7 +64,7 @@ def test_a_term_that_no_step_before_it_has_let_expect_is_not_cut():
 def test_terms_that_lie_between_two_multiples_of_the_grid_are_rounded_by_themselves():
     """And not to the even sum, which depends on what came before."""
     count = 24
-    half = float(ExactSum((1,), 1.0, count)._shift) / 1.5 / 2.0**53
+    half = float(ExactSum([1], [1.0], count)._shift) / 1.5 / 2.0**53
     generator = torch.Generator().manual_seed(0)
     terms = [torch.randint(-99, 99, (500,), generator=generator) * half for _ in range(count)]
     expected = added(terms)

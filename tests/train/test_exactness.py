@@ -4,8 +4,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import PearsonCorrCoef
+from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
 from project import Trainer
 from project.errors import UserError
@@ -44,12 +45,62 @@ class StepsByItself(Regression):
         super().optimizer_step(*args, **kwargs)
 
 
+class MovesABuffer(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.running = 0.9 * self.running + 0.1 * loss.detach()
+        return loss
+
+
+class Gathers(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return self.all_gather(self.loss(batch), sync_grads=True).mean()
+
+
+class Sparse(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 4, sparse=True)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) + self.table(torch.tensor([1, 2])).sum()
+
+
+class Complex(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class OfRankZero(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("mine", loss, rank_zero_only=True)
+        return loss
+
+
+class ReturnsNone(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        pass
+
+
+class MeetsInSteps(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError(dist_sync_on_step=True)
+
+
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(module, loader=None, **settings):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        settings = {"global_batch_size": 2, **settings}
         trainer = Trainer(exact=True, max_epochs=2, default_root_dir=tmp_path, **quiet, **settings)
         loader = loader or DataLoader(Points(12), batch_size=2)
         trainer.fit(module, loader, DataLoader(Points(6), batch_size=2))
@@ -64,6 +115,13 @@ def fit(tmp_path, monkeypatch):
         (ComputesWithin, "The metric error was computed within an epoch"),
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
+        (MovesABuffer, "each micro-batch moves the buffer running"),
+        (Gathers, "self.all_gather brings together what the ranks have at once"),
+        (Sparse, "the gradient of table.weight is sparse"),
+        (Complex, "phase is complex"),
+        (OfRankZero, "self.log('mine', rank_zero_only=True) in training_step logs the micro-batches of rank 0"),
+        (ReturnsNone, "training_step returned None"),
+        (MeetsInSteps, "The metric error brings the ranks together in each step (dist_sync_on_step)"),
         (StepsByItself, "StepsByItself has a method optimizer_step of its own"),
         (Duel, "Duel steps by itself (automatic_optimization is False)"),
     ],
@@ -126,3 +184,24 @@ def test_threads_are_part_of_the_run(fit, settings, threads):
         fit(Counts(), **settings)
     finally:
         torch.set_num_threads(before)
+
+
+def test_without_a_global_batch_a_step_would_follow_from_the_ranks(fit):
+    with pytest.raises(UserError, match=r"needs trainer.global_batch_size"):
+        fit(Regression(), global_batch_size=None)
+
+
+def test_data_that_ask_for_the_number_of_ranks_are_refused(tmp_path):
+    class Asks(LightningDataModule):
+        def setup(self, stage: str) -> None:
+            assert self.trainer is not None
+            self.size = 24 // self.trainer.world_size
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Points(12), batch_size=self.size)
+
+    trainer = Trainer(
+        exact=True, global_batch_size=24, max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", logger=False
+    )
+    with pytest.raises(UserError, match=r"Asks.setup asks for trainer.world_size"):
+        trainer.fit(Regression(), datamodule=Asks())

@@ -1,0 +1,100 @@
+"""Gradients of several ranks have the bits that one rank gives them, however they travel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from project.train import exact_gradients
+from project.train.exact_gradients import ExactGradients
+
+RANKS, STEPS = 3, 3
+
+
+class Mixed(nn.Module):
+    """Large parameters and small ones, of several types; one lies in another order, one is used at times, one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.small = nn.Linear(90, 70), nn.Linear(70, 5)
+        self.image = nn.Conv2d(10, 40, 4).to(memory_format=torch.channels_last)
+        self.wide = nn.Parameter(torch.randn(5, 1000, dtype=torch.float64))
+        self.bf16 = nn.Parameter(torch.randn(5, 900, dtype=torch.bfloat16))
+        self.at_times, self.never = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, number):
+        torch.manual_seed(number)
+        found = self.small(self.large(torch.randn(8, 90)).tanh())
+        images = torch.randn(2, 10, 6, 6).to(memory_format=torch.channels_last)
+        found = found + self.image(images).mean()
+        if number % 4 == 1:
+            found = self.at_times(found)
+        # What no step before it has let expect: a term that is too large for the grid.
+        scale = 2.0**40 if number % 7 == 3 else 1.0
+        return (found.double() @ self.wide).sum() * scale + (found.bfloat16() @ self.bf16).float().square().mean()
+
+
+def gradients(micro_batches, rank=0, ranks=1):
+    """Of each step: the share of this rank goes through the network here."""
+    module, found = Mixed(), []
+    sums = ExactGradients(module, micro_batches, ranks)
+    for step in range(STEPS):
+        mine = range(rank, micro_batches, ranks)
+        for number in mine:
+            sums.begin(last=number == mine[-1])
+            module(step * micro_batches + number).backward()
+            sums.end()
+        sums.finish()
+        found.append({name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None})
+    sums.close()
+    return found
+
+
+def on_a_rank(rank, place):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=RANKS)
+    found = {}
+    for swaps in (True, False):
+        exact_gradients._swaps = lambda _, swaps=swaps: swaps
+        for each in (1, 2, 4):
+            found[swaps, each] = gradients(RANKS * each, rank, RANKS)
+    torch.save(found, f"{place}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(on_a_rank, (str(place),), RANKS)
+    return [torch.load(place / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("each", [1, 2, 4])
+@pytest.mark.parametrize("swaps", [True, False], ids=["swapped", "reduced"])
+def test_three_ranks_have_the_bits_of_one(of_ranks, swaps, each):
+    torch.set_num_threads(1)
+    expected = gradients(RANKS * each)
+    assert {"wide", "bf16", "image.weight"} <= set(expected[0])
+    assert "never.weight" not in expected[0]
+    for found in of_ranks:
+        for ours, theirs in zip(expected, found[swaps, each], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours), [
+                name for name in ours if not torch.equal(ours[name], theirs[name])
+            ]
+            assert all(ours[name].stride() == theirs[name].stride() for name in ours)
+
+
+def test_it_is_the_mean_of_the_micro_batches():
+    module, count = Mixed(), 6
+    expected = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in module.named_parameters()}
+    for number in range(count):
+        module.zero_grad()
+        module(number).backward()
+        for name, one in module.named_parameters():
+            if one.grad is not None:
+                expected[name] += one.grad.double() / count
+    found = gradients(count)[0]
+    for name, one in found.items():
+        torch.testing.assert_close(one, expected[name].to(one.dtype), msg=name)
