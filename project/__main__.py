@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from importlib import import_module
 
 from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
@@ -17,11 +18,9 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
-    if sys.argv[1:2] == ["same"]:  # reads files, and needs no libraries either
+    if sys.argv[1:2] in (["same"], ["report"]):  # they read files, and need no libraries either
         outlive_the_reader()
-        from project.same import main as same
-
-        sys.exit(same(sys.argv[2:]))
+        sys.exit(import_module(f"project.{sys.argv[1]}").main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
     SIGNALS.at_first = REQUEUE.when_noted

@@ -16,6 +16,7 @@ from project.train.batch_norm import StepStatistics
 from project.train.compression import CompressGradients, Compression
 from project.train.rng import ChanceByMicroBatch
 from project.watch.console import Progress
+from project.watch.dashboard import Dashboard
 from project.watch.fingerprints import Fingerprints
 from project.watch.predictions import PredictionWriter
 
@@ -40,5 +41,5 @@ def with_ours(
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
     # Last, when nobody changes the weights of this step any more.
-    after = [PredictionWriter(), StopTogether(SIGNALS), *([Fingerprints(exact)] if fingerprints else [])]
+    after = [PredictionWriter(), StopTogether(SIGNALS), Dashboard(), *([Fingerprints(exact)] if fingerprints else [])]
     return [*before, *(one for one in callbacks if one not in watchdogs), *after]

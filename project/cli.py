@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,9 @@ from project.survive.failure import hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
+from project.watch.history import read_history
+from project.watch.life import Life
+from project.watch.report import write
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +48,8 @@ take_functions()  # functions behind a class_path, whatever their signatures say
 
 
 _ABOUT = (
-    "One training run from one YAML. Beside the verbs below: same RUN [RUN ...] says whether runs are the same to the last bit."
+    "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
+    "same RUN [RUN ...] says whether they are the same to the last bit."
 )
 
 
@@ -163,7 +168,7 @@ class ProjectCLI(LightningCLI):
             log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit":
-            ours += [Changes(configuration), SaveConfig(self._saved)]
+            ours += [Changes(configuration), SaveConfig(self._saved), Life()]
         elif self.subcommand not in EVALUATING or trainer_settings.logger in (None, True):
             kwargs["logger"] = False  # the dashboard is for training
         given = trainer_settings.callbacks or []
@@ -319,6 +324,7 @@ def main() -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     rank = rank_said()
     open_log(rank, host())
+    say = log.info
     try:
         rank = detect().rank
         open_log(rank, host())
@@ -339,6 +345,7 @@ def main() -> None:
     except Exception as error:
         if ProjectCLI.running is not None:
             _report_of_run(error, ProjectCLI.running)
+            say = log.debug  # the error is the last word
             raise SystemExit(1) from None
         if (isinstance(error, (LaunchError, UsageError)) and rank > 0) or early_start.undecided():
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
@@ -349,6 +356,7 @@ def main() -> None:
         ran, ProjectCLI.running = ProjectCLI.running, None
         if ran is not None:
             hang_up()
+            _write_report(ran, say)
 
 
 def _report_of_run(error: Exception, trainer: Trainer) -> None:
@@ -357,3 +365,14 @@ def _report_of_run(error: Exception, trainer: Trainer) -> None:
     launched = [*early_start.processes, *observed]
     observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
     report_error(error, trainer.global_rank, host(), launched)
+
+
+def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
+    """Of a fit that has ended, however it did."""
+    folder = Path(ran.default_root_dir)
+    if not (ran.is_global_zero and ran.global_step and any(isinstance(one, Life) and one.wrote for one in ran.callbacks)):  # type: ignore[attr-defined]
+        return
+    try:
+        say("%-11s %s", "report", write(read_history(folder, folder.name)))
+    except Exception as error:  # a page less is no reason for another exit code
+        log.warning("The report can't be written: %s. HINT: python -m project report %s", error, shlex.quote(folder.name))

@@ -15,6 +15,7 @@ from project.errors import UserError
 CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
 RUNS = "lightning_logs"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
+_NAMED = 20  # runs in an error
 EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
 
 
@@ -102,3 +103,16 @@ def run_config(argv: list[str]) -> list[str]:
     config = root / RUNS / checked(name) / "config.yaml"
     verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
     return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv
+
+
+def run_folder(name: str, file: str) -> Path:
+    """Of a run that is named, or whose folder is; one that has left this file, if there are several."""
+    path = Path(name)
+    places = [path, Path(RUNS) / name]
+    for place in (*(one for one in places if (one / file).is_file()), *(one for one in places if one.is_dir())):
+        return place
+    if len(path.parts) == 1:
+        checked(name)
+    known = sorted(one.parent.name for one in Path(RUNS).glob(f"*/{file}"))
+    there = f"there are: {', '.join(known[:_NAMED])}" if known else f"there is none in {Path(RUNS).absolute()}"
+    raise UserError(f"There is no run {name}. HINT: give its name in {RUNS}/, or its folder; {there}.")

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import yaml
 
-from project.cluster.environment import flat
 from project.cluster.launcher import Launch
+from project.cluster.settings import flat
 from project.config_files import RUNS, checked
 from project.errors import UserError
 from project.survive.checkpoints import goes_by, manifest_of, newest_good, read_manifest

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from project.config_files import RUNS, checked, documents
+from project.config_files import RUNS, documents, run_folder
 from project.errors import UserError
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _verdicts(names: Sequence[str]) -> list[Verdict]:
-    folders = [_folder(name) for name in names]
+    folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
     verdicts = [_of_one(run) for run in runs]
     if len(runs) > 1:
@@ -69,19 +69,6 @@ def _of_two(one: Recorded, other: Recorded, folder: Path, other_folder: Path) ->
         around = [*surroundings(*verdict.starts), *_settings(folder, other_folder)]
         verdict.lines += [f"  {line}" for line in around]
     return verdict
-
-
-def _folder(name: str) -> Path:
-    """Of a run that is named, or whose folder is."""
-    path = Path(name)
-    places = [path, Path(RUNS) / name]
-    for place in (*(one for one in places if (one / FILE).is_file()), *(one for one in places if one.is_dir())):
-        return place
-    if len(path.parts) == 1:
-        checked(name)
-    known = sorted(one.parent.name for one in Path(RUNS).glob(f"*/{FILE}"))
-    there = f"there are: {', '.join(known[:_SHOWN])}" if known else f"there is none in {Path(RUNS).absolute()}"
-    raise UserError(f"There is no run {name}. HINT: give its name in {RUNS}/, or its folder; {there}.")
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

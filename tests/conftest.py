@@ -127,7 +127,7 @@ def cli(tmp_path: Path) -> Cli:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["project.cli"])
+_SERVER.set_forkserver_preload(["project.cli", "tensorboard.backend.event_processing.event_accumulator"])
 
 
 def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import project
 from project.cluster.cores import cores
+from project.cluster.settings import flat
 
 _PACKAGE = Path(project.__file__).parent
 
@@ -159,13 +160,6 @@ def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: S
             ranks = [rank for rank, other in odd.items() if str(other) == value]
             sentences[f"{named(ranks, hosts)}: {name} {value}, elsewhere {usual}"] = ranks
     return sentences
-
-
-def flat(configuration: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as one level of dotted names."""
-    if not isinstance(configuration, Mapping):
-        return {prefix.rstrip("."): configuration}
-    return {name: value for key, part in configuration.items() for name, value in flat(part, f"{prefix}{key}.").items()}
 
 
 def differing_keys(configurations: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, list[int]]:

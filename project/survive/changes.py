@@ -34,6 +34,8 @@ class Changes(Callback):
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration: dict[str, Any] = json.loads(json.dumps(configuration, default=str))
+        for place in ("devices", "num_nodes"):  # the manifest says where it ran
+            (self.configuration.get("trainer") or {}).pop(place, None)
         self._moves: int | None = None  # of the schedule so far; None: nothing has changed
         self._batch: int | None = None  # the global batch of the checkpoint
         self._fresh: list[dict[str, Any]] = []

@@ -95,6 +95,11 @@ class Events(TensorBoardLogger):
         if starts_again:
             self._again.update((number, tag) for number, tag, _ in logged)
 
+    @rank_zero_only
+    def write(self, what: Callable[[SummaryWriter], object]) -> None:
+        """Pictures, texts and the like, by TensorBoard's own writer."""
+        self._try(lambda: what(self.experiment))
+
     def flush(self) -> None:
         """What was logged is on the disk afterwards."""
         self._try(lambda: self.experiment.flush())

@@ -35,7 +35,7 @@ def test_a_benchmark(cli, tmp_path):
     found = json.loads((tmp_path / "lightning_logs/it/bench.json").read_text())
     (training,) = found["training"]
     in_bf16 = cpu_precision("16-mixed")[0] == "bf16-mixed"  # a lever that not every processor has
-    assert training["programs"]["ours"]["ratio"][0] > (1.5 if in_bf16 else 0.95)
+    assert training["programs"]["ours"]["ratio"][0] > (1.5 if in_bf16 else 0.8)
     assert training["programs"]["ours in fp32"]["ratio"][0] > 0.8
     assert found["loading"]["ratio"][0] > 6
     alone = found["framework"]["us_a_step"]

@@ -1,0 +1,64 @@
+"""python -m project report RUN [RUN ...]: what a run did, as report.html in its folder; several runs also on one page.
+
+Read from the runs' folders, which may belong to runs that still go on, or that were killed.
+"""
+
+import argparse
+import fcntl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from project.config_files import RUNS, run_folder
+from project.errors import UserError
+from project.watch.history import FILE, History, read_history
+from project.watch.report import PAGE, SUMMARY, compared, facts, refuse_nothing, write
+
+_ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes the page, prints what is most important, and returns the exit code."""
+    parser = argparse.ArgumentParser("python -m project report", description=_ABOUT)
+    parser.add_argument("run", nargs="+", metavar="RUN", help=f"the name of a run in {RUNS}/, or the folder of one")
+    parser.add_argument("--out", type=Path, help=f"of several runs: where the page goes ({RUNS}/compared.html, if not given)")
+    given = parser.parse_args(words)
+    names = list(dict.fromkeys(given.run))
+    try:
+        histories = [_read(name) for name in names]
+        for history in histories:
+            print(f"{history.name}: {write(history)}")
+            for name, text in facts(history).items():
+                if text:
+                    print(f"  {name:18} {text}")
+        if len(histories) > 1:
+            out = given.out or Path(RUNS) / "compared.html"
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(compared(histories))
+            print(f"Side by side: {out}")
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"ERROR   The report can't be written: {error}. HINT: make room, or ask who owns the folder.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read(name: str) -> History:
+    folder = run_folder(name, FILE)
+    history = read_history(folder, folder.absolute().name, goes_on=_held(folder / ".lock"))
+    refuse_nothing(history)
+    return history
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process writes to the run's folder; never asked by that process, whose lock would be lost by it."""
+    try:
+        with lock.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

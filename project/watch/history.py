@@ -1,0 +1,209 @@
+"""What a run has left in its folder, read again: its starts and stops, its curves, its configuration, its checkpoints, its
+warnings. Nothing is imported that a login node would have to wait for, and nothing is changed.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+FILE = "life.jsonl"
+BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
+"""Settings that say nothing of what is trained."""
+_SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of a curve."""
+
+    step: int
+    value: float
+    time: float
+
+
+@dataclass
+class Life:
+    """From a start to the stop, or to where the trace ends."""
+
+    time: float
+    step: int
+    ranks: int
+    known: Mapping[str, Any]
+    """What else was written down at the start."""
+    end: float
+    """When it stopped; of a life that was cut off, when it was last seen."""
+    end_step: int
+    state: str = "killed"
+    why: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.end - self.time)
+
+
+@dataclass
+class History:
+    """Of one run."""
+
+    name: str
+    folder: Path
+    lives: list[Life]
+    curves: dict[str, list[Point]]
+    config: dict[str, Any]
+    config_text: str
+    checkpoints: list[tuple[Path, dict[str, Any]]]
+    """Manifests, the newest first."""
+    said: list[tuple[str, str, str]] = field(default_factory=list)
+    """Warnings and errors of the log: time, level and text."""
+
+    @property
+    def state(self) -> str:
+        return self.lives[-1].state if self.lives else "not started"
+
+    @property
+    def step(self) -> int:
+        return self.lives[-1].end_step if self.lives else 0
+
+    @property
+    def global_batch(self) -> int | None:
+        known = [one.known.get("global_batch") for one in self.lives]
+        return known[-1] if known else None
+
+    @property
+    def seconds(self) -> float:
+        """That it was alive, over all its lives."""
+        return sum(one.seconds for one in self.lives)
+
+    def hours(self, time: float) -> float:
+        """Of life, until a moment."""
+        past = 0.0
+        for one in self.lives:
+            if time <= one.end:
+                return (past + max(0.0, time - one.time)) / 3600
+            past += one.seconds
+        return past / 3600
+
+    def last(self, tag: str) -> float | None:
+        found = self.curves.get(tag)
+        return found[-1].value if found else None
+
+    def usual(self, tag: str) -> float | None:
+        """The median of the last life in which speed was measured."""
+        times = [point.time for point in self.curves.get("speed/samples_per_s", ())]
+        since = max((one.time for one in self.lives if times and one.time <= times[-1]), default=0.0)
+        found = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
+        return median(found) if found else None
+
+    def summary(self) -> dict[str, Any]:
+        """For programs."""
+        newest = self.checkpoints[0] if self.checkpoints else None
+        last = self.lives[-1] if self.lives else None
+        return {
+            "run": self.name,
+            "state": self.state,
+            "why": last.why if last else None,
+            "step": self.step,
+            "samples": self.step * self.global_batch if self.global_batch else None,
+            "seconds": round(self.seconds, 3),
+            "starts": len(self.lives),
+            "ranks": last.ranks if last else None,
+            "hosts": last.known.get("hosts") if last else None,
+            "samples_per_s": self.usual("speed/samples_per_s"),
+            "data_wait": self.usual("speed/data_wait"),
+            "gradient_sync": self.usual("speed/gradient_sync"),
+            "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(("speed/", "run/"))},
+            "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
+            "lives": [
+                {
+                    **{"time": one.time, "end": one.end, "step": one.step, "end_step": one.end_step, "ranks": one.ranks},
+                    **{"state": one.state, "why": one.why},
+                    **one.known,
+                }
+                for one in self.lives
+            ],
+        }
+
+
+def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
+    """Of the run in this folder. `goes_on`: a process is at it."""
+    curves = _curves(folder)
+    seen = [(point.time, point.step) for points in curves.values() for point in points]
+    lives = _lives(folder / FILE, seen)
+    if lives and goes_on and lives[-1].state == "killed":
+        lives[-1].state = "going on"
+    text = _text(folder / "config.yaml")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        config = {}
+    checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
+    known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
+    said = [found.groups() for line in _text(folder / "log.txt").splitlines() if (found := _SAID.match(line))]
+    return History(
+        *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
+        said=[(str(when), str(level), str(words)) for when, level, words in said],
+    )
+
+
+def _lives(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
+    """`seen`: when, and at which step, the run has left something."""
+    lives: list[Life] = []
+    for line in _text(path).splitlines():
+        try:
+            entry = json.loads(line)
+            event, time, step = entry.pop("event"), float(entry.pop("time")), int(entry.pop("step"))
+            if event == "start":
+                lives.append(Life(time, step, int(entry.pop("ranks")), entry, time, step))
+            elif lives:
+                life = lives[-1]
+                life.end, life.end_step, life.state, life.why = time, step, str(entry["state"]), entry["why"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # half a line, which a kill or a full disk has left
+    for life, until in zip(lives, [*(one.time for one in lives[1:]), float("inf")], strict=False):
+        if life.state == "killed":
+            of_it = [one for one in seen if life.time <= one[0] < until]
+            life.end = max([life.end, *(time for time, _ in of_it)])
+            life.end_step = max([life.end_step, *(step for _, step in of_it)])
+    return lives
+
+
+def _curves(folder: Path) -> dict[str, list[Point]]:
+    """Of TensorBoard's events, as TensorBoard shows them: what a run that went on has taken back is left out."""
+    if not any(folder.glob("events.out.tfevents.*")):
+        return {}
+    quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    finally:
+        logging.root.manager.disable = quiet
+    return {tag: [Point(one.step, one.value, one.wall_time) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def date(time: float) -> str:
+    """In this machine's time zone."""
+    return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"

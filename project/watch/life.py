@@ -1,0 +1,104 @@
+"""The life of a run, a line in its folder for each start and each stop: when, at which step, on how many ranks, and why.
+
+A run that was killed has no line for its stop. The report is made of these lines (`watch/history.py`).
+"""
+
+import json
+import logging
+import platform
+import signal
+import subprocess
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project import __version__
+from project.watch.history import FILE
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 500  # characters of a reason
+
+
+class Life(Callback):
+    """Writes down the starts and the stops of a fit."""
+
+    def __init__(self) -> None:
+        self._began = False
+        self.wrote = False
+        """Whether there is anything to read."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = True
+        hosts: list[str] = trainer.host_names  # type: ignore[attr-defined]
+        each = trainer.world_size // len(hosts)  # those that have not met are all on this one
+        device = trainer.strategy.root_device
+        self._write(
+            trainer,
+            "start",
+            epoch=trainer.current_epoch,
+            ranks=trainer.world_size,
+            hosts={name: count * each for name, count in Counter(hosts).items()},
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            precision=str(trainer.precision),
+            accumulation=trainer.accumulate_grad_batches,
+            global_batch=trainer.global_batch,  # type: ignore[attr-defined]
+            versions={
+                "project": __version__,
+                "torch": torch.__version__,
+                "lightning": version("lightning"),
+                "python": platform.python_version(),
+            },
+            commit=_commit() if trainer.is_global_zero else None,
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer, "finished", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        name = _signal(exception)
+        lines = str(exception).strip().splitlines() or [""]
+        error = f"{type(exception).__name__}: {lines[0]}"[:_LONGEST]
+        self._stop(trainer, "stopped" if name else "failed", name or error)
+
+    def _stop(self, trainer: Trainer, state: str, why: str | None) -> None:
+        if self._began:  # what fails before is not a start yet
+            self._write(trainer, "stop", state=state, why=why)
+        self._began = False
+
+    def _write(self, trainer: Trainer, event: str, **known: Any) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
+            return
+        line = json.dumps({"event": event, "time": round(time.time(), 3), "step": trainer.global_step, **known})
+        try:
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / FILE).open("a") as file:
+                file.write(line + "\n")
+            self.wrote = True
+        except OSError as error:
+            log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
+
+
+def _signal(exception: BaseException) -> str | None:
+    """The name of the signal that an end follows from."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "SIGINT"
+    code = exception.code if isinstance(exception, SystemExit) else None
+    known = {128 + number: signal.Signals(number).name for number in signal.valid_signals() if number in {*signal.Signals}}
+    return known.get(code) if isinstance(code, int) else None
+
+
+def _commit() -> str | None:
+    """Of the code in the working directory; with a plus sign, if something is changed."""
+    git = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,165 @@
+"""What runs did, on a page: lives, curves, warnings; of a run that was killed, stopped and moved, and of several."""
+
+import fcntl
+import json
+import re
+import signal
+import subprocess
+import sys
+from html import unescape
+
+import pytest
+
+from project.watch.charts import Line, Mark, chart
+from project.watch.history import read_history
+from project.watch.report import compared, differences, page, scaling
+from tests.conftest import ROOT, TINY, forked
+from tests.survive.test_resume import faults
+
+FIT = (
+    *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_epochs=2"),
+    *("--checkpoints.every_n_steps=2", "--data.batch_size=8", "--data.global_batch_size=48", "--run=it"),
+)
+
+
+def report(folder, *words):
+    return subprocess.run(
+        [sys.executable, "-m", "project", "report", *words],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run that was killed on one rank, stopped on two, and finished on three; and another one."""
+    place = tmp_path_factory.mktemp("report")
+    killed = forked(place, *FIT, faults({"where": "saved", "step": 2}))
+    assert killed.code == -signal.SIGKILL
+    stopped = forked(place, *FIT, faults({"step": 6, "number": int(signal.SIGTERM)}), ranks=2)
+    assert stopped.code == 143, stopped.output
+    assert "report" in stopped.output
+    done = forked(place, *FIT, faults(), ranks=3)
+    assert done.code == 0, done.output
+    other = forked(place, *FIT, "--run=other", "--model.optimizer.lr=0.5")
+    assert other.code == 0, other.output
+    return place
+
+
+def test_a_run_leaves_its_life(place):
+    history = read_history(place / "lightning_logs/it", "it")
+    assert [(one.ranks, one.state, one.why) for one in history.lives] == [
+        (1, "killed", None),
+        (2, "stopped", "SIGTERM"),
+        (3, "finished", None),
+    ]
+    first, second, third = history.lives
+    assert first.step == 0
+    assert first.end_step >= second.step > 0
+    assert second.end_step == third.step
+    assert third.known["hosts"] == {next(iter(third.known["hosts"])): 3}
+    found = json.loads((place / "lightning_logs/it/summary.json").read_text())
+    assert found["state"] == "finished"
+    assert found["starts"] == 3
+    assert found["step"] == history.step == third.end_step
+    assert found["samples"] == 48 * history.step
+    assert (place / "lightning_logs/it" / found["checkpoint"]).exists()
+    assert {"train/loss", "val/loss", "train/grad_norm"} <= found["metrics"].keys()
+
+
+def test_the_page_needs_nothing_else_and_shows_it_all(place):
+    text = (place / "lightning_logs/it/report.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)""", text)
+    said = unescape(re.sub("<[^>]*>", "", text))
+    for what in (
+        "Run it",
+        "killed",
+        "stopped, SIGTERM",
+        "finished",
+        "3 ranks",
+        "train/loss",
+        "--run it",
+        "global_batch_size: 48",
+    ):
+        assert what in said, what
+    assert text.count("<title>") - 1 >= 2  # each start but the first is marked on the curves
+    assert "started again at step" in said
+
+
+def test_several_runs_side_by_side(place):
+    done = report(place, "it", "other")
+    assert done.returncode == 0, done.stderr
+    assert "Side by side" in done.stdout
+    text = unescape((place / "lightning_logs/compared.html").read_text())
+    assert "1, then 2, then 3" in text
+    assert "model.optimizer.init_args.lr" in text
+    histories = [read_history(place / "lightning_logs" / name, name) for name in ("it", "other")]
+    assert "model.optimizer.init_args.lr" in differences(histories)
+    assert "model.network.class_path" not in differences(histories)
+    for one in histories:
+        one.curves.clear()
+    assert scaling(histories) == [None, None]
+    assert "2 runs" in compared(histories)  # with nothing to draw
+
+
+def test_what_is_damaged_is_left_out(place, tmp_path):
+    folder = tmp_path / "half"
+    folder.mkdir()
+    whole = (place / "lightning_logs/it/life.jsonl").read_text()
+    (folder / "life.jsonl").write_text(whole[:-30])
+    (folder / "config.yaml").write_text("a: [")
+    (folder / "log.txt").write_text("2026-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
+    history = read_history(folder, "half")
+    assert [one.state for one in history.lives] == ["killed", "stopped", "killed"]
+    assert "&lt;b&gt;slow" in page(history)
+    assert history.said == [("2026-01-01 10:00:00", "WARNING", "[rank 1, there] <b>slow</b>")]
+
+
+def test_there_must_be_something_to_tell(place, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, says in (("none", "There is no run none"), ("empty", "has neither curves nor a life.jsonl")):
+        done = report(tmp_path, name)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_goes_on_is_not_called_killed(place):
+    folder = place / "lightning_logs/it"
+    life = (folder / "life.jsonl").read_text()
+    try:
+        (folder / "life.jsonl").write_text("".join(line + "\n" for line in life.splitlines()[:-1]))
+        with (folder / ".lock").open("a+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            assert "going on" in report(place, "it").stdout
+        assert "killed" in report(place, "it").stdout
+    finally:
+        (folder / "life.jsonl").write_text(life)
+
+
+def test_a_login_node_does_not_wait_for_torch():
+    code = "import sys, project.report; sys.exit(bool({'torch', 'lightning', 'tensorboard'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_charts_of_what_is_odd():
+    odd = chart("<loss>", [Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])], "steps", [Mark(2, "x")])
+    assert "&lt;loss&gt;" in odd
+    assert odd.count("&times;") == 2
+    assert "nan " not in odd.split("data-chart")[1].split(">", 1)[1].replace("<title>nan", "")
+    assert chart("nothing", [], "steps") == ""
+    many = chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])], "steps")
+    assert len(many) < 60_000
+
+
+def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path):
+    done = forked(tmp_path, *FIT, "--trainer.max_epochs=1")
+    assert done.code == 0
+    folder = tmp_path / "lightning_logs/it"
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    again = forked(tmp_path, *FIT)
+    assert again.code == 0
+    assert "The report can't be written" in again.output
