@@ -13,7 +13,6 @@ import atexit
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -60,7 +59,7 @@ from project.survive.signals import SIGNALS
 from project.train.batching import accumulation
 from project.train.compression import Compression
 from project.train.epochs import own_loops
-from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_to_tell, refuse_what_rounds
+from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -255,13 +254,7 @@ class Trainer(pl.Trainer):
             if isinstance(logger, Events):
                 logger.goes_on(step, logged, starts_again)
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        if self._exact:
-            those = [one for one in (self.lightning_module, getattr(self, "datamodule", None)) if one is not None]
-            refuse_to_tell(those, sys._getframe(1), "world_size")
-        return super().world_size
+    world_size, global_rank, num_training_batches = map(untold, ("world_size", "global_rank", "num_training_batches"))
 
     @property
     def skipped(self) -> bool | Tensor:
@@ -276,7 +269,21 @@ class Trainer(pl.Trainer):
         if not fastest or not isinstance(data, ImageData):
             return 0.0
         samples = self.estimated_stepping_batches * (self.global_batch or 0)
-        return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (fastest * self.world_size)
+        ranks: int = self.world_size
+        return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (fastest * ranks)
+
+    def _run_sanity_check(self) -> None:
+        """With `exact` it looks at the same samples on any number of ranks."""
+        if not self._exact or not self.num_sanity_val_steps:
+            super()._run_sanity_check()
+            return
+        loaders: Any = self._data_connector
+        loaders.sanity_steps, self.num_sanity_val_steps = self.num_sanity_val_steps, float("inf")
+        try:
+            super()._run_sanity_check()
+        finally:
+            self.num_sanity_val_steps, loaders.sanity_steps = loaders.sanity_steps, None
+            self.fit_loop.epoch_loop.val_loop._combined_loader = None  # it has these samples and no more
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

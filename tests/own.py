@@ -176,9 +176,6 @@ class Talkative(LightningModule):
         self.weighted, self.own_count, self.seen = MeanMetric(), MeanMetric(), CatMetric()
         self.best, self.scale = MinMetric(), 1.0
 
-    def on_train_start(self) -> None:
-        self.best.reset()  # the sanity check has seen some samples
-
     def on_train_epoch_start(self) -> None:
         self.scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
 

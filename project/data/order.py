@@ -193,12 +193,12 @@ class Order:
         return self.share or self.micro_batches
 
 
-_ENOUGH = 64
+ENOUGH = 64
 
 
 def cut_for_all(samples: int, micro_batch: int, ranks: int) -> int:
     """The size of an evaluation's micro-batches that leaves one at least for each of 64 ranks, whatever their number is."""
-    size = min(micro_batch, max(1, samples // _ENOUGH))
+    size = min(micro_batch, max(1, samples // ENOUGH))
     if (count := -(-samples // size)) < ranks:
         raise UserError(
             f"trainer.exact cuts an evaluation of {samples} samples into {count} micro-batches, on any number of ranks, and "

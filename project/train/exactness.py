@@ -1,11 +1,13 @@
 """trainer.exact: what would make a run another one on another number of ranks is fixed here, or refused by name."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from project.errors import UserError
@@ -13,7 +15,12 @@ from project.train.batch_norm import batch_norms
 
 log = logging.getLogger(__name__)
 
+_WARNED: set[str] = set()
 _LIBRARIES = ("lightning", "torch", "torchmetrics", "project")
+_INSTEAD = {
+    "world_size": "what it is needed for can be a setting, in samples or steps",
+    "num_training_batches": "trainer.estimated_stepping_batches are the steps of the run, the same on any number of ranks",
+}
 
 
 def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
@@ -39,15 +46,35 @@ def refuse_other_loop(why: str | None) -> None:
         )
 
 
-def refuse_to_tell(those: Sequence[object], asks: FrameType, name: str) -> None:
-    """A module, or its data, that asks how many ranks there are does something else on another number of them."""
+def untold(name: str) -> property:
+    """In the place of the Trainer's property of this name, which is another one on another number of ranks.
+
+    With trainer.exact neither the module nor its data may ask for it; of the rank they are warned.
+    """
+    usual: property = getattr(Trainer, name)
+
+    def ask(self: Any) -> Any:
+        if self._exact and (who := _own_code(self, sys._getframe(1))):
+            why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
+            if name in _INSTEAD:
+                raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")
+            if self.is_global_zero and who not in _WARNED:
+                _WARNED.add(who)
+                log.warning("trainer.exact: %s. HINT: a file's name or a print may go by it; what is computed may not.", why)
+        return usual.__get__(self)
+
+    return property(ask, doc=usual.__doc__)
+
+
+def _own_code(trainer: Any, asks: FrameType) -> str:
+    """The method of the module, or of its data, that asks; empty where it is somebody else."""
+    if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
+        asks = asks.f_back  # self.global_rank
+    those = trainer.lightning_module, getattr(trainer, "datamodule", None)
     who = asks.f_locals.get("self")
-    if all(one is not who for one in those) or str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
-        return
-    raise UserError(
-        f"trainer.exact can't be kept: {type(who).__name__}.{asks.f_code.co_name} asks for trainer.{name}, which is another "
-        "one on another number of ranks. HINT: what it is needed for can be a setting, in samples or steps."
-    )
+    ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
+    known = who is not None and any(one is who for one in those) and not ours
+    return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
 
 
 def refuse_no_global_batch(global_batch_size: int | None) -> None:

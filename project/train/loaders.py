@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
-from project.data.order import Limit, Order, cut_for_all, limited
+from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
@@ -46,6 +46,8 @@ class Loaders(_DataConnector):
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._counted = False
         self._said: set[str] = set()
+        self.sanity_steps: int | float | None = None
+        """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
 
@@ -125,6 +127,8 @@ class Loaders(_DataConnector):
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
         whole = min(count, batches * size)
+        if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
+            whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
         size = cut_for_all(whole, size, trainer.world_size) if exact else size
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=exact)

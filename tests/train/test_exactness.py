@@ -18,6 +18,24 @@ class AsksForRanks(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
 
+class AsksForItsRank(Regression):
+    def on_train_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+
+
+class AsksForMicroBatches(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.trainer.num_training_batches * 3
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(total))]
+
+
+class MaySpeakForAll(Regression):
+    def on_train_start(self) -> None:
+        assert self.trainer.is_global_zero
+        assert self.trainer.estimated_stepping_batches == 12
+
+
 class ComputesWithin(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -112,6 +130,7 @@ def fit(tmp_path, monkeypatch):
     ("module", "says"),
     [
         (AsksForRanks, "AsksForRanks.configure_optimizers asks for trainer.world_size"),
+        (AsksForMicroBatches, "AsksForMicroBatches.configure_optimizers asks for trainer.num_training_batches"),
         (ComputesWithin, "The metric error was computed within an epoch"),
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
@@ -131,6 +150,17 @@ def test_a_module_that_depends_on_the_ranks(fit, module, says):
         fit(module())
     assert says in str(refused.value)
     assert "HINT: " in str(refused.value)
+
+
+def test_a_module_may_ask_for_what_is_the_same_everywhere(fit, caplog):
+    fit(MaySpeakForAll())
+    assert "MaySpeakForAll.on_train_start" not in caplog.text
+
+
+def test_a_module_that_asks_for_its_rank_is_warned_once(fit, caplog):
+    """It may only want to name a file."""
+    fit(AsksForItsRank())
+    assert caplog.text.count("AsksForItsRank.on_train_start asks for trainer.global_rank") == 1
 
 
 @pytest.mark.parametrize(
