@@ -11,8 +11,9 @@ from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
+from project.watch.compared import compared
 from project.watch.history import FILE, History, read_history
-from project.watch.report import PAGE, SUMMARY, compared, facts, refuse_nothing, write
+from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
 

@@ -69,7 +69,8 @@ from project.train.resuming import Resuming
 from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
-from project.watch.throughput import Throughput, flops, peak
+from project.watch.flops import flops, peak
+from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())

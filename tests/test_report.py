@@ -11,8 +11,9 @@ from html import unescape
 import pytest
 
 from project.watch.charts import Line, Mark, chart
+from project.watch.compared import compared, differences, scaling
 from project.watch.history import read_history
-from project.watch.report import compared, differences, page, scaling
+from project.watch.report import page
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_resume import faults
 

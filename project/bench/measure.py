@@ -14,7 +14,7 @@ from project.bench.worker import load
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.errors import UserError
-from project.watch.throughput import flops
+from project.watch.flops import flops
 
 log = logging.getLogger(__name__)
 

@@ -227,6 +227,7 @@ class Checkpoints(Checkpoint):
         self._spawned_best = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
+        self.size = 0  # its bytes
         self._folder = Path()
         self._validated = False
         self._saved_at = (-1, False)
@@ -382,7 +383,7 @@ class Checkpoints(Checkpoint):
             if not self._read_back:
                 SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
                 self._read_back = True
-            self.failed, self.seconds = None, time.monotonic() - began
+            self.failed, self.seconds, self.size = None, time.monotonic() - began, path.stat().st_size
             self._note(path, manifest)
             self._prune()
         except Exception as error:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.cluster.launcher import host
+from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
 from project.train.finite import not_finite
 from project.train.loop import is_fused
@@ -154,7 +155,7 @@ class NonFinite(Callback):
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    # DelayedSums, on a GPU -------------------------------------------------------------------------------------------------
+    # Later, on a GPU --------------------------------------------------------------------------------------------------
 
     def _read_later(self, step: CheckedStep) -> None:
         step.flag = step.flag.to("cpu", non_blocking=True)  # into pinned memory: the host does not wait
@@ -220,7 +221,7 @@ class NonFinite(Callback):
             where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
             log.error("%s Stopped; %s. HINT: %s", what, where, hint)
         trainer.strategy.barrier()  # a launcher may end all ranks when it sees one end: not before rank 0 has written
-        raise SystemExit(1)
+        raise SystemExit(1) from UserError(what)
 
 
 def _scaler(trainer: Trainer) -> Any:

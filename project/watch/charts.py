@@ -27,6 +27,8 @@ class Mark:
 
     x: float
     text: str
+    fault: bool = False
+    """Drawn in red."""
 
 
 def chart(title: str, lines: Sequence[Line], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
@@ -47,9 +49,9 @@ def chart(title: str, lines: Sequence[Line], x_name: str, marks: Sequence[Mark] 
     parts.append(f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{escape(x_name)}</text>')
     for mark in marks:
         if across.low <= mark.x <= across.high:
-            at = across.at(mark.x)
+            at, kind = across.at(mark.x), "fault" if mark.fault else "mark"
             parts.append(
-                f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
+                f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
                 f"<title>{escape(mark.text)}</title></line>"
             )
     for line in lines:

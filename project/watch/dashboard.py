@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.watch.events import Events
-from project.watch.history import BESIDE, FILE
+from project.watch.history import BESIDE, FILE, PHASES
 
 _LAYOUT = {
     "Is it learning?": {
@@ -29,12 +30,19 @@ _LAYOUT = {
     },
     "Is it fast?": {
         "samples a second, all ranks": ["Multiline", ["speed/samples_per_s"]],
-        "share of a step in which ranks wait": ["Multiline", ["speed/data_wait", "speed/gradient_sync"]],
+        "shares of a step": ["Multiline", [f"speed/{name}" for name in PHASES]],
         "TFLOP/s of a rank": ["Multiline", ["speed/tflops"]],
         "share of the peak": ["Multiline", ["speed/mfu"]],
     },
     "Is it healthy?": {
         "the slowest rank against the usual one": ["Multiline", ["speed/worst_data", "speed/worst_compute"]],
+        "ms a step that a rank waits for its data": ["Multiline", ["ranks/data_ms/.*"]],
+        "ms a step that a rank computes": ["Multiline", ["ranks/compute_ms/.*"]],
+        "steps left out": ["Multiline", ["train/(fp16_)?skipped_steps"]],
+        "memory of the largest rank, GB": ["Multiline", ["run/(gpu_)?memory_gb"]],
+        "busy cores of a rank, and share of the GPU's time": ["Multiline", ["run/(cpu_cores|gpu_use)"]],
+        "seconds that a checkpoint takes": ["Multiline", ["run/checkpoint_s"]],
+        "MB of a checkpoint": ["Multiline", ["run/checkpoint_mb"]],
         "ranks; each point is a start": ["Multiline", ["run/ranks"]],
         "starts": ["Multiline", ["run/starts"]],
     },
@@ -48,6 +56,7 @@ class Dashboard(Callback):
     def __init__(self) -> None:
         self._step = self._every = 0
         self._described = True
+        self._checkpoint: Path | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
@@ -57,6 +66,8 @@ class Dashboard(Callback):
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
+        saved = checkpoints_of(trainer)
+        self._checkpoint = saved.last if saved else None  # the one that this run goes on from is old
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
@@ -81,6 +92,9 @@ class Dashboard(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, Events):
                     logger.write(lambda writer: self._describe(trainer, writer))
+        if (saved := checkpoints_of(trainer)) and saved.last is not self._checkpoint:
+            self._checkpoint = saved.last
+            self._note_checkpoint(trainer, saved)
         if not self._every or self._step % self._every:
             return
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
@@ -88,6 +102,15 @@ class Dashboard(Callback):
         norm = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step)
+
+    @staticmethod
+    def _note_checkpoint(trainer: Trainer, saved: Checkpoints) -> None:
+        """Known once it has been written, some steps later."""
+        if saved.last is None or saved.seconds is None:
+            return
+        found = {"run/checkpoint_s": saved.seconds, "run/checkpoint_mb": saved.size / 1e6}
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=trainer.global_step)
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,12 @@ import yaml
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
 """Settings that say nothing of what is trained."""
+PHASES = ("data_wait", "forward", "backward", "gradient_sync", "optimizer", "rest")
+"""Of a step; their shares are curves under speed/."""
+OURS = ("speed/", "ranks/", "run/")
+"""What the curves that are not the module's begin with."""
+SKIPPED = "train/skipped_steps"
+"""The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$")
 
 
@@ -102,6 +108,12 @@ class History:
         found = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
         return median(found) if found else None
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of a step, by what it was spent in."""
+        found = {name: self.usual(f"speed/{name}") for name in PHASES}
+        return {name: share for name, share in found.items() if share is not None}
+
     def summary(self) -> dict[str, Any]:
         """For programs."""
         newest = self.checkpoints[0] if self.checkpoints else None
@@ -117,9 +129,8 @@ class History:
             "ranks": last.ranks if last else None,
             "hosts": last.known.get("hosts") if last else None,
             "samples_per_s": self.usual("speed/samples_per_s"),
-            "data_wait": self.usual("speed/data_wait"),
-            "gradient_sync": self.usual("speed/gradient_sync"),
-            "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(("speed/", "run/"))},
+            "shares": self.shares,
+            "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
             "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
             "lives": [
                 {
@@ -159,12 +170,13 @@ def _lives(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
     for line in _text(path).splitlines():
         try:
             entry = json.loads(line)
-            event, time, step = entry.pop("event"), float(entry.pop("time")), int(entry.pop("step"))
+            event, time, step = entry.pop("event"), float(entry.pop("time")), entry.pop("step")
             if event == "start":
-                lives.append(Life(time, step, int(entry.pop("ranks")), entry, time, step))
+                lives.append(Life(time, int(step), int(entry.pop("ranks")), entry, time, int(step)))
             elif lives:
                 life = lives[-1]
-                life.end, life.end_step, life.state, life.why = time, step, str(entry["state"]), entry["why"]
+                life.end, life.state, life.why = time, str(entry["state"]), entry["why"]
+                life.end_step = life.step if step is None else int(step)  # None: from a warden, which knows no steps
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left
     for life, until in zip(lives, [*(one.time for one in lives[1:]), float("inf")], strict=False):

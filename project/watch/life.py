@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import __version__
+from project.errors import UserError
 from project.watch.history import FILE
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Life(Callback):
             trainer,
             "start",
             epoch=trainer.current_epoch,
+            of=_steps(trainer),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -62,8 +64,10 @@ class Life(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         name = _signal(exception)
-        lines = str(exception).strip().splitlines() or [""]
-        error = f"{type(exception).__name__}: {lines[0]}"[:_LONGEST]
+        cause = exception.__cause__ if isinstance(exception, SystemExit) and exception.__cause__ else exception
+        lines = str(cause).strip().splitlines() or [""]
+        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__}: "
+        error = f"{kind}{lines[0]}"[:_LONGEST]
         self._stop(trainer, "stopped" if name else "failed", name or error)
 
     def _stop(self, trainer: Trainer, state: str, why: str | None) -> None:
@@ -92,6 +96,12 @@ def _signal(exception: BaseException) -> str | None:
     code = exception.code if isinstance(exception, SystemExit) else None
     known = {128 + number: signal.Signals(number).name for number in signal.valid_signals() if number in {*signal.Signals}}
     return known.get(code) if isinstance(code, int) else None
+
+
+def _steps(trainer: Trainer) -> int | None:
+    """Of the whole run, where they are known."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 <= steps < float("inf") else None
 
 
 def _commit() -> str | None:

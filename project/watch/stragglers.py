@@ -16,6 +16,7 @@ Cause = Literal["data", "compute"]
 _SLOW = 1.3  # times the median of the ranks' own work
 _IN_A_ROW, _AT_LEAST = 3, 1.0  # windows, seconds: less is chance
 _AGAIN = 100  # windows until what has been said is said again
+_CURVES = 8  # ranks with curves of their own
 _HINTS = {
     "data": "data.num_workers, and the disk or network that this host reads its data from.",
     "compute": "what else runs on this host; is it throttled (temperature, power, a limit on its cores)?",
@@ -31,6 +32,10 @@ class Times:
     sync: float
     other: float = 0.0
     """Between two steps: logging, say."""
+    forward: float = 0.0
+    """A part of `compute`, as are the next two."""
+    backward: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def own(self) -> float:
@@ -39,6 +44,18 @@ class Times:
     @property
     def total(self) -> float:
         return self.own + self.sync + self.other
+
+    @property
+    def data_wait(self) -> float:
+        return self.data
+
+    @property
+    def gradient_sync(self) -> float:
+        return self.sync
+
+    @property
+    def rest(self) -> float:
+        return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
 
 
 def excess(ranks: Sequence[Times], cause: Cause) -> list[float]:
@@ -74,6 +91,13 @@ class Stragglers:
         self.hosts, self.steps = hosts, steps
         self._streaks = [Streak() for _ in hosts]
         self._named: dict[int, Cause] = {}
+
+    def by_rank(self, ranks: Sequence[Times]) -> dict[str, float]:
+        """Curves of each rank's own work, with its host in their names; of many ranks those that are the slowest now."""
+        slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].own)[:_CURVES]
+        named = {f"{rank}.{self.hosts[rank]}": ranks[rank] for rank in sorted(slowest)}
+        data = {f"ranks/data_ms/{name}": 1e3 * times.data for name, times in named.items()}
+        return data | {f"ranks/compute_ms/{name}": 1e3 * times.compute for name, times in named.items()}
 
     def compare(self, ranks: Sequence[Times]) -> None:
         """The times of one window, by rank."""

@@ -1,56 +1,36 @@
-"""Where the time of a step goes: waiting for data, computing, waiting for the other ranks' gradients; and how fast that is.
+"""Where the time of a step goes: waiting for data, forwards, backwards, waiting for the other ranks' gradients, the optimiser,
+and the rest; how fast that is, and in how much memory.
 
 Lightning's ThroughputMonitor waits for the device at each log point and knows one rank. Here the ranks' times are collected
 once in a window of steps, by one small all-gather that is read a step later; on a GPU they are read from events that have
-long passed. TensorBoard gets them under speed/; `Stragglers` compares them.
+long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` compares them.
 """
 
-import copy
 import logging
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
+from torch.optim import Optimizer
 
 from project.cluster.group import Group
 from project.cluster.launcher import host
 from project.errors import UserError
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
+from project.watch.flops import flops, peak
+from project.watch.history import PHASES
+from project.watch.measured import Mark, Measured, StepTimes, gpu_use, host_memory
 from project.watch.stragglers import Stragglers, Times, excess
 
 log = logging.getLogger(__name__)
 
 _LATER = 2  # steps until a GPU has surely passed an event
-_COMPUTES_IN = {
-    "16": torch.float16,
-    "bf16": torch.bfloat16,
-    "32": torch.float32,
-    "64": torch.float64,
-    "transformer": torch.int8,
-}
-"""By what `trainer.precision` begins with."""
-Mark = Any  # a moment: seconds, or an event on the device
-
-
-@dataclass
-class StepTimes:
-    """The moments of one step."""
-
-    before: Mark = None  # the end of the last step, unless there was a validation in between
-    fetches: list[tuple[Mark, Mark]] = field(default_factory=list)  # of each micro-batch
-    own_work: Mark = None  # the last gradient is there; from here on it is the others' turn
-    backward: Mark = None
-    end: Mark = None
-    samples: int = 0
 
 
 class Throughput(Callback):
@@ -65,6 +45,7 @@ class Throughput(Callback):
             raise UserError(f"every_n_steps is a number of steps, not {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
+        self.phases: dict[str, float] = {}  # shares of a step in the last window
         self._steps = 0
         self._group = Group()
         self._stragglers: Stragglers | None = None
@@ -78,13 +59,16 @@ class Throughput(Callback):
     def _forget(self) -> None:
         self._step: StepTimes | None = None
         self._fetching: Mark = None
+        self._begun: Mark = None  # what goes on now: a forward or a backward pass
+        self._busy = time.process_time(), time.perf_counter()
         self._last_end: Mark = None
         self._window: list[StepTimes] = []
         self._closed: tuple[int, list[StepTimes]] | None = None
         self._rows: list[Tensor] = []
         self._arriving: Any = None
         self._warm = False
-        self._spent, self._seconds = [0.0, 0.0], 0.0
+        self._spent: dict[str, float] = {}
+        self._seconds = 0.0
 
     # Set up ----------------------------------------------------------------------------------------------------------
 
@@ -129,7 +113,8 @@ class Throughput(Callback):
 
     def _fetched(self) -> None:
         assert self._step is not None
-        self._step.fetches.append((self._fetching, self._now()))
+        self._begun = self._now()
+        self._step.fetches.append((self._fetching, self._begun))
 
     def _gradient(self, parameter: Tensor) -> None:
         self._last_gradient = parameter
@@ -140,9 +125,21 @@ class Throughput(Callback):
         if not self._warm and self._flops is None and trainer.is_global_zero:
             self._count_flops(trainer, pl_module, batch)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._step is not None:
+            now = self._now()
+            self._step.forwards.append((self._begun, now))
+            self._begun = now
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._step is not None:
-            self._step.backward = self._now()
+            now = self._now()
+            self._step.backwards.append((self._begun, now))
+            self._begun = now
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._step is not None:
+            self._step.optimizer = self._now()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -180,27 +177,40 @@ class Throughput(Callback):
 
     def _send(self, trainer: Trainer) -> None:
         assert self._closed is not None
-        row = self._sum_up(self._closed[1])
+        row = self._sum_up(self._closed[1]).row()
         self._rows = [torch.empty_like(row) for _ in range(trainer.world_size)]
         if trainer.world_size > 1:
             self._arriving = dist.all_gather(self._rows, row, group=self._group(), async_op=True)
         else:
             self._rows = [row]
 
-    def _sum_up(self, window: list[StepTimes]) -> Tensor:
-        """Seconds a step in data, compute, gradient sync and between steps; samples a step."""
+    def _sum_up(self, window: list[StepTimes]) -> Measured:
+        """Seconds a step."""
         if self._on_gpu:
             window[-1].end.synchronize()  # of two steps ago: nothing to wait for
-        data = sync = work = between = 0.0
+        data = forward = backward = sync = optimizer = work = between = 0.0
         for step in window:
-            data += sum(self._seconds_between(*fetch) for fetch in step.fetches)
+            data += sum(self._seconds_between(*one) for one in step.fetches)
+            forward += sum(self._seconds_between(*one) for one in step.forwards)
+            backward += sum(self._seconds_between(*one) for one in step.backwards)
             work += self._seconds_between(step.fetches[0][0], step.end)
             if step.before is not None:
                 between += self._seconds_between(step.before, step.fetches[0][0])
-            if step.own_work is not None:
-                sync += self._seconds_between(step.own_work, step.backward)
+            if step.own_work is not None and step.backwards:
+                sync += self._seconds_between(step.own_work, step.backwards[-1][1])
+            if step.optimizer is not None:
+                optimizer += self._seconds_between(step.optimizer, step.end)
+        phases = (data, work - data - sync, sync, between, forward, backward - sync, optimizer)
         samples = sum(step.samples for step in window)
-        return torch.tensor([data, work - data - sync, sync, between, samples], dtype=torch.float64) / len(window)
+        busy, self._busy = self._busy, (time.process_time(), time.perf_counter())
+        return Measured(
+            Times(*(one / len(window) for one in phases)),
+            samples / len(window),
+            host_memory(),
+            float(torch.cuda.max_memory_allocated()) if self._on_gpu else 0.0,
+            (self._busy[0] - busy[0]) / (self._busy[1] - busy[1] or 1.0),
+            gpu_use() if self._on_gpu else math.nan,
+        )
 
     def _read(self, trainer: Trainer) -> None:
         """What was sent at the last step has arrived by now: all ranks have met in that step's gradients since."""
@@ -211,9 +221,10 @@ class Throughput(Callback):
             self._arriving = None
         assert self._closed is not None
         step = self._closed[0]
-        rows = [row.tolist() for row in self._rows]
+        found = [Measured.of(row) for row in self._rows]
         self._closed, self._rows = None, []
-        self._report(trainer, step, [Times(*row[:4]) for row in rows], sum(row[4] for row in rows))
+        if trainer.is_global_zero:
+            self._report(trainer, step, found)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(trainer)
@@ -224,68 +235,42 @@ class Throughput(Callback):
 
     # What is said ----------------------------------------------------------------------------------------------------
 
-    def _report(self, trainer: Trainer, step: int, ranks: list[Times], samples: float) -> None:
-        if not trainer.is_global_zero:
-            return
+    def _report(self, trainer: Trainer, step: int, found: Sequence[Measured]) -> None:
+        ranks, samples = [one.times for one in found], sum(one.samples for one in found)
         seconds = max(times.total for times in ranks)
-        spent = {name: sum(getattr(times, name) / times.total for times in ranks) / len(ranks) for name in ("data", "sync")}
-        values = {"speed/samples_per_s": samples / seconds, "speed/data_wait": spent["data"]}
+        self.phases = {name: sum(getattr(one, name) / one.total for one in ranks) / len(ranks) for name in PHASES}
+        if len(ranks) == 1:
+            del self.phases["gradient_sync"]
+        values = {f"speed/{name}": share for name, share in self.phases.items()}
+        values["speed/samples_per_s"] = samples / seconds
         if self._flops:
             achieved = self._flops * samples / seconds / len(ranks)
             values["speed/tflops"] = achieved / 1e12  # of one rank's device
             if self._peak:
                 values["speed/mfu"] = achieved / self._peak
         if self._stragglers is not None:
-            values["speed/gradient_sync"] = spent["sync"]
             values["speed/worst_data"] = max(excess(ranks, "data"))
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
+            values |= self._stragglers.by_rank(ranks)
             self._stragglers.compare(ranks)
+        values["run/memory_gb"] = max(one.host_memory for one in found) / 1e9
+        values["run/cpu_cores"] = sum(one.cores for one in found) / len(found)
+        if device := max(one.device_memory for one in found):
+            values["run/gpu_memory_gb"] = device / 1e9
+        if not math.isnan(use := sum(one.gpu for one in found) / len(found)):
+            values["run/gpu_use"] = use
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        self._keep(seconds, spent)
+        self._keep(seconds)
 
-    def _keep(self, seconds: float, spent: dict[str, float]) -> None:
+    def _keep(self, seconds: float) -> None:
         self._seconds += seconds
-        self._spent = [total + seconds * spent[name] for total, name in zip(self._spent, ("data", "sync"), strict=True)]
-        self.shares = {"data wait": self._spent[0] / self._seconds}
-        if self._stragglers is not None:
-            self.shares["gradient sync"] = self._spent[1] / self._seconds
+        for name in ("data_wait", "gradient_sync"):
+            if name in self.phases:
+                self._spent[name] = self._spent.get(name, 0.0) + seconds * self.phases[name]
+        self.shares = {name.replace("_", " "): spent / self._seconds for name, spent in self._spent.items()}
 
     def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
             self._flops = flops(getattr(module, "network", None), images.shape[1:])
         self._peak = peak(trainer)
-
-
-def peak(trainer: Trainer) -> int | None:
-    """Floating-point operations a second that a rank's device can do in this precision, where Lightning knows it."""
-    try:
-        computes, _, _ = str(trainer.precision).partition("-")
-        return get_available_flops(trainer.strategy.root_device, _COMPUTES_IN[computes])
-    except Exception as error:  # a precision, or a device, of one's own
-        log.debug("The peak of this device can't be told: %s", error)
-        return None
-
-
-def flops(network: Any, shape: Sequence[int]) -> float:
-    """Floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
-
-    Counted on a twin that has shapes and no values.
-    """
-    if not isinstance(network, nn.Module):
-        return 0.0
-    try:
-        shapes: dict[int, Any] = {}
-        for tensor in chain(network.parameters(), network.buffers()):
-            like = torch.empty_like(tensor, device="meta")
-            shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-        images = torch.empty(2, *shape, device="meta", dtype=next(network.parameters()).dtype)
-        twin = copy.deepcopy(network, shapes)
-        # What has no values has no anomalies either.
-        unwatched = torch.autograd.set_detect_anomaly(False)
-        with unwatched, torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-            twin(images).sum().backward()
-    except Exception as error:  # a network may do what can't be done without values
-        log.debug("The operations of this network can't be counted: %s", error)
-        return 0.0
-    return float(counter.get_total_flops() / len(images))

@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.survive.readable import plain_values
+from project.watch.history import OURS
 from tests.conftest import TINY, environment, forked
 
 FIT = (
@@ -30,7 +31,7 @@ def final(folder: Path, steps: int = STEPS) -> dict:
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What was learned, that is: how fast it went is never the same, and where it ran need not be."""
     events = EventAccumulator(str(folder / "lightning_logs/it")).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(("speed/", "run/"))]
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(OURS)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from project import Trainer
 from project.model import MiniResNet
+from project.watch.flops import flops, peak
 from project.watch.stragglers import Stragglers, Times, excess
-from project.watch.throughput import Throughput, flops, peak
+from project.watch.throughput import Throughput
 from tests.conftest import Cli
 from tests.watch.slow import MICRO_BATCHES
 

@@ -1,0 +1,58 @@
+"""What a step has to compute, and what a device could compute in that time."""
+
+import copy
+import logging
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+log = logging.getLogger(__name__)
+
+_COMPUTES_IN = {
+    "16": torch.float16,
+    "bf16": torch.bfloat16,
+    "32": torch.float32,
+    "64": torch.float64,
+    "transformer": torch.int8,
+}
+"""By what `trainer.precision` begins with."""
+
+
+def peak(trainer: Trainer) -> int | None:
+    """Floating-point operations a second that a rank's device can do in this precision, where Lightning knows it."""
+    try:
+        computes, _, _ = str(trainer.precision).partition("-")
+        return get_available_flops(trainer.strategy.root_device, _COMPUTES_IN[computes])
+    except Exception as error:  # a precision, or a device, of one's own
+        log.debug("The peak of this device can't be told: %s", error)
+        return None
+
+
+def flops(network: Any, shape: Sequence[int]) -> float:
+    """Floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
+
+    Counted on a twin that has shapes and no values.
+    """
+    if not isinstance(network, nn.Module):
+        return 0.0
+    try:
+        shapes: dict[int, Any] = {}
+        for tensor in chain(network.parameters(), network.buffers()):
+            like = torch.empty_like(tensor, device="meta")
+            shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+        images = torch.empty(2, *shape, device="meta", dtype=next(network.parameters()).dtype)
+        twin = copy.deepcopy(network, shapes)
+        # What has no values has no anomalies either.
+        unwatched = torch.autograd.set_detect_anomaly(False)
+        with unwatched, torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+            twin(images).sum().backward()
+    except Exception as error:  # a network may do what can't be done without values
+        log.debug("The operations of this network can't be counted: %s", error)
+        return 0.0
+    return float(counter.get_total_flops() / len(images))

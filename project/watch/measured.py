@@ -1,0 +1,71 @@
+"""What a rank measures: the moments of its steps, and of a window of them what is sent to the others."""
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from project.watch.stragglers import Times
+
+Mark = Any  # a moment: seconds, or an event on the device
+
+
+@dataclass
+class StepTimes:
+    """The moments of one step."""
+
+    before: Mark = None  # the end of the last step, unless there was a validation in between
+    fetches: list[tuple[Mark, Mark]] = field(default_factory=list)  # of each micro-batch
+    forwards: list[tuple[Mark, Mark]] = field(default_factory=list)
+    backwards: list[tuple[Mark, Mark]] = field(default_factory=list)
+    own_work: Mark = None  # the last gradient is there; from here on it is the others' turn
+    optimizer: Mark = None  # it begins its step
+    end: Mark = None
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank has measured in a window, on the average of its steps."""
+
+    times: Times
+    samples: float
+    host_memory: float
+    """Bytes of the process, now."""
+    device_memory: float
+    """Bytes, at most since the start; 0 without a GPU."""
+    cores: float
+    """That the process kept busy."""
+    gpu: float
+    """The share of time in which the GPU computed anything; NaN where nobody says so."""
+
+    def row(self) -> Tensor:
+        times = self.times
+        phases = (times.data, times.compute, times.sync, times.other, times.forward, times.backward, times.optimizer)
+        rest = (self.samples, self.host_memory, self.device_memory, self.cores, self.gpu)
+        return torch.tensor([*phases, *rest], dtype=torch.float64)
+
+    @staticmethod
+    def of(row: Tensor) -> "Measured":
+        numbers = row.tolist()
+        return Measured(Times(*numbers[:7]), *numbers[7:])
+
+
+def host_memory() -> float:
+    """Bytes that this process has in the host's memory; its loader processes have their own."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):  # another system
+        return 0.0
+
+
+def gpu_use() -> float:
+    """Where nvidia-ml-py is installed."""
+    try:
+        return torch.cuda.utilization() / 100
+    except Exception:
+        return math.nan
