@@ -11,6 +11,9 @@ from project.survive.output import outlive_the_reader
 from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
+_READERS = {"same": "project.same", "report": "project.report", "watch": "project.watching"}
+"""Verbs that read files, and need no libraries either."""
+
 
 def main() -> None:
     if sys.argv[1:] in (["--version"], ["-V"]):  # answered before the libraries are loaded, which takes seconds
@@ -18,9 +21,9 @@ def main() -> None:
 
         print(f"project {__version__}")
         return
-    if sys.argv[1:2] in (["same"], ["report"]):  # they read files, and need no libraries either
+    if len(sys.argv) > 1 and sys.argv[1] in _READERS:
         outlive_the_reader()
-        sys.exit(import_module(f"project.{sys.argv[1]}").main(sys.argv[2:]))
+        sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
     SIGNALS.at_first = REQUEUE.when_noted

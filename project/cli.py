@@ -38,6 +38,7 @@ from project.survive.failure import hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
+from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life
 from project.watch.report import write
@@ -49,7 +50,7 @@ take_functions()  # functions behind a class_path, whatever their signatures say
 
 _ABOUT = (
     "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
-    "same RUN [RUN ...] says whether they are the same to the last bit."
+    "watch RUN follows one that goes on elsewhere; same RUN [RUN ...] says whether they are the same to the last bit."
 )
 
 
@@ -183,6 +184,8 @@ class ProjectCLI(LightningCLI):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoints):
                 callback.manifest["configuration"] = configuration
+            elif isinstance(callback, Watchdog) and self.subcommand == "fit":
+                callback.life = self.folder / LIFE
         if self._begun is not None:
             manifest = self._begun[1]
             at = manifest["position"]

@@ -143,7 +143,7 @@ class Parser(LightningArgumentParser):
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
-            verbs = [*re.findall(r"\w+", choice[2]), "report", "same"]
+            verbs = [*re.findall(r"\w+", choice[2]), "report", "same", "watch"]
             return f"There is no {choice[1]!r}{_meant(choice[1], verbs) or '.'} Choose from {', '.join(verbs)}."
         found = re.match(r'Parser key "([\w.]+)"', message)
         if not found:

@@ -4,7 +4,6 @@ Read from the runs' folders, which may belong to runs that still go on, or that 
 """
 
 import argparse
-import fcntl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.watch.compared import compared
-from project.watch.history import FILE, History, read_history
+from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
@@ -48,18 +47,6 @@ def main(words: Sequence[str]) -> int:
 
 def _read(name: str) -> History:
     folder = run_folder(name, FILE)
-    history = read_history(folder, folder.absolute().name, goes_on=_held(folder / ".lock"))
+    history = read_history(folder, folder.absolute().name, goes_on=held(folder / ".lock"))
     refuse_nothing(history)
     return history
-
-
-def _held(lock: Path) -> bool:
-    """Whether a process writes to the run's folder; never asked by that process, whose lock would be lost by it."""
-    try:
-        with lock.open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

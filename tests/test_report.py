@@ -4,17 +4,20 @@ import fcntl
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from html import unescape
+from statistics import median
 
 import pytest
 
 from project.watch.charts import Line, Mark, chart
 from project.watch.compared import compared, differences, scaling
-from project.watch.history import read_history
+from project.watch.history import PHASES, read_history
 from project.watch.report import page
 from tests.conftest import ROOT, TINY, forked
+from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
 
 FIT = (
@@ -52,7 +55,7 @@ def place(tmp_path_factory):
 def test_a_run_leaves_its_life(place):
     history = read_history(place / "lightning_logs/it", "it")
     assert [(one.ranks, one.state, one.why) for one in history.lives] == [
-        (1, "killed", None),
+        (1, "killed", f"rank 0 on {socket.gethostname()} was killed by signal 9."),
         (2, "stopped", "SIGTERM"),
         (3, "finished", None),
     ]
@@ -87,6 +90,57 @@ def test_the_page_needs_nothing_else_and_shows_it_all(place):
         assert what in said, what
     assert text.count("<title>") - 1 >= 2  # each start but the first is marked on the curves
     assert "started again at step" in said
+
+
+# Faults that are seen -------------------------------------------------------------------------------------------------
+
+STRUCK = 3  # the step that sample 77 comes up in, of global batches of 32
+TROUBLED = (
+    *(word for word in words("--trainer.devices=1", "--trainer.log_every_n_steps=2") if "Dropped" not in word),
+    "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.slow.Troubled", "init_args": {"at": 77}}),
+    '--trainer.callbacks={"class_path":"project.watch.throughput.Throughput","init_args":{"every_n_steps":2}}',
+    "--model.network=tests.probes.Dropped",
+)
+
+
+def red_lines(folder):
+    text = (folder / "lightning_logs/it/report.html").read_text()
+    return {unescape(one) for one in re.findall(r'<line class="fault"[^>]*><title>(.*?)</title>', text)}
+
+
+def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path):
+    done = forked(tmp_path, *TROUBLED, "--trainer.nonfinite=skip", "--data.global_batch_size=24", ranks=3)
+    assert done.code == 0, done.output
+    history = read_history(tmp_path / "lightning_logs/it", "it")
+    name = socket.gethostname()
+    waits = [median(one.value for one in history.curves[f"ranks/data_ms/{rank}.{name}"]) for rank in (0, 1, 2)]
+    assert waits[1] > 5 * max(waits[0], waits[2])
+    assert history.usual("speed/worst_data") > 1.3
+    for at in range(len(history.curves["speed/rest"])):  # of each window
+        assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
+    assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
+    assert history.last("run/memory_gb") > 0.1
+    assert history.last("run/cpu_cores") > 0
+    assert history.last("run/checkpoint_mb") > 0
+    assert min(one.value for one in history.curves["train/grad_norm"]) > 0
+    logged = [one.step for one in history.curves["train/loss"]]
+    (struck,) = history.curves["train/skipped_steps"]
+    assert [one.step for one in history.curves["train/grad_norm"]] == [step for step in logged if step != struck.step]
+    (red,) = red_lines(tmp_path)
+    assert f"step {struck.step} was left out, it was not finite" in red
+    said = unescape((tmp_path / "lightning_logs/it/report.html").read_text())
+    for what in (f"rank 1, {name}", "waiting for data", "ms a step that a rank waits for its data", "steps left out"):
+        assert what in said, what
+
+
+def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
+    done = forked(tmp_path, *TROUBLED)
+    assert done.code == 1
+    (life,) = read_history(tmp_path / "lightning_logs/it", "it").lives
+    assert life.state == "failed"
+    assert life.why.startswith(f"The loss of step {STRUCK} (epoch 0) is not finite: nan on rank 0")
+    (red,) = red_lines(tmp_path)
+    assert f"failed after step {STRUCK - 1}: The loss of step {STRUCK}" in red
 
 
 def test_several_runs_side_by_side(place):

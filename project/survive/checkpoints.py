@@ -227,7 +227,7 @@ class Checkpoints(Checkpoint):
         self._spawned_best = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
-        self.size = 0  # its bytes
+        self._news: dict[str, float] = {}  # for the loggers
         self._folder = Path()
         self._validated = False
         self._saved_at = (-1, False)
@@ -268,6 +268,8 @@ class Checkpoints(Checkpoint):
         if batch_idx % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
+        if self._news:
+            self._log(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
 
@@ -278,6 +280,13 @@ class Checkpoints(Checkpoint):
         if self.failed:  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
+        self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        """What the writing has cost, some steps later."""
+        news, self._news = self._news, {}
+        for logger in trainer.loggers if news else ():
+            logger.log_metrics(news, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.wait()
@@ -383,7 +392,8 @@ class Checkpoints(Checkpoint):
             if not self._read_back:
                 SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
                 self._read_back = True
-            self.failed, self.seconds, self.size = None, time.monotonic() - began, path.stat().st_size
+            self.failed, self.seconds = None, time.monotonic() - began
+            self._news = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": path.stat().st_size / 1e6}
             self._note(path, manifest)
             self._prune()
         except Exception as error:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 from project.train.micro_batch import micro_batch
@@ -131,6 +131,7 @@ class Progress(ProgressBar):
         self._trained = 0  # samples of the whole run, all ranks
         self._training = 0.0  # seconds spent in training, without validation
         self._resumed_at = 0.0
+        self._pace_from: tuple[int, float] | None = None  # the first step of this start, and when it was over
 
     def disable(self) -> None:
         self._on = False
@@ -142,6 +143,7 @@ class Progress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
+        self._pace_from = None
         self._line = self._speed_since = self._resumed_at = time.monotonic()
         console = Console(stderr=True)
         if trainer.is_global_zero and self._on and console.is_terminal:
@@ -150,7 +152,6 @@ class Progress(ProgressBar):
                 BarColumn(bar_width=30),
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
                 console=console,
                 transient=True,
             )
@@ -169,6 +170,8 @@ class Progress(ProgressBar):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
+        if self._pace_from is None:
+            self._pace_from = step, time.monotonic()
         if self._bars:
             epoch = f"{trainer.current_epoch + 1}/{trainer.max_epochs}"
             self._bars.update(self._bar, completed=step, epoch=epoch, figures=self._figures(trainer))
@@ -183,7 +186,25 @@ class Progress(ProgressBar):
         shown = [
             f"{name.removeprefix('train/')} {metrics[name]:.3f}" for name in ("train/loss", "train/acc") if name in metrics
         ]
-        return "  ".join([*shown, f"{speed:,.0f} samples/s"])
+        if groups := [group for one in trainer.optimizers for group in one.param_groups]:
+            shown.append(f"lr {groups[0]['lr']:.2g}")
+        shown.append(f"{speed:,.0f} samples/s")
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, Throughput) and one.phases:
+                longest = max(one.phases, key=lambda name: one.phases[name])
+                shown.append(f"{one.phases[longest]:.0%} {longest.replace('_', ' ')}")
+        return "  ".join([*shown, *self._left(trainer)])
+
+    def _left(self, trainer: Trainer) -> list[str]:
+        """To the end of the whole run, at the pace since this start, with its validations."""
+        steps, now = self._steps(trainer), time.monotonic()
+        if self._pace_from is None or steps is None:
+            return []
+        first, began = self._pace_from
+        if (done := trainer.global_step - first) < 1:
+            return []
+        left = (steps - trainer.global_step) * (now - began) / done
+        return [f"{timedelta(seconds=round(left))} left"]
 
     def _pause(self, trainer: Trainer) -> None:
         """Training stops here for a while: its time and its samples are booked."""

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
-from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.watch.events import Events
 from project.watch.history import BESIDE, FILE, PHASES
 
@@ -56,7 +55,6 @@ class Dashboard(Callback):
     def __init__(self) -> None:
         self._step = self._every = 0
         self._described = True
-        self._checkpoint: Path | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
@@ -66,8 +64,6 @@ class Dashboard(Callback):
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
-        saved = checkpoints_of(trainer)
-        self._checkpoint = saved.last if saved else None  # the one that this run goes on from is old
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
@@ -92,25 +88,15 @@ class Dashboard(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, Events):
                     logger.write(lambda writer: self._describe(trainer, writer))
-        if (saved := checkpoints_of(trainer)) and saved.last is not self._checkpoint:
-            self._checkpoint = saved.last
-            self._note_checkpoint(trainer, saved)
         if not self._every or self._step % self._every:
             return
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if not gradients:  # the step is left out
+            return
         # The host waits for the device here, as it does to log the loss of this step.
         norm = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
-            logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step)
-
-    @staticmethod
-    def _note_checkpoint(trainer: Trainer, saved: Checkpoints) -> None:
-        """Known once it has been written, some steps later."""
-        if saved.last is None or saved.seconds is None:
-            return
-        found = {"run/checkpoint_s": saved.seconds, "run/checkpoint_mb": saved.size / 1e6}
-        for logger in trainer.loggers:
-            logger.log_metrics(found, step=trainer.global_step)
+            logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:

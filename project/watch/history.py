@@ -2,6 +2,7 @@
 warnings. Nothing is imported that a login node would have to wait for, and nothing is changed.
 """
 
+import fcntl
 import json
 import logging
 import re
@@ -147,7 +148,7 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
     """Of the run in this folder. `goes_on`: a process is at it."""
     curves = _curves(folder)
     seen = [(point.time, point.step) for points in curves.values() for point in points]
-    lives = _lives(folder / FILE, seen)
+    lives = lives_of(folder / FILE, seen)
     if lives and goes_on and lives[-1].state == "killed":
         lives[-1].state = "going on"
     text = _text(folder / "config.yaml")
@@ -164,7 +165,7 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
     )
 
 
-def _lives(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
+def lives_of(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
     """`seen`: when, and at which step, the run has left something."""
     lives: list[Life] = []
     for line in _text(path).splitlines():
@@ -189,16 +190,45 @@ def _lives(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
 
 def _curves(folder: Path) -> dict[str, list[Point]]:
     """Of TensorBoard's events, as TensorBoard shows them: what a run that went on has taken back is left out."""
-    if not any(folder.glob("events.out.tfevents.*")):
-        return {}
-    quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    events = Events(folder)
+    return {tag: [Point(one.step, one.value, one.wall_time) for one in events.scalars(tag)] for tag in events.read()}
 
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    finally:
-        logging.root.manager.disable = quiet
-    return {tag: [Point(one.step, one.value, one.wall_time) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+class Events:
+    """TensorBoard's reader of a folder. `keep`: values of each curve, the newest and others by chance; 0: all."""
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self._folder, self._keep = folder, keep
+        self._found: Any = None
+
+    def read(self) -> list[str]:
+        """What is new since it was called last. The names of all curves."""
+        if self._found is None and not any(self._folder.glob("events.out.tfevents.*")):
+            return []
+        quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+            self._found = self._found or EventAccumulator(str(self._folder), size_guidance={"scalars": self._keep})
+            self._found.Reload()
+        finally:
+            logging.root.manager.disable = quiet
+        return list(self._found.Tags()["scalars"])
+
+    def scalars(self, tag: str) -> Sequence[Any]:
+        return self._found.Scalars(tag) if self._found else ()
+
+
+def held(lock: Path) -> bool:
+    """Whether a process writes to the run's folder; never asked by that process, whose lock would be lost by it."""
+    try:
+        with lock.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _text(path: Path) -> str:

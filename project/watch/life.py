@@ -5,6 +5,7 @@ A run that was killed has no line for its stop. The report is made of these line
 
 import json
 import logging
+import os
 import platform
 import signal
 import subprocess
@@ -42,6 +43,7 @@ class Life(Callback):
         self._write(
             trainer,
             "start",
+            pid=os.getpid(),
             epoch=trainer.current_epoch,
             of=_steps(trainer),
             ranks=trainer.world_size,

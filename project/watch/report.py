@@ -5,6 +5,7 @@ And summary.json beside it, for programs.
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from html import escape
@@ -19,6 +20,7 @@ PAGE, SUMMARY = "report.html", "summary.json"
 _SAID = 60  # warnings: the last ones
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
+_FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
 _PHASES = {
     "data_wait": ("waiting for data", 1),
     "forward": ("forwards", 2),
@@ -54,10 +56,19 @@ _OF_RANKS = {
 
 def write(history: History) -> Path:
     """The page and the summary of a run, in its folder."""
-    (history.folder / SUMMARY).write_text(json.dumps(history.summary(), indent=1))
-    path = history.folder / PAGE
-    path.write_text(page(history))
+    _replace(history.folder / SUMMARY, json.dumps(history.summary(), indent=1))
+    _replace(path := history.folder / PAGE, page(history))
     return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole at any moment: a warden may write it, too."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def page(history: History) -> str:
@@ -131,7 +142,7 @@ def _learning(history: History) -> Iterator[Chart]:
             stage, _, name = tag.partition("/")
             known = stage in _STAGES and name
             groups.setdefault((name if known else tag), []).append((stage if known else tag, tag))
-    for name, tags in groups.items():
+    for name, tags in sorted(groups.items(), key=lambda one: one[0] not in _FIRST):
         lines = []
         for stage, tag in sorted(tags, key=lambda one: _order(one[0])):
             colour = _order(stage) if stage in _STAGES else 0

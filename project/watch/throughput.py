@@ -9,7 +9,7 @@ long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` c
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Throughput(Callback):
         self._flops: float | None = None  # for a sample
         self._peak: int | None = None
         self._on_gpu = False
+        self._now: Callable[[], Mark] = time.perf_counter
         self._forget()
 
     def _forget(self) -> None:
@@ -76,6 +77,7 @@ class Throughput(Callback):
         self._forget()
         self._steps = self.every_n_steps or max(10, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._on_gpu = pl_module.device.type == "cuda"
+        self._now = self._event if self._on_gpu else time.perf_counter
         if trainer.world_size > 1:
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
@@ -97,9 +99,8 @@ class Throughput(Callback):
 
     # Moments ---------------------------------------------------------------------------------------------------------
 
-    def _now(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
+    @staticmethod
+    def _event() -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

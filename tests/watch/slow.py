@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset
 
 from project.data import Synthetic
+from tests.survive.poison import Poisoned
 
 MICRO_BATCHES = 2  # of a rank in a step
 PAUSE = 0.02
@@ -37,6 +38,15 @@ class SlowData(Dataset[Any]):
         if rank() == 1 and self.start <= step < self.stop:
             time.sleep(PAUSE)
         return self.images.__getitems__(indices)
+
+
+class Troubled(Poisoned):
+    """Rank 1 takes long to read, and sample `at` is NaN."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if rank() == 1:
+            time.sleep(PAUSE / 4)
+        return super().__getitem__(index)
 
 
 class SlowNetwork(torch.nn.Sequential):

@@ -1,4 +1,5 @@
-"""A small process beside each rank that outlives it: it ends a rank that no longer can, and says how one ended that was killed.
+"""A small process beside each rank that outlives it: it ends a rank that no longer can, and says how one ended that was killed,
+rank 0's also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
 there may be no other rank that could. And a process that is killed, for its memory say, can't say so: its warden does, here and
@@ -19,6 +20,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import zlib
@@ -174,7 +176,7 @@ class Watch:
         self.parent = self._parent()
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
-        self.ranks: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}
         self._unread = b""
 
     def _parent(self) -> tuple[int, str]:
@@ -187,7 +189,7 @@ class Watch:
         *lines, self._unread = (self._unread + said).split(b"\n")
         for line in lines:
             if line.startswith(b"{"):
-                self.ranks = json.loads(line)
+                self.known |= json.loads(line)
             elif line == b"end":
                 self.ending = True
             else:
@@ -212,9 +214,9 @@ class Watch:
     def tell(self, text: str) -> None:
         """Says it here, and to the ranks that are left."""
         print(text, file=sys.stderr, flush=True)
-        news = {"secret": self.ranks.get("secret"), "kind": "died", "rank": self.ranks.get("rank"), "text": text}
+        news = {"secret": self.known.get("secret"), "kind": "died", "rank": self.known.get("rank"), "text": text}
         data = zlib.compress(json.dumps(news).encode(), 1)
-        for address in self.ranks.get("addresses", ()):
+        for address in self.known.get("addresses", ()):
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sender:
                 sender.sendto(data, tuple(address))
@@ -222,12 +224,30 @@ class Watch:
     def end_it(self) -> None:
         """Ends a rank that was silent for too long."""
         text = f"{self.name} shows no sign of life for {self.silent} s, not even its watchdog: it is ended."
-        file = self.ranks["file"]
+        file = self.known["file"]
         print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
         found = dumped(self.pid, self.dump, wake=True)
         with suppress(OSError):
             Path(file).write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
         end_with_children(self.pid)
+
+    def note_end(self, how: str) -> None:
+        """In the life of the run, which the rank could not write to its end; then the report of it is written."""
+        life = Path(self.known.get("life", ""))
+        try:
+            last = json.loads(life.read_text().splitlines()[-1])
+            if last["event"] != "start" or last["pid"] != self.pid:
+                return  # it has said so itself, or the run goes on elsewhere
+            why = self.known.get("why")
+            line = {"event": "stop", "time": round(time.time(), 3), "step": None}
+            line |= {"state": "failed" if why else "killed", "why": why or how or None}
+            with life.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            os.nice(19)
+            words = [sys.executable, "-m", "project", "report", str(life.parent)]
+            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        except (OSError, ValueError, LookupError, TypeError):
+            return  # no training was begun, or there is no room
 
 
 def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
@@ -243,17 +263,19 @@ def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
                 watch.hear(said)
                 continue
             inputs.remove(0)  # the rank has let go of its warden, or is about to end
-            if watch.ending:
+            if watch.ending and "why" not in watch.known:
                 return
         elif ready or watch.over():
             break
         else:
             watch.silent += 1
             watch.memory.follow()
+    text = ""
     if not watch.over() and watch.silent > watch.allowed:
         watch.end_it()
     elif text := watch.how():
         watch.tell(text)
+    watch.note_end(text)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ class Watchdog(Callback):
         self._channel: Channel | None = None
         self._folder: Path | None = None
         self._dump: tuple[Any, str] = (None, "")
+        self.life: Path | None = None
+        """The file of starts and stops, from who writes it."""
         self._warden: subprocess.Popen[bytes] | None = None
         self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._batches = 0
@@ -151,6 +153,7 @@ class Watchdog(Callback):
         self._begin("start-up")
         if trainer.world_size == 1 or not dist.is_initialized():
             self._folder = Path(trainer.default_root_dir)
+            self._tell_of_life()
             return
         channel = Channel(own_address())
         told: list[Any] = [None] * trainer.world_size
@@ -163,7 +166,13 @@ class Watchdog(Callback):
         others = [member.address for member in members if member.rank != self._rank]
         known = {"rank": self._rank, "secret": channel.secret, "addresses": others}
         self._tell_warden(json.dumps({**known, "file": f"{self._folder}/hang-rank{self._rank}.txt"}))
+        self._tell_of_life()
         self._channel = channel
+
+    def _tell_of_life(self) -> None:
+        """Where the warden writes how the run ended, if rank 0 can't."""
+        if self._rank == 0 and self.life is not None:
+            self._tell_warden(json.dumps({"life": str(self.life.absolute())}))
 
     def _watch_over(self) -> None:
         """Starts this rank's warden."""
@@ -370,6 +379,7 @@ class Watchdog(Callback):
     def _end(self, judged: Verdict) -> None:
         me = self._self()
         told = judged.brief() if judged.network else judged
+        self._tell_warden(json.dumps({"why": str(told).splitlines()[0]}))
         self._tell_warden("end")
         if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
             for _ in range(3):  # a datagram may get lost

@@ -1,0 +1,108 @@
+"""python -m project watch RUN: how a run gets on that goes on elsewhere, from the files in its folder alone.
+
+On a terminal one line that is written anew; elsewhere a line whenever there is news.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from project.config_files import RUNS, run_folder
+from project.errors import UserError
+from project.watch.charts import number
+from project.watch.history import FILE, PHASES, Events, Life, Point, held, lives_of
+
+_ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
+_FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
+_METRICS = ("train/loss", "val/loss", "train/acc", "val/acc", "train/lr")
+
+
+def main(words: Sequence[str]) -> int:
+    """Follows the run, and returns the exit code: 0 when it has finished, or goes on (`--once`)."""
+    parser = argparse.ArgumentParser("python -m project watch", description=_ABOUT)
+    parser.add_argument("run", metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look (5)")
+    parser.add_argument("--once", action="store_true", help="look once; the exit code is 1 if the run is dead")
+    given = parser.parse_args(words)
+    if given.every <= 0:
+        parser.error(f"--every is a number of seconds, not {given.every:g}")
+    try:
+        folder = run_folder(given.run, FILE)
+        return _follow(folder, given.every, given.once)
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _follow(folder: Path, every: float, once: bool) -> int:
+    look = Look(folder)
+    terminal, before = sys.stdout.isatty() and not once, ""
+    while True:
+        state, text = look()
+        over = once or state == "finished"
+        if terminal:
+            print(f"\r\033[2K{text}, {look.age()}", end="\n" if over else "", flush=True)
+        elif text != before:
+            print(f"{time.strftime('%H:%M:%S')}  {text}, {look.age()}", flush=True)
+        before = text
+        if over:
+            return int(once and state not in ("finished", "going on"))
+        time.sleep(every)
+
+
+class Look:
+    """At a run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._events = Events(folder, keep=1)
+
+    def __call__(self) -> tuple[str, str]:
+        """The state of the run, and all that there is to say."""
+        newest = {tag: Point(one.step, one.value, one.wall_time) for tag in self._events.read() if (one := self._newest(tag))}
+        lives = lives_of(self.folder / FILE, [(one.time, one.step) for one in newest.values()])
+        if not lives:
+            return "not started", "not a step yet"
+        life = lives[-1]
+        state = life.state
+        if state == "killed" and life.why is None and (held(self.folder / ".lock") or self._silent() < _FRESH):
+            state = "going on"
+        of = life.known.get("of")
+        parts = [f"step {life.end_step:,}/{of:,}" if of else f"step {life.end_step:,}"]
+        parts += [f"{tag} {number(newest[tag].value)}" for tag in _METRICS if tag in newest]
+        if (speed := newest.get("speed/samples_per_s")) and speed.time >= life.time:
+            parts.append(f"{speed.value:,.0f} samples/s")
+            shares = {name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}
+            longest = max(shares, key=lambda name: shares[name])
+            parts.append(f"{shares[longest]:.0%} {longest.replace('_', ' ')}")
+        parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
+        if state == "going on":
+            parts += _left(life, of)
+        return state, "  ".join([*parts, f"{state}: {life.why}" if life.why else state])
+
+    def _newest(self, tag: str) -> Any:
+        return next(iter(self._events.scalars(tag)[-1:]), None)
+
+    def _silent(self) -> float:
+        """Seconds since anything was written."""
+        times = [one.stat().st_mtime for one in (*self.folder.iterdir(), self.folder / "checkpoints") if one.exists()]
+        return max(0.0, time.time() - max(times, default=0.0))
+
+    def age(self) -> str:
+        return f"last sign of life {timedelta(seconds=round(self._silent()))} ago"
+
+
+def _left(life: Life, of: int | None) -> list[str]:
+    """At the pace since the last start."""
+    done = life.end_step - life.step
+    if not of or done < 1:
+        return []
+    left = (of - life.end_step) * (life.end - life.time) / done
+    return [f"{timedelta(seconds=round(max(0.0, left)))} left"]
