@@ -22,7 +22,8 @@ def main() -> None:
         print(f"project {__version__}")
         return
     if len(sys.argv) > 1 and sys.argv[1] in _READERS:
-        outlive_the_reader()
+        if sys.argv[1] != "watch":  # which has nothing else to do
+            outlive_the_reader()
         sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()

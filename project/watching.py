@@ -4,6 +4,7 @@ On a terminal one line that is written anew; elsewhere a line whenever there is 
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def main(words: Sequence[str]) -> int:
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -85,7 +89,7 @@ class Look:
         parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
         if state == "going on":
             parts += _left(life, of)
-        return state, "  ".join([*parts, f"{state}: {life.why}" if life.why else state])
+        return state, "  ".join([*parts, f"{state}: {life.why.rstrip('.')}" if life.why else state])
 
     def _newest(self, tag: str) -> Any:
         return next(iter(self._events.scalars(tag)[-1:]), None)

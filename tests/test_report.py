@@ -2,11 +2,14 @@
 
 import fcntl
 import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from html import unescape
 from statistics import median
 
@@ -194,8 +197,66 @@ def test_a_run_that_goes_on_is_not_called_killed(place):
         (folder / "life.jsonl").write_text(life)
 
 
+@contextmanager
+def reads(folder, verb, *words):
+    with subprocess.Popen(
+        [sys.executable, "-m", "project", verb, *words],
+        cwd=folder, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+            assert process.wait(30) is not None
+        finally:
+            process.kill()
+
+
+def test_a_run_is_watched_from_its_files(place, tmp_path):
+    runs = tmp_path / "lightning_logs"
+    shutil.copytree(place / "lightning_logs", runs)
+    life = runs / "it/life.jsonl"
+    *lines, last = life.read_text().splitlines(keepends=True)
+    life.write_text("".join(lines))
+    with (runs / "it/.lock").open("a+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        with reads(tmp_path, "watch", "it", "--every", "0.1") as watch:
+            said = watch.stdout.readline()
+            assert re.search(r"step (\d+)/\1 .*train/loss [\d.]+ .*3 ranks on 1 host.* going on, last sign of life", said)
+            with life.open("a") as file:
+                file.write(last)
+            assert "finished" in watch.stdout.readline()
+        assert watch.returncode == 0
+
+
+def test_a_look_at_a_dead_run_fails(place, tmp_path):
+    folder = tmp_path / "lightning_logs/it"
+    shutil.copytree(place / "lightning_logs/it", folder)
+    life = (folder / "life.jsonl").read_text().splitlines(keepends=True)
+    (folder / "life.jsonl").write_text("".join(life[:-1]))
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+    with reads(tmp_path, "watch", "it", "--once") as watch:
+        assert "killed, last sign of life" in watch.stdout.read()
+    assert watch.returncode == 1
+    with reads(tmp_path, "watch", "it", "--every", "0") as watch:
+        pass
+    assert watch.returncode == 2
+
+
+def test_who_is_not_read_any_more_stops_looking(place, tmp_path):
+    folder = tmp_path / "lightning_logs/it"
+    shutil.copytree(place / "lightning_logs/it", folder)
+    life = (folder / "life.jsonl").read_text().splitlines(keepends=True)
+    (folder / "life.jsonl").write_text("".join(life[:2]))
+    with reads(tmp_path, "watch", "it", "--every", "0.1") as watch:
+        assert "killed: rank 0" in watch.stdout.readline()
+        watch.stdout.close()
+        (folder / "life.jsonl").write_text("".join(life[:4]))  # it was stopped, and may go on
+    assert watch.returncode == 0
+
+
 def test_a_login_node_does_not_wait_for_torch():
-    code = "import sys, project.report; sys.exit(bool({'torch', 'lightning', 'tensorboard'} & sys.modules.keys()))"
+    heavy = "{'torch', 'lightning', 'tensorboard'}"
+    code = f"import sys, project.report, project.watching; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
