@@ -17,6 +17,7 @@ import pytest
 
 from project.watch.charts import Line, Mark, chart
 from project.watch.compared import compared, differences, scaling
+from project.watch.dashboard import _LAYOUT
 from project.watch.history import PHASES, read_history
 from project.watch.report import page
 from tests.conftest import ROOT, TINY, forked
@@ -279,3 +280,104 @@ def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path
     again = forked(tmp_path, *FIT)
     assert again.code == 0
     assert "The report can't be written" in again.output
+
+
+# In a browser ---------------------------------------------------------------------------------------------------------
+
+WORDS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--window-size=1400,1600"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    required = os.environ.get("BROWSER_TESTS") == "required"
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if not all(programs) and not required:
+        pytest.skip("needs Chromium and ChromeDriver: apt-get install chromium chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for word in (*WORDS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def until(browser, what, seconds=60):
+    """What a script gives, once it gives something."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, seconds).until(lambda driver: driver.execute_script(what))
+
+
+DEEP = """
+const inside = node => [...(node.shadowRoot ? node.shadowRoot.childNodes : []), ...node.childNodes];
+const elements = (node, name) => inside(node).flatMap(
+    one => [...(one.localName === name ? [one] : []), ...elements(one, name)]);
+const text = node => node.nodeType === 3 ? node.data.trim() + ' '
+    : ['style', 'script', 'dom-module', 'template'].includes(node.localName) ? '' : inside(node).map(text).join('');
+"""
+"""Looks into web components, too."""
+
+
+def complaints(browser):
+    return [one["message"] for one in browser.get_log("browser") if one["level"] == "SEVERE"]
+
+
+@pytest.mark.slow
+def test_the_report_in_a_browser(place, browser):
+    from selenium.webdriver import ActionChains
+
+    browser.get((place / "lightning_logs/it/report.html").as_uri())
+    drawn = browser.execute_script("""
+        return [...document.querySelectorAll('figure')].map(one => [
+            one.querySelector('figcaption').textContent,
+            [...one.querySelectorAll('path')].every(path => path.getTotalLength() > 0 || one.querySelector('circle')),
+            one.querySelectorAll('line.mark').length])""")
+    titles = [title for title, _, _ in drawn]
+    for title in ("loss", "acc", "grad_norm", "samples/s", "shares of a step", "memory of the largest rank, GB"):
+        assert title in titles
+    assert "ms a step that a rank computes" in titles
+    assert all(has_lines for _, has_lines, _ in drawn), drawn
+    assert {title: marks for title, _, marks in drawn}["loss"] == 2  # it was started three times
+    figure = browser.find_element("css selector", "figure")
+    ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
+    assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)
+    browser.get((place / "lightning_logs/it/report.html").as_uri() + "#")
+    assert complaints(browser) == []
+
+
+@pytest.mark.slow
+def test_tensorboard_in_a_browser(place, browser):
+    words = [sys.executable, "-m", "tensorboard.main", "--logdir", "lightning_logs", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(words, cwd=place, stderr=subprocess.PIPE, text=True) as board:
+        try:
+            address = next(found[0] for line in board.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
+            browser.get(f"{address}/#custom_scalars")
+            cards = until(
+                browser,
+                DEEP
+                + """
+                const cards = elements(document, 'tf-custom-scalar-multi-line-chart-card').map(text);
+                return cards.length && cards.every(one => one.includes('Matches (')) && cards""",
+            )
+            shown = [re.match(r"\s*(.*?)\s{5}.*Matches \((\d+)\)", card) for card in cards]
+            found = {one[1]: int(one[2]) for one in shown}
+            assert len(found) == sum(len(one) for one in _LAYOUT.values())
+            assert {title for title, matches in found.items() if not matches} <= {"steps left out"}
+            browser.get(f"{address}/#timeseries")
+            until(browser, DEEP + "return elements(document, 'scalar-card').length > 5")
+            browser.get(f"{address}/#hparams")
+            said = DEEP + "const said = text(document.documentElement); return said.includes('{}') && said"
+            assert "data.global_batch_size" in until(browser, said.format("model.optimizer.init_args.lr"))
+            browser.get(f"{address}/#text")
+            until(browser, said.format("seed_everything"))
+            assert complaints(browser) == []
+        finally:
+            board.terminate()

@@ -30,8 +30,7 @@ _LAYOUT = {
     "Is it fast?": {
         "samples a second, all ranks": ["Multiline", ["speed/samples_per_s"]],
         "shares of a step": ["Multiline", [f"speed/{name}" for name in PHASES]],
-        "TFLOP/s of a rank": ["Multiline", ["speed/tflops"]],
-        "share of the peak": ["Multiline", ["speed/mfu"]],
+        "TFLOP/s of a rank, and its share of the peak": ["Multiline", ["speed/(tflops|mfu)"]],
     },
     "Is it healthy?": {
         "the slowest rank against the usual one": ["Multiline", ["speed/worst_data", "speed/worst_compute"]],
@@ -109,7 +108,8 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
 
 def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
     """Those that have a value, by their dotted names."""
-    known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in BESIDE}
+    beside = {*BESIDE, "checkpoints", "watchdog"}
+    known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in known.items()
