@@ -243,7 +243,6 @@ class Watch:
             line |= {"state": "failed" if why else "killed", "why": why or how or None}
             with life.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            os.nice(19)
             words = [sys.executable, "-m", "project", "report", str(life.parent)]
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         except (OSError, ValueError, LookupError, TypeError):

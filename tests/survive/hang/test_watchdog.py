@@ -19,6 +19,7 @@ import pytest
 from project.survive.hang import warden
 from project.survive.hang.verdict import EXIT_CODE
 from project.survive.hang.warden import started
+from project.watch.history import read_history
 from tests.cluster.machine import descendants, wait_until
 from tests.conftest import environment, since_struck, took
 from tests.survive.test_failure import BROKEN
@@ -76,7 +77,7 @@ def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None) ->
             watch(process)
         code = process.wait(180)
         seconds = since_struck(folder) if (folder / "struck").exists() else time.monotonic() - began
-        end = time.monotonic() + 6  # what a rank has started may notice a moment later that it is gone
+        end = time.monotonic() + 30  # what a rank has started may notice a moment later that it is gone; a report is written
         while (left := members(folder)) and time.monotonic() < end:
             time.sleep(0.05)
         return Ended(code, output.read_text(), folder, seconds, left)
@@ -157,6 +158,11 @@ def test_a_rank_that_is_stopped(runs: Runs) -> None:
     ended = runs["stopped"].result()
     assert_named(ended, 1, "is silent for", "in sit_and_wait")
     assert "Waiting for it: rank 0" in ended.output
+    folder = ended.folder / "lightning_logs/hang"
+    (life,) = read_history(folder, "hang").lives
+    assert life.state == "failed"
+    assert (life.why or "").startswith(f"The run hangs: rank 1 on {HOST} is silent for ")
+    assert "The run hangs: rank 1" in (folder / "report.html").read_text()
 
 
 def test_rank_0_is_stopped_under_torchrun(runs: Runs) -> None:
@@ -272,7 +278,7 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
         for agent in agents:
             codes.append(agent.wait(DEADLINE + 40))
             ended.append(time.monotonic() - cut)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while members(tmp_path) and time.monotonic() < end:
             time.sleep(0.05)
         assert members(tmp_path) == []

@@ -1,0 +1,106 @@
+#!/usr/bin/env python
+"""What it costs to see a run: the time that is spent in Throughput, Dashboard and Life, against that of a step.
+
+    .venv/bin/python scripts/measure/watch_cost.py                 MiniResNet and the GPT, on one process and on two
+    .venv/bin/python scripts/measure/watch_cost.py gpt             one of them
+
+Each process computes with one thread. Every call of theirs is timed, and the timing with it: figures are too high rather than
+too low. What is written in the background (TensorBoard's thread) is not in them.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+STEPS, WARM_UP = 200, 20
+RUNS = {
+    "minires": (
+        *("--config=configs/ddp.yaml", "--data.num_workers=0", "--data.batch_size=16", "--data.global_batch_size=32"),
+        *("--data.source.init_args.train_size=16000", "--data.source.init_args.val_size=64"),
+    ),
+    "gpt": ("--config=configs/gpt.yaml",),
+}
+BESIDE = ("_fetch", "_fetched", "_gradient")  # what is called beside the hooks
+
+
+def measure(words: list[str]) -> None:
+    """In a process of its own."""
+    from lightning.pytorch import Callback
+
+    import project.trainer
+    from project.cli import main
+    from project.watch.dashboard import Dashboard
+    from project.watch.throughput import Throughput
+
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.spent, self.steps, self.last = [0.0], [0.0], time.perf_counter()
+
+        def wrap(self, call: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                start = time.perf_counter()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self.spent[-1] += time.perf_counter() - start
+
+            return timed
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % trainer.accumulate_grad_batches == 0:
+                now = time.perf_counter()
+                self.steps.append(now - self.last)
+                self.last = now
+                self.spent.append(0.0)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.is_global_zero:
+                print("found", statistics.median(self.steps[WARM_UP:]), statistics.mean(self.spent[WARM_UP:-1]), flush=True)
+
+    before, clock = project.trainer.with_ours, Clock()
+
+    def with_clock(*given: Any) -> Any:
+        made = before(*given)
+        for one in made:
+            if isinstance(one, (Throughput, Dashboard)):
+                for name in [*(name for name in vars(type(one)) if name.startswith("on_")), *BESIDE]:
+                    if hasattr(one, name):
+                        setattr(one, name, clock.wrap(getattr(one, name)))
+        return [clock, *made]
+
+    project.trainer.with_ours = with_clock
+    sys.argv = ["project", "fit", *words]
+    main()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        measure(sys.argv[2:])
+        return
+    here = os.getcwd()
+    for name in sys.argv[1:] or list(RUNS):
+        for ranks in (1, 2):
+            words = [
+                *(*RUNS[name], "--trainer.threads=1", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"),
+                *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.num_sanity_val_steps=0", "--checkpoints.monitor=null"),
+                *("--trainer.devices=1", "--run=it"),
+            ]  # fmt: skip
+            words = [word.replace("--config=", f"--config={here}/") for word in words]
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+            with tempfile.TemporaryDirectory() as folder:
+                done = subprocess.run(
+                    [sys.executable, *launcher, os.path.abspath(__file__), "--child", *words], cwd=folder, text=True,
+                    capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
+                )  # fmt: skip
+            found = [line.split() for line in done.stdout.splitlines() if line.startswith("found")]
+            assert found, done.stdout + done.stderr
+            step, spent = (float(one) for one in found[0][1:])
+            print(f"{name:8} {ranks} rank(s): a step {1e3 * step:.2f} ms, {1e3 * spent:.3f} ms to see it ({spent / step:.2%})")
+
+
+if __name__ == "__main__":
+    main()
