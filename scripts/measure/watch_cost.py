@@ -90,7 +90,7 @@ def main() -> None:
                 *("--trainer.devices=1", "--run=it"),
             ]  # fmt: skip
             words = [word.replace("--config=", f"--config={here}/") for word in words]
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--"] if ranks > 1 else []
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(
                     [sys.executable, *launcher, os.path.abspath(__file__), "--child", *words], cwd=folder, text=True,
