@@ -15,7 +15,7 @@ from typing import Any
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.watch.charts import number
-from project.watch.history import FILE, PHASES, Events, Life, Point, held, lives_of
+from project.watch.history import FILE, PHASES, Events, Life, Point, held, lives_of, longest
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
@@ -84,8 +84,7 @@ class Look:
         if (speed := newest.get("speed/samples_per_s")) and speed.time >= life.time:
             parts.append(f"{speed.value:,.0f} samples/s")
             shares = {name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}
-            longest = max(shares, key=lambda name: shares[name])
-            parts.append(f"{shares[longest]:.0%} {longest.replace('_', ' ')}")
+            parts.append(longest(shares))
         parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
         if state == "going on":
             parts += _left(life, of)

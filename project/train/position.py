@@ -98,3 +98,9 @@ def set_counters(fit_loop: dict[str, Any], at: Position, world_size: int) -> Non
     for counters in (validation["total"], validation["current"]):
         counters.update(ready=0, started=0, processed=0, completed=0)
     validation["is_last_batch"] = False
+
+
+def planned_steps(trainer: Trainer) -> int | None:
+    """Of the whole run, where they are known."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 <= steps < float("inf") else None

@@ -73,7 +73,7 @@ def _of_all(histories: Sequence[History], hours: bool) -> Iterator[Chart]:
             points = [(one.hours(point.time) if hours else point.step * each, point.value) for point in one.curves.get(tag, ())]
             if points:
                 lines.append(Line(one.name, points, colour))
-        yield tag, lines, []
+        yield tag, lines
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[Any]]:

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 from project.train.micro_batch import micro_batch
+from project.train.position import planned_steps
+from project.watch.history import longest
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -155,13 +157,8 @@ class Progress(ProgressBar):
                 console=console,
                 transient=True,
             )
-            self._bar = self._bars.add_task("", total=self._steps(trainer), epoch="", figures="")
+            self._bar = self._bars.add_task("", total=planned_steps(trainer), epoch="", figures="")
             self._bars.start()
-
-    @staticmethod
-    def _steps(trainer: Trainer) -> int | None:
-        steps = trainer.estimated_stepping_batches
-        return int(steps) if 0 <= steps < float("inf") else None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -176,7 +173,7 @@ class Progress(ProgressBar):
             epoch = f"{trainer.current_epoch + 1}/{trainer.max_epochs}"
             self._bars.update(self._bar, completed=step, epoch=epoch, figures=self._figures(trainer))
         elif time.monotonic() - self._line > _LINE_EVERY:
-            log.info("epoch %d  step %d/%s  %s", trainer.current_epoch, step, self._steps(trainer), self._figures(trainer))
+            log.info("epoch %d  step %d/%s  %s", trainer.current_epoch, step, planned_steps(trainer), self._figures(trainer))
             self._line = time.monotonic()
 
     def _figures(self, trainer: Trainer) -> str:
@@ -191,13 +188,12 @@ class Progress(ProgressBar):
         shown.append(f"{speed:,.0f} samples/s")
         for one in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(one, Throughput) and one.phases:
-                longest = max(one.phases, key=lambda name: one.phases[name])
-                shown.append(f"{one.phases[longest]:.0%} {longest.replace('_', ' ')}")
+                shown.append(longest(one.phases))
         return "  ".join([*shown, *self._left(trainer)])
 
     def _left(self, trainer: Trainer) -> list[str]:
         """To the end of the whole run, at the pace since this start, with its validations."""
-        steps, now = self._steps(trainer), time.monotonic()
+        steps, now = planned_steps(trainer), time.monotonic()
         if self._pace_from is None or steps is None:
             return []
         first, began = self._pace_from

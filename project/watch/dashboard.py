@@ -3,7 +3,6 @@ hparams (so that runs can be compared by them), the gradient's norm, where it wa
 page that puts the curves in order (Custom Scalars).
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.watch.events import Events
-from project.watch.history import BESIDE, FILE, PHASES
+from project.watch.history import BESIDE, FILE, PHASES, lives_of
 
 _LAYOUT = {
     "Is it learning?": {
@@ -66,12 +65,12 @@ class Dashboard(Callback):
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
-        starts = _starts(Path(trainer.default_root_dir))
+        starts = lives_of(Path(trainer.default_root_dir) / FILE)
         writer.add_scalar("run/ranks", trainer.world_size, step)
         writer.add_custom_scalars(_LAYOUT)
         if starts:
             writer.add_scalar("run/starts", len(starts), step)
-            known = {name: value for name, value in starts[-1].items() if name not in ("event", "time")}
+            known = {"step": starts[-1].step, "ranks": starts[-1].ranks, **starts[-1].known}
             writer.add_text("run", _as_code(yaml.safe_dump(known, sort_keys=False)), step)
         if configuration:
             writer.add_text("configuration", _as_code(yaml.safe_dump(configuration, sort_keys=False)), step)
@@ -96,14 +95,6 @@ class Dashboard(Callback):
         norm = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
-
-
-def _starts(folder: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / FILE).read_text().splitlines()
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.startswith('{"event": "start"') and line.endswith("}")]
 
 
 def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:

@@ -165,7 +165,7 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
     )
 
 
-def lives_of(path: Path, seen: Sequence[tuple[float, int]]) -> list[Life]:
+def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
     """`seen`: when, and at which step, the run has left something."""
     lives: list[Life] = []
     for line in _text(path).splitlines():
@@ -244,6 +244,12 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def longest(shares: Mapping[str, float]) -> str:
+    """The part that most of a step goes into, in three words."""
+    name = max(shares, key=lambda one: shares[one])
+    return f"{shares[name]:.0%} {name.replace('_', ' ')}"
 
 
 def date(time: float) -> str:

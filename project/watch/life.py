@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import __version__
 from project.errors import UserError
+from project.train.position import planned_steps
 from project.watch.history import FILE
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Life(Callback):
             "start",
             pid=os.getpid(),
             epoch=trainer.current_epoch,
-            of=_steps(trainer),
+            of=planned_steps(trainer),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -98,12 +99,6 @@ def _signal(exception: BaseException) -> str | None:
     code = exception.code if isinstance(exception, SystemExit) else None
     known = {128 + number: signal.Signals(number).name for number in signal.valid_signals() if number in {*signal.Signals}}
     return known.get(code) if isinstance(code, int) else None
-
-
-def _steps(trainer: Trainer) -> int | None:
-    """Of the whole run, where they are known."""
-    steps = trainer.estimated_stepping_batches
-    return int(steps) if 0 <= steps < float("inf") else None
 
 
 def _commit() -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,13 @@ class Measured:
     """The share of time in which the GPU computed anything; NaN where nobody says so."""
 
     def row(self) -> Tensor:
-        times = self.times
-        phases = (times.data, times.compute, times.sync, times.other, times.forward, times.backward, times.optimizer)
-        rest = (self.samples, self.host_memory, self.device_memory, self.cores, self.gpu)
-        return torch.tensor([*phases, *rest], dtype=torch.float64)
+        times, *rest = astuple(self)
+        return torch.tensor([*times, *rest], dtype=torch.float64)
 
     @staticmethod
     def of(row: Tensor) -> "Measured":
-        numbers = row.tolist()
-        return Measured(Times(*numbers[:7]), *numbers[7:])
+        numbers, phases = row.tolist(), len(fields(Times))
+        return Measured(Times(*numbers[:phases]), *numbers[phases:])
 
 
 def host_memory() -> float:

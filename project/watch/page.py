@@ -6,7 +6,7 @@ from html import escape
 from project.watch.charts import Line, Mark, chart
 from project.watch.history import OURS, SKIPPED
 
-Chart = tuple[str, list[Line], list[Mark]]
+Chart = tuple[str, list[Line]]
 """With its title."""
 _CHARTS = 24  # in a section
 _STYLE = """
@@ -59,8 +59,8 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f"<table>{top}{''.join('<tr>' + ''.join(f'<td>{cell}</td>' for cell in row) + '</tr>' for row in rows)}</table>"
 
 
-def charts(found: Iterable[Chart], x_name: str, from_zero: bool = False) -> str:
-    drawn = [one for title, lines, marks in found if (one := chart(title, lines, x_name, marks, from_zero))]
+def charts(found: Iterable[Chart], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
+    drawn = [one for title, lines in found if (one := chart(title, lines, x_name, marks, from_zero))]
     left = f'<p class="soft">and {len(drawn) - _CHARTS} more</p>' if len(drawn) > _CHARTS else ""
     return f'<div class="charts">{"".join(drawn[:_CHARTS])}</div>{left}' if drawn else ""
 

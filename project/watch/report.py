@@ -73,13 +73,15 @@ def _replace(path: Path, text: str) -> None:
 
 def page(history: History) -> str:
     """Of one run."""
+    marks = _marks(history)
+    health = [*_of_ranks(history), *_speed(history, _HEALTH)]
     return html(
         f"Run {history.name}",
         [
             _head(history),
-            *section("Is it learning?", charts(_learning(history), "steps")),
-            *section("Is it fast?", _where_time_went(history), charts(_speed(history, _SPEED), "steps", from_zero=True)),
-            *section("Is it healthy?", charts([*_of_ranks(history), *_speed(history, _HEALTH)], "steps", from_zero=True)),
+            *section("Is it learning?", charts(_learning(history), "steps", marks)),
+            *section("Is it fast?", _where_time_went(history), charts(_speed(history, _SPEED), "steps", marks, from_zero=True)),
+            *section("Is it healthy?", charts(health, "steps", marks, from_zero=True)),
             *section("Its life", _life(history)),
             *section(f"What it warned of{_cut(history)}", _said(history)),
             *section("Its configuration", f"<pre>{escape(history.config_text)}</pre>" if history.config_text else ""),
@@ -147,7 +149,7 @@ def _learning(history: History) -> Iterator[Chart]:
         for stage, tag in sorted(tags, key=lambda one: _order(one[0])):
             colour = _order(stage) if stage in _STAGES else 0
             lines.append(Line(tag, _over_steps(history, tag), colour))
-        yield name, lines, _marks(history)
+        yield name, lines
 
 
 def _order(stage: str) -> int:
@@ -162,7 +164,7 @@ def _speed(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]
     for title, tags in wanted.items():
         there = {tag: named for tag, named in tags.items() if tag in history.curves}
         lines = [Line(name, _over_steps(history, tag), colour) for tag, (name, colour) in there.items()]
-        yield title, lines, _marks(history)
+        yield title, lines
 
 
 def _of_ranks(history: History) -> Iterator[Chart]:
@@ -174,7 +176,7 @@ def _of_ranks(history: History) -> Iterator[Chart]:
             Line(f"rank {rank}, {name}", _over_steps(history, tag), colour)
             for colour, (tag, (rank, _, name)) in enumerate(named)
         ]
-        yield title, lines, _marks(history)
+        yield title, lines
 
 
 def _by_rank(tag: str) -> tuple[int, str]:
