@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +87,31 @@ def measure(words: list[str]) -> None:
     main()
 
 
+def said(script: str, words: Sequence[str], folder: str, launcher: Sequence[str] = ()) -> dict[str, list[float]]:
+    """What a script of this folder, which measures in a process of its own, prints there: a name and figures in each line."""
+    here = os.getcwd()
+    words = [
+        *(*words, "--trainer.threads=1", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"),
+        *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.num_sanity_val_steps=0", "--checkpoints.monitor=null"),
+        *("--trainer.devices=1", "--run=it"),
+    ]  # fmt: skip
+    words = [word.replace("--config=", f"--config={here}/") for word in words]
+    done = subprocess.run(
+        [sys.executable, *launcher, os.path.abspath(script), "--child", *words], cwd=folder, text=True, capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
+    )  # fmt: skip
+    found = {line.split()[0]: [float(one) for one in line.split()[1:]] for line in done.stdout.splitlines()}
+    assert "found" in found, done.stdout + done.stderr
+    return found
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         measure(sys.argv[2:])
         return
-    here = os.getcwd()
     for name in sys.argv[1:] or list(RUNS):
-        words = [
-            *(*RUNS[name], "--trainer.threads=1", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"),
-            *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.num_sanity_val_steps=0", "--checkpoints.monitor=null"),
-            *("--trainer.devices=1", "--run=it"),
-        ]  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            words = [word.replace("--config=", f"--config={here}/") for word in words]
-            done = subprocess.run(
-                [sys.executable, os.path.abspath(__file__), "--child", *words], cwd=folder, text=True, capture_output=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
-            )  # fmt: skip
-            found = {line.split()[0]: [float(one) for one in line.split()[1:]] for line in done.stdout.splitlines()}
-            assert "found" in found, done.stdout + done.stderr
+            found = said(__file__, RUNS[name], folder)
             lines = (Path(folder) / "lightning_logs/it/fingerprints.jsonl").read_text().splitlines()
         on, off, spent = found["found"]
         (mean,) = found["mean"]

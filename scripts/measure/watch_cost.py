@@ -8,15 +8,14 @@ Each process computes with one thread. Every call of theirs is timed, and the ti
 too low. What is written in the background (TensorBoard's thread) is not in them.
 """
 
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-STEPS, WARM_UP = 200, 20
+from fingerprint_cost import WARM_UP, said
+
 RUNS = {
     "minires": (
         *("--config=configs/ddp.yaml", "--data.num_workers=0", "--data.batch_size=16", "--data.global_batch_size=32"),
@@ -81,24 +80,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         measure(sys.argv[2:])
         return
-    here = os.getcwd()
     for name in sys.argv[1:] or list(RUNS):
         for ranks in (1, 2):
-            words = [
-                *(*RUNS[name], "--trainer.threads=1", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"),
-                *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.num_sanity_val_steps=0", "--checkpoints.monitor=null"),
-                *("--trainer.devices=1", "--run=it"),
-            ]  # fmt: skip
-            words = [word.replace("--config=", f"--config={here}/") for word in words]
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--"] if ranks > 1 else []
+            launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--") if ranks > 1 else ()
             with tempfile.TemporaryDirectory() as folder:
-                done = subprocess.run(
-                    [sys.executable, *launcher, os.path.abspath(__file__), "--child", *words], cwd=folder, text=True,
-                    capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
-                )  # fmt: skip
-            found = [line.split() for line in done.stdout.splitlines() if line.startswith("found")]
-            assert found, done.stdout + done.stderr
-            step, spent = (float(one) for one in found[0][1:])
+                step, spent = said(__file__, RUNS[name], folder, launcher)["found"]
             print(f"{name:8} {ranks} rank(s): a step {1e3 * step:.2f} ms, {1e3 * spent:.3f} ms to see it ({spent / step:.2%})")
 
 
