@@ -11,7 +11,7 @@ from project.survive.output import outlive_the_reader
 from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
-_READERS = {"same": "project.same", "report": "project.report", "watch": "project.watching"}
+_READERS = {"same": "project.same", "report": "project.report", "watch": "project.watching", "profile": "project.profiling"}
 """Verbs that read files, and need no libraries either."""
 
 
@@ -22,7 +22,7 @@ def main() -> None:
         print(f"project {__version__}")
         return
     if len(sys.argv) > 1 and sys.argv[1] in _READERS:
-        if sys.argv[1] != "watch":  # which has nothing else to do
+        if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
             outlive_the_reader()
         sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
@@ -35,7 +35,7 @@ def main() -> None:
         # Nothing is begun yet, and an exception in the middle of loading a library may come out as another one.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a socket could not learn is no news
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library is chatty from the moment it is loaded
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library is chatty from the moment it is loaded
     from project.early_start import start  # when signals are noted already
 
     start(sys.argv[1:])

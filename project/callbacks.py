@@ -19,6 +19,7 @@ from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
 from project.watch.fingerprints import Fingerprints
 from project.watch.predictions import PredictionWriter
+from project.watch.profile import Profile
 
 
 def with_ours(
@@ -40,6 +41,7 @@ def with_ours(
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
+    profile = next((one for one in callbacks if isinstance(one, Profile)), None) or Profile()
     # Last, when nobody changes the weights of this step any more.
-    after = [PredictionWriter(), StopTogether(SIGNALS), Dashboard(), *([Fingerprints(exact)] if fingerprints else [])]
-    return [*before, *(one for one in callbacks if one not in watchdogs), *after]
+    after = [PredictionWriter(), StopTogether(SIGNALS, profile), Dashboard(), *([Fingerprints(exact)] if fingerprints else [])]
+    return [*before, *(one for one in callbacks if one not in watchdogs and one is not profile), *after, profile]

@@ -41,6 +41,7 @@ from project.watch.console import Progress, RankLogs, log_to, open_log
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life
+from project.watch.profile import Profile
 from project.watch.report import write
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ take_functions()  # functions behind a class_path, whatever their signatures say
 
 _ABOUT = (
     "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
-    "watch RUN follows one that goes on elsewhere; same RUN [RUN ...] says whether they are the same to the last bit."
+    "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
+    "same RUN [RUN ...] says whether they are the same to the last bit."
 )
 
 
@@ -111,6 +113,7 @@ class ProjectCLI(LightningCLI):
             parser.link_arguments("seed_everything", "data.seed")
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
+        parser.add_lightning_class_args(Profile, "profile")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Looks at what Lightning acts on next: the seed, and the path of a checkpoint."""

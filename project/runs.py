@@ -48,6 +48,7 @@ _TABLE: dict[Kind, list[str]] = {
             "model.compile",
             "checkpoints",
             "watchdog",
+            "profile",
         ),
         "data.init_args.num_workers",
         *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),

@@ -13,7 +13,7 @@ import logging
 import math
 import signal
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,28 @@ log = logging.getLogger(__name__)
 _INTERVAL, _MOST = 0.05, 8  # seconds and steps from one comparison to the next
 
 
-class StopTogether(Callback):
-    """Stops all ranks at the same step when any of them was asked to, and saves when the time for it has come."""
+class Question(Protocol):
+    """Something else that the ranks are to begin at the same step."""
 
-    def __init__(self, signals: Signals) -> None:
-        self.signals = signals
+    def asks(self, trainer: Trainer) -> bool:
+        """Whether this rank wants it; asked between steps."""
+
+    def answers(self, trainer: Trainer, group: Any) -> None:
+        """Called on all ranks before the same step, if any of them did; `group`: that of all ranks, on the CPU."""
+
+
+class StopTogether(Callback):
+    """Stops all ranks at the same step when any of them was asked to, and saves when the time for it has come.
+
+    Args:
+        signals: those that have come.
+        question: what else is to begin on all ranks at once.
+    """
+
+    def __init__(self, signals: Signals, question: Question | None = None) -> None:
+        self.signals, self._question = signals, question
         self._group = Group()
-        self._notes = torch.zeros(3, dtype=torch.int32)
+        self._notes = torch.zeros(4, dtype=torch.int32)
         self._answer: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
@@ -47,31 +62,35 @@ class StopTogether(Callback):
         if stage == "fit" and trainer.is_global_zero and (checkpoints := checkpoints_of(trainer)) is not None:
             REQUEUE.newest = lambda: checkpoints.last
             REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
-        self._notes = torch.zeros(3, dtype=torch.int32)  # not before: spawned ranks would share its memory
+        self._notes = torch.zeros(4, dtype=torch.int32)  # not before: spawned ranks would share its memory
         if trainer.world_size > 1:
             self._group.make()
 
-    def _compare(self, trainer: Trainer) -> tuple[int, bool]:
-        """The signal that any rank had noted at the last step, or 0, and whether any rank's clock says to save."""
+    def _compare(self, trainer: Trainer) -> tuple[int, bool, bool]:
+        """The signal that any rank had noted at the last step, or 0; whether any rank's clock says to save; whether any
+        rank has a question.
+        """
         checkpoints = checkpoints_of(trainer)
-        mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue)
+        asks = self._question is not None and self._question.asks(trainer)
+        mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, asks)
         if (group := self._group()) is None:
             return mine
-        last = (0, False)
+        last = (0, False, False)
         self._since += 1
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
-            number, overdue, steps = self._notes.tolist()
-            last = (number, bool(overdue))
+            number, overdue, asks, steps = self._notes.tolist()
+            last = (number, bool(overdue), bool(asks))
             self._pause = 0 if self._stale else -steps - 1
         if self._pause:
             self._pause -= 1
         elif not last[0]:
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
-            # Where all are about to save, the clocks have had their say.
-            self._notes[0], self._notes[1], self._notes[2] = mine[0], mine[1] and not last[1], -self._steps()
+            # Where all are about to save, or to answer, those have had their say.
+            said = (mine[0], mine[1] and not last[1], mine[2] and not last[2], -self._steps())
+            self._notes[0], self._notes[1], self._notes[2], self._notes[3] = said
             self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 
@@ -125,17 +144,19 @@ class StopTogether(Callback):
             return
         if (saving := checkpoints_of(trainer)) is not None:
             self._warn_of_a_short_lead(saving.seconds)
-        number, overdue = self._compare(trainer)
+        number, overdue, asked = self._compare(trainer)
         if number:
             self._stop(trainer, number)
         if overdue and (checkpoints := checkpoints_of(trainer)):
             checkpoints.save(trainer)
+        if asked and self._question is not None:
+            self._question.answers(trainer, self._group())
 
     def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._shared == 0:
             return
         self._shared -= 1
-        number, _ = self._compare(trainer)
+        number, *_ = self._compare(trainer)
         if number:
             self._stop(trainer, number)
 

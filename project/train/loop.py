@@ -56,6 +56,27 @@ def fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], N
     loop.before_fetch, loop.after_fetch = before, after
 
 
+def fetching_now(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What is called before and after it so far."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return loop.before_fetch, loop.after_fetch
+
+
+def joins(trainer: Trainer, callback: Callback) -> None:
+    """A callback that comes in the middle of training, as the last one."""
+    _with_callbacks(trainer, lambda those: [*those, callback])
+
+
+def leaves(trainer: Trainer, callback: Callback) -> None:
+    """And goes."""
+    _with_callbacks(trainer, lambda those: [one for one in those if one is not callback])
+
+
+def _with_callbacks(trainer: Any, change: Callable[[list[Callback]], list[Callback]]) -> None:
+    trainer.callbacks = change(trainer.callbacks)
+    trainer.fit_loop.epoch_loop.ask_again()
+
+
 class _Weighed:
     """Gives what Lightning's own way through a micro-batch makes of a step's output the micro-batch's weight."""
 
@@ -496,6 +517,10 @@ class Steps(_TrainingEpochLoop):
             self._module.__dict__["_current_fx_name"] = hook
             for one in told:
                 one(*args)
+
+    def ask_again(self) -> None:
+        """The callbacks are others now."""
+        self._told = {}
 
     def _who_has(self, hook: str) -> list[Callable[..., Any]]:
         trainer, module = self.trainer, self._module

@@ -99,7 +99,7 @@ class Dashboard(Callback):
 
 def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
     """Those that have a value, by their dotted names."""
-    beside = {*BESIDE, "checkpoints", "watchdog"}
+    beside = {*BESIDE, "checkpoints", "watchdog", "profile"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -67,7 +67,7 @@ class Throughput(Callback):
         self._closed: tuple[int, list[StepTimes]] | None = None
         self._rows: list[Tensor] = []
         self._arriving: Any = None
-        self._warm = False
+        self._warm = self._left_out = False
         self._spent: dict[str, float] = {}
         self._seconds = 0.0
 
@@ -151,7 +151,9 @@ class Throughput(Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._step.end = self._last_end = self._now()
-        if self._warm:
+        if self._left_out:
+            self._left_out, self._last_end = False, None
+        elif self._warm:
             self._window.append(self._step)
         else:  # the first step has more to do than those that follow
             self._warm = True
@@ -164,6 +166,10 @@ class Throughput(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_end = None
+
+    def leave_out(self) -> None:
+        """The step at hand, or between two the next one, says nothing of the speed. All ranks leave out the same."""
+        self._left_out = True
 
     # Windows ---------------------------------------------------------------------------------------------------------
 

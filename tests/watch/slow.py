@@ -93,3 +93,12 @@ class Collectives(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         Path(f"collectives-{trainer.global_rank}.json").write_text(json.dumps(self.counts))
+
+
+class TooLarge(Callback):
+    """On rank 1, step 3 wants more memory than there is."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            kept = [torch.ones(123, 457, dtype=torch.float64) for _ in range(2)]
+            torch.empty(len(kept) << 50)

@@ -1,0 +1,97 @@
+"""python -m project profile RUN: asks a run that goes on, here or elsewhere, to record a few steps, and shows the table."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from project.config_files import RUNS, run_folder
+from project.errors import UserError
+from project.watch.asked import FILE, FOLDER, Asked
+from project.watch.history import FILE as LIFE
+from project.watch.history import lives_of
+from project.watching import Look
+
+_ABOUT = (
+    "Asks a run that goes on to record a few steps. The traces, for https://ui.perfetto.dev, and a table for each rank "
+    f"come into {FOLDER}/ in its folder; the tables are shown."
+)
+_PAUSE = 0.2
+_AFTER_OTHERS = 60.0  # seconds that a rank's profile may come later than the first one's
+
+
+def main(words: Sequence[str]) -> int:
+    """Asks, waits and shows; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m project profile", description=_ABOUT)
+    parser.add_argument("run", metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps (5)")
+    parser.add_argument("--ranks", default="0", metavar="0,1,...", help="of which ranks, or all (0)")
+    parser.add_argument("--memory", action="store_true", help="also what is allocated, and what the memory holds")
+    given = parser.parse_args(words)
+    try:
+        ranks = None if given.ranks == "all" else [int(one) for one in given.ranks.split(",")]
+        asked = Asked(given.steps, ranks, given.memory)
+    except UserError as error:
+        parser.error(str(error))
+    except ValueError:
+        parser.error(f"--ranks is a list as in 0,1, or all, and not {given.ranks}")
+    try:
+        return _ask(run_folder(given.run, LIFE), asked)
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # nobody reads it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _ask(folder: Path, asked: Asked) -> int:
+    look = Look(folder)
+    state, _ = look()
+    if state != "going on":
+        raise UserError(f"The run {folder.name} does not go on ({state}): nobody would answer. HINT: profile.step in its YAML.")
+    ranks = lives_of(folder / LIFE)[-1].ranks
+    wanted = sorted({*(range(ranks) if asked.ranks is None else asked.ranks)})
+    if wanted[-1] >= ranks:
+        raise UserError(f"The run {folder.name} has no rank {wanted[-1]}: its ranks are 0 to {ranks - 1}.")
+    if (folder / FILE).exists():
+        raise UserError(f"Somebody asks already, and has had no answer yet. HINT: to take that back, remove {folder / FILE}.")
+    before = _tables(folder)
+    try:
+        asked.put(folder)
+    except OSError as error:
+        raise UserError(f"The word can't be put into the run's folder: {error}.") from error
+    try:
+        return _show(look, wanted, before)
+    finally:
+        (folder / FILE).unlink(missing_ok=True)
+
+
+def _tables(folder: Path) -> dict[str, float]:
+    """By name, and when they were written: the steps after a new start may have the numbers of earlier ones."""
+    return {one.name: one.stat().st_mtime for one in (folder / FOLDER).glob("step-*[0-9]-rank*.txt")}
+
+
+def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
+    waiting, first = set(wanted), float("inf")
+    while waiting:
+        tables = [name for name, when in _tables(look.folder).items() if before.get(name) != when and "memory" not in name]
+        for name in sorted(tables):
+            if (rank := int(name.rpartition("rank")[2].removesuffix(".txt"))) in waiting:
+                waiting.remove(rank)
+                first = min(first, time.monotonic())
+                print((look.folder / FOLDER / name).read_text(), flush=True)
+        if waiting and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:
+            print(f"Of ranks {sorted(waiting)} there is nothing here: their hosts don't see this folder?", file=sys.stderr)
+            return 1
+        if waiting and look()[0] != "going on":
+            print(f"The run does not go on any more, and has not answered: {look()[1]}", file=sys.stderr)
+            return 1
+        time.sleep(_PAUSE)
+    print(f"The traces, for https://ui.perfetto.dev: {look.folder / FOLDER}")
+    return 0

@@ -1,0 +1,57 @@
+"""A word to a run that goes on: a file in its folder asks for a profile. `python -m project profile RUN` puts it there.
+
+Nothing is imported that a login node would have to wait for.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from project.errors import UserError
+
+FILE = "profile.json"
+FOLDER = "profiles"
+"""In the run's folder: what was recorded."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be recorded."""
+
+    steps: int = 5
+    ranks: Sequence[int] | None = (0,)
+    """None: all."""
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.steps) and self.steps > 0):
+            raise UserError(f"The profile's steps are a number, not {self.steps!r}.")
+        if not isinstance(self.memory, bool):
+            raise UserError(f"The profile's memory is true or false, not {self.memory!r}.")
+        known = self.ranks is None or (isinstance(self.ranks, (list, tuple)) and self.ranks)
+        if not known or not all(_is_number(one) and one >= 0 for one in self.ranks or ()):
+            raise UserError(f"The profile's ranks are a list of ranks, or null for all, not {self.ranks!r}.")
+
+    def put(self, folder: Path) -> None:
+        """Asks for it; whole, or not at all."""
+        part = folder / f".{FILE}.{os.getpid()}"
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(folder / FILE)
+
+    @staticmethod
+    def of(text: str) -> "Asked":
+        try:
+            said = json.loads(text) if text.strip() else {}
+        except ValueError as error:
+            raise UserError(f"It is not JSON: {error}.") from error
+        names = {one.name for one in fields(Asked)}
+        if not isinstance(said, dict) or not names >= said.keys():
+            raise UserError(f"It says {text.strip()}, and what it may say is {', '.join(sorted(names))}.")
+        return Asked(**said)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,81 @@
+"""What the memory of a rank holds: parameters, gradients, the optimiser's states, and the largest of the other tensors."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from project.train.allocator import save_doings
+
+_SHOWN = 15  # kinds of tensors
+
+
+def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
+    """STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    text = stem.with_name(f"{stem.name}.txt")
+    text.write_text("\n".join([*_held(trainer, module), ""]))
+    if trainer.strategy.root_device.type == "cuda":
+        save_doings(stem.with_name(f"{stem.name}.pickle"))
+    return text
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory did."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _held(trainer: Trainer, module: LightningModule) -> list[str]:
+    states = [state for one in trainer.optimizers for state in one.state.values() if isinstance(state, dict)]
+    kinds: dict[str, Iterable[Tensor]] = {
+        "parameters": module.parameters(),
+        "gradients": [one.grad for one in module.parameters() if one.grad is not None],
+        "buffers": module.buffers(),
+        "states of the optimisers": [one for state in states for one in state.values() if isinstance(one, Tensor)],
+    }
+    known: set[int] = set()  # addresses: several tensors may be views of one memory
+    said = [f"rank {trainer.global_rank}, step {trainer.global_step}, {trainer.strategy.root_device}"]
+    for name, tensors in kinds.items():
+        bytes_ = 0
+        for one in tensors:
+            if (at := _address(one)) and at not in known:
+                known.add(at)
+                bytes_ += one.untyped_storage().nbytes()
+        said.append(f"{_mb(bytes_)}  {name}")
+    said += _others(known)
+    if trainer.strategy.root_device.type == "cuda":
+        said += ["", torch.cuda.memory_summary(abbreviated=True)]
+    return said
+
+
+def _others(known: set[int]) -> list[str]:
+    """Tensors that Python knows; what autograd keeps for the backward pass is not among them."""
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for one in gc.get_objects():
+        if type(one) is not Tensor or not (at := _address(one)) or at in known:
+            continue
+        known.add(at)
+        kind = f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')} on {one.device}"
+        sizes[kind] += one.untyped_storage().nbytes()
+        counts[kind] += 1
+    said = [f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:"]
+    return said + [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_SHOWN)]
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory; 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or on no device
+        return 0
+
+
+def _mb(bytes_: float) -> str:
+    return f"{bytes_ / 1e6:12,.2f} MB"

@@ -1,0 +1,122 @@
+"""Profiles of a few steps, at a step that the YAML names, or when a file in the run's folder asks for one: a trace for
+Perfetto, and a table, so that most people need not open it.
+
+Nothing of this is among a step's hooks until it is wanted. `python -m project profile RUN` puts the file there.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.errors import UserError
+from project.train.loop import joins
+from project.watch.asked import FILE, FOLDER, Asked
+from project.watch.memory import ran_out, write_held
+from project.watch.recording import Recording, StepRanges
+
+log = logging.getLogger(__name__)
+
+_PAUSE = 1.0  # seconds from one look at the folder to the next
+
+
+class Profile(Callback):
+    """Records a few steps when it is asked to.
+
+    Args:
+        step: the first step that is recorded; None waits until `python -m project profile RUN` asks.
+        steps: how many.
+        ranks: of which ranks; null is all of them.
+        memory: what each operator allocates, too, and what the memory holds after these steps.
+        nvtx: names the parts of every step for Nsight Systems; needs a GPU.
+    """
+
+    def __init__(
+        self,
+        step: int | None = None,
+        steps: int = 5,
+        ranks: Sequence[int] | None = (0,),
+        memory: bool = False,
+        nvtx: bool = False,
+    ) -> None:
+        if step is not None and step < 1:
+            raise UserError(f"profile.step is the number of a step, from 1 on, not {step}.")
+        self._asked = Asked(steps, None if ranks is None else list(ranks), memory)
+        self.step, self.nvtx = step, nvtx
+        self._recording: Recording | None = None
+        self._folder = Path()
+        self._look_at, self._found = 0.0, False
+
+    # What the YAML asks for ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recording = None
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        # Also for what the memory holds when it runs out. The run's name is known to rank 0 alone.
+        self._folder = Path(trainer.strategy.broadcast(str(trainer.default_root_dir))) / FOLDER
+        if self.nvtx:
+            if not on_gpu:
+                raise UserError(
+                    "profile.nvtx names the parts of a step for Nsight Systems, which needs a GPU. HINT: leave it out."
+                )
+            joins(trainer, StepRanges(nvtx=True))
+        if self.step is None:
+            return
+        if self.step > trainer.global_step:
+            self._begin(trainer, self._asked, self.step)
+        elif trainer.is_global_zero:
+            log.warning("profile.step=%d is behind: the run goes on after step %d.", self.step, trainer.global_step)
+
+    # What a file asks for --------------------------------------------------------------------------------------------
+
+    def asks(self, trainer: Trainer) -> bool:
+        """Whether rank 0 has found the file. Called between steps."""
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _PAUSE
+            free = trainer.is_global_zero and (self._recording is None or self._recording.over)
+            self._found = free and (Path(trainer.default_root_dir) / FILE).exists()
+        return self._found
+
+    def answers(self, trainer: Trainer, group: Any) -> None:
+        """On all ranks, before the same step."""
+        asked: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
+        if group is not None:
+            dist.broadcast_object_list(asked, src=0, group=group)
+        self._found = False
+        if asked[0] is not None:
+            self._begin(trainer, asked[0], trainer.global_step + 2)  # the one before it warms up
+
+    def _take(self, trainer: Trainer) -> Asked | None:
+        file = Path(trainer.default_root_dir) / FILE
+        try:
+            text = file.read_text()
+            file.unlink()
+            return Asked.of(text)
+        except (OSError, UserError) as error:
+            log.warning("%s can't be answered: %s", file, error)
+            return None
+
+    # Both ------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer, asked: Asked, first: int) -> None:
+        ranks = range(trainer.world_size) if asked.ranks is None else sorted({*asked.ranks} & {*range(trainer.world_size)})
+        if not ranks:
+            if trainer.is_global_zero:
+                log.warning("There is no rank %s to profile, but %d ranks.", asked.ranks, trainer.world_size)
+            return
+        self._recording = Recording(first, asked.steps, ranks, asked.memory, self._folder)
+        joins(trainer, self._recording)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """What the memory holds when it has run out."""
+        if not ran_out(exception):
+            return
+        stem = self._folder / f"out-of-memory-step-{trainer.global_step + 1:09d}-rank{trainer.global_rank}"
+        try:
+            log.error("Memory has run out. What it holds: %s", write_held(trainer, pl_module, stem))
+        except Exception as error:  # the one that ends the run is the one to be told
+            log.debug("What the memory holds can't be written: %s", error)

@@ -1,0 +1,236 @@
+"""The recording of some steps by torch's profiler, and the names of the parts of a step in it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from project.train.allocator import note_doings
+from project.train.loop import fetching, fetching_now, leaves
+from project.watch.memory import write_held
+from project.watch.recorded import RANGE, events_of, lines
+from project.watch.throughput import Throughput
+
+log = logging.getLogger(__name__)
+
+
+class StepRanges(Callback):
+    """Names the parts of each step, for torch's profiler or for Nsight Systems.
+
+    Args:
+        nvtx: for Nsight Systems.
+    """
+
+    def __init__(self, nvtx: bool = False) -> None:
+        self._nvtx = nvtx
+        self._open: record_function | None = None
+        self._named = False
+        self._before: tuple[Callable[[], None], Callable[[], None]] | None = None
+
+    def name_parts(self, trainer: Trainer) -> None:
+        """From now on."""
+        before, after = self._before = fetching_now(trainer)
+
+        def fetch() -> None:
+            self._next("data wait")
+            before()
+
+        def fetched() -> None:
+            after()
+            self._next("rest")
+
+        fetching(trainer, fetch, fetched)
+
+    def name_no_more(self, trainer: Trainer) -> None:
+        if self._before is not None:
+            fetching(trainer, *self._before)
+            self._before = None
+        self._end()
+
+    def _next(self, name: str) -> None:
+        """This part begins, and the one before it is over."""
+        if self._before is None:
+            return
+        self._end()
+        self._named = True
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        else:
+            self._open = record_function(RANGE + name)
+            self._open.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        if self._named and self._nvtx:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        elif self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open, self._named = None, False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._before is None and self._nvtx:
+            self.name_parts(trainer)
+        self._next("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._next("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._next("rest")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._next("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        self._next("rest")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.name_no_more(trainer)
+
+
+class Recording(StepRanges):
+    """Is among the callbacks of all ranks until it is over; those that are not recorded wait for the ones that are.
+
+    Args:
+        first: the number of the first step; the one before it warms the profiler up.
+        steps: how many.
+        ranks: that are recorded.
+        memory: what each operator allocates, too, and what the memory holds at the end.
+        folder: for what is recorded.
+    """
+
+    def __init__(self, first: int, steps: int, ranks: Sequence[int], memory: bool, folder: Path) -> None:
+        super().__init__()
+        self.first, self.steps, self.ranks, self._folder = first, steps, ranks, folder
+        self.over = False
+        """Whether it is done, or can't be any more."""
+        self._memory = memory
+        self._profile: profile | None = None
+        self._began = False
+        self._step = 0  # the last one that is over
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._began and trainer.global_step + 1 >= self.first - 1 and not batch_idx % trainer.accumulate_grad_batches:
+            self._begin(trainer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._began, self._step = True, trainer.global_step
+        _leave_out(trainer)
+        self.first = self._step + 2
+        if trainer.global_rank not in self.ranks:
+            return
+        activities = [ProfilerActivity.CPU]
+        if trainer.strategy.root_device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        try:
+            self._profile = profile(
+                activities=activities,
+                schedule=schedule(wait=0, warmup=1, active=self.steps),
+                profile_memory=self._memory,
+            )
+            self._profile.start()
+        except Exception as error:  # a device whose counters are not for everybody, say
+            self._profile = None
+            log.warning("The steps can't be recorded: %s. Training goes on.", error)
+            return
+        self.name_parts(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not self._began or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        _leave_out(trainer)
+        last = self._step >= self.first + self.steps - 1
+        if last:
+            self._finish(trainer, pl_module)
+        elif self._profile is not None:
+            self._end()
+            self._profile.step()
+            if self._memory and self._step == self.first - 1 and trainer.strategy.root_device.type == "cuda":
+                note_doings()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An evaluation is no part of a step, and a trace of it would be large."""
+        if not self._began or trainer.sanity_checking:
+            return
+        if self._step >= self.first:
+            self._finish(trainer, pl_module)
+        else:  # nothing is recorded yet: it begins again afterwards
+            self._stop(trainer)
+            self._began = False
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.over and self._step < self.first and trainer.is_global_zero:
+            log.warning("Step %d was to be recorded, and the run has ended after step %d.", self.first, trainer.global_step)
+        self._finish(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> profile | None:
+        """It is among the callbacks no more."""
+        self.over = True
+        leaves(trainer, self)
+        return self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> profile | None:
+        self.name_no_more(trainer)
+        recorded, self._profile = self._profile, None
+        if recorded is not None:
+            recorded.stop()
+        return recorded
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        recorded, done = self._close(trainer), self._step - self.first + 1
+        if not self._began or done < 1:
+            return
+        stem = f"step-{self.first:09d}"
+        if recorded is not None:
+            try:
+                said = self._write(recorded, done, trainer, self._folder / f"{stem}-rank{trainer.global_rank}")
+                if self._memory:
+                    write_held(trainer, module, self._folder / f"{stem}-memory-rank{trainer.global_rank}")
+            except OSError as error:
+                log.warning("The profile can't be written: %s. Training goes on.", error)
+                return
+            if trainer.is_global_zero:
+                for line in said:
+                    log.info("%s", line)
+        if trainer.is_global_zero:
+            which = "rank" if len(self.ranks) == 1 else "ranks"
+            log.info(
+                "Profile of steps %d to %d of %s %s: %s-*; the traces open in https://ui.perfetto.dev",
+                *(self.first, self._step, which, ", ".join(map(str, self.ranks)), self._folder / stem),
+            )
+
+    def _write(self, recorded: profile, steps: int, trainer: Trainer, stem: Path) -> list[str]:
+        """The trace, and last, with all that is to be said, the text: who finds it finds the rest."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(f"{stem}.json.gz")
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
+        said = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}", *lines(events, steps, on_gpu)]
+        part = stem.with_name(f".{stem.name}.txt")
+        part.write_text("\n".join([*said, ""]))
+        part.replace(stem.with_name(f"{stem.name}.txt"))
+        return said
+
+
+def _leave_out(trainer: Trainer) -> None:
+    """Steps that are recorded are slower, and so is the one in which a trace is waited for: they say nothing of the speed."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for one in callbacks:
+        if isinstance(one, Throughput):
+            one.leave_out()

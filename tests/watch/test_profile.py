@@ -1,0 +1,280 @@
+"""Profiles: of steps that the YAML names, and of a run that goes on, at a word; in real runs, and unseen by their results."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import DeviceType
+
+from project.errors import UserError
+from project.survive.preemption import StopTogether
+from project.watch.asked import FILE, Asked
+from project.watch.profile import Profile
+from project.watch.recorded import RANGE, events_of, gaps, lines, shared, union
+from tests.cluster.machine import wait_until
+from tests.conftest import TINY, environment
+from tests.own import write_texts
+
+DDP = "--config=configs/ddp.yaml"
+GPT = ("--config=configs/gpt.yaml", "--data.init_args.text=texts/*.txt", "--trainer.global_batch_size=32")
+
+
+def traced(file: Path) -> set[str]:
+    """The names in a trace."""
+    with gzip.open(file, "rt") as trace:
+        return {event["name"] for event in json.load(trace)["traceEvents"] if "name" in event}
+
+
+def names(run: Path) -> list[str]:
+    return sorted(one.name for one in (run / "profiles").iterdir())
+
+
+def test_steps_that_the_yaml_names_on_three_ranks_and_the_run_is_the_same(cli, quick, tmp_path):
+    wanted = ("--profile.step=4", "--profile.steps=2", "--profile.ranks=[0,2]", "--profile.memory=true")
+    words = ("fit", DDP, *TINY, "--data.batch_size=4", "--data.global_batch_size=24", "--trainer.max_steps=8")
+    plain = quick(*words, "--run=plain", ranks=3)
+    run = cli(*words, "--run=seen", *wanted, "--trainer.devices=3")
+    assert run.code == plain.code == 0, run.output
+    folder = tmp_path / "lightning_logs/seen"
+    stems = [f"step-000000004-{what}rank{rank}" for what in ("", "memory-") for rank in (0, 2)]
+    assert names(folder) == sorted([*(f"{one}.txt" for one in stems), *(f"{one}.json.gz" for one in stems[:2])])
+    for rank in (0, 2):
+        found = traced(folder / f"profiles/step-000000004-rank{rank}.json.gz")
+        assert {RANGE + part for part in ("data wait", "forward", "backward", "optimizer", "rest")} <= found
+        assert {"gloo:all_reduce", "aten::convolution_backward"} <= found
+    said = run.output.split("Rank 0, steps 4 to 5")[1]
+    assert re.search(r"ms a step: .*backward \d+%", said)
+    assert re.search(r"The CPU computes nothing for \d+% of the time; the longest gap is [\d.]+ ms", said)
+    assert re.search(r"Communication goes on for [\d.]+ ms a step, \d+% of it beside computing", said)
+    backwards = re.search(r"aten::convolution_backward +(\d+) ", said)
+    assert backwards
+    assert int(backwards[1]) == count_of_convolutions()
+    assert "Profile of steps 4 to 5 of ranks 0, 2" in said
+    assert "USDT" not in run.output
+    assert "WARNING" not in run.output
+    assert "[W" not in run.output  # torch's own words
+    assert "Operators, by what they allocate" in run.output
+    memory = (folder / "profiles/step-000000004-memory-rank2.txt").read_text()
+    assert re.search(r"^ +[\d.]+ MB  parameters$", memory, re.MULTILINE)
+    same = subprocess.run(
+        [sys.executable, "-m", "project", "same", "plain", "seen"], cwd=tmp_path, env=environment(), capture_output=True
+    )
+    assert same.returncode == 0, same.stdout
+
+
+def count_of_convolutions() -> int:
+    """Of the two micro-batches of a step."""
+    from project.model import MiniResNet
+
+    network = MiniResNet(widths=[8, 16], blocks=1)
+    return 2 * sum(isinstance(one, torch.nn.Conv2d) for one in network.modules())
+
+
+def ask(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "project", "profile", *words]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_a_word_to_a_run_that_goes_on(tmp_path):
+    """A GPT, which was not written for this, on two ranks; it goes on until it has answered three times."""
+    write_texts(tmp_path / "texts")
+    words = ("fit", *GPT, "--run=gpt", "--trainer.devices=2", "--trainer.limit_val_batches=0", "--trainer.max_steps=100000")
+    with (tmp_path / "output.txt").open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "project", *words, "--trainer.max_epochs=-1"],
+            cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    folder = tmp_path / "lightning_logs/gpt"
+    try:
+        wait_until(lambda: (folder / "life.jsonl").exists() or run.poll() is not None, 120, "it does not begin")
+        found = ask(tmp_path, "gpt", "--steps=2", "--ranks=all")
+        assert found.returncode == 0, found.stderr + (tmp_path / "output.txt").read_text()
+        assert re.findall(r"^Rank (\d), steps", found.stdout, re.MULTILINE) == ["0", "1"]
+        assert "aten::" in found.stdout
+        assert not (folder / FILE).exists()
+        assert len(list(folder.glob("profiles/*.json.gz"))) == 2
+
+        again = ask(tmp_path, "gpt", "--steps=1", "--memory")  # of rank 0
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.count("Rank ") == 1
+        assert len(list(folder.glob("profiles/*.json.gz"))) == 3
+
+        (folder / FILE).write_text('{"step": 3}')  # somebody's own
+        wait_until(lambda: "can't be answered" in (tmp_path / "output.txt").read_text(), 60, "nobody says so")
+        assert not (folder / FILE).exists()
+        beyond = ask(tmp_path, "gpt", "--ranks=2")
+        assert beyond.returncode == 2
+        assert "has no rank 2: its ranks are 0 to 1" in beyond.stderr
+    finally:
+        run.terminate()
+        run.wait()
+    assert run.returncode == 143, (tmp_path / "output.txt").read_text()
+    late = ask(tmp_path, "gpt")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert "does not go on" in late.stderr
+    assert not (folder / FILE).exists()
+
+
+def test_a_step_that_never_comes_is_told(quick):
+    run = quick("fit", DDP, *TINY, "--trainer.max_steps=2", "--profile.step=9", "--run=short")
+    assert run.code == 0
+    assert "WARNING Step 9 was to be recorded, and the run has ended after step 2" in run.output
+    more = quick("fit", DDP, *TINY, "--trainer.max_steps=3", "--profile.step=1", "--run=short")
+    assert more.code == 0
+    assert "profile.step=1 is behind: the run goes on after step 2" in more.output
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("step=0", "profile.step is the number of a step, from 1 on, not 0"),
+        ("steps=0", "The profile's steps are a number, not 0"),
+        ("ranks=[-1]", "The profile's ranks are a list of ranks"),
+        ("nvtx=true", "profile.nvtx names the parts of a step for Nsight Systems, which needs a GPU"),
+    ],
+)
+def test_settings_that_make_no_sense(quick, setting, said):
+    run = quick("fit", DDP, *TINY, "--trainer.max_steps=2", f"--profile.{setting}", "--trainer.accelerator=cpu")
+    assert run.code
+    assert said in run.output
+    assert "Traceback" not in run.output
+
+
+def test_what_the_memory_held_when_it_ran_out(quick, tmp_path):
+    run = quick("fit", DDP, *TINY, "--run=large", "--trainer.callbacks=tests.watch.slow.TooLarge", ranks=2)
+    assert run.code
+    (found,) = names(tmp_path / "lightning_logs/large")  # of the rank on which it did
+    assert found == "out-of-memory-step-000000003-rank1.txt"
+    text = (tmp_path / "lightning_logs/large/profiles" / found).read_text()
+    assert "rank 1, step 2" in text
+    assert "x (123, 457) float64 on cpu" in text
+    assert "DefaultCPUAllocator" in run.output
+
+
+def test_without_a_word_nothing_is_among_the_hooks_of_a_step():
+    hooks = {name for name in vars(Profile) if name.startswith("on_")}
+    assert hooks == {"on_train_start", "on_exception"}
+
+
+class Asks:
+    def __init__(self) -> None:
+        self.answered = 0
+
+    def asks(self, trainer):
+        return not self.answered
+
+    def answers(self, trainer, group):
+        self.answered += 1
+
+
+def test_one_process_answers_at_once():
+    question = Asks()
+    stop = StopTogether(SimpleNamespace(noted=None), question)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(accumulate_grad_batches=1, callbacks=[])
+    for step in range(3):
+        stop.on_train_batch_start(trainer, None, None, step)  # type: ignore[arg-type]
+    assert question.answered == 1
+
+
+# What is said of a profile ----------------------------------------------------------------------------------------------
+
+
+def test_spans():
+    assert union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert gaps([(1, 2), (3, 5)], 0, 5) == [(0, 1), (2, 3)]
+    assert gaps([], 1, 2) == [(1, 2)]
+    assert shared([(0, 2), (4, 6)], [(1, 5)]) == 2
+
+
+def event(name, start, end, device=False, asynchronous=False, annotation=False, self_time=None, allocated=0):
+    return SimpleNamespace(
+        name=name, time_range=SimpleNamespace(start=start, end=end), is_async=asynchronous, is_user_annotation=annotation,
+        device_type=DeviceType.CUDA if device else DeviceType.CPU,
+        self_cpu_time_total=end - start if self_time is None else self_time,
+        self_cpu_memory_usage=allocated, self_device_memory_usage=allocated,
+    )  # fmt: skip
+
+
+def test_a_gpu_is_judged_by_its_kernels():
+    """Recorded by hand: a step of 10 ms, in which kernels take 5 ms and NCCL 3 ms, one of these alone."""
+    found = [
+        event(RANGE + "forward", 0, 4000, annotation=True),
+        event(RANGE + "backward", 4000, 10000, annotation=True),
+        event(RANGE + "forward", 100, 4100, device=True, annotation=True),  # the same on the device is not counted twice
+        event("aten::conv2d", 0, 4000),
+        event("conv_kernel", 1000, 4000, device=True),
+        event("gemm", 5000, 7000, device=True),
+        event("ncclDevKernel_AllReduce_Sum_f32", 5000, 8000, device=True),
+    ]
+    said = lines(events_of(found, on_gpu=True), 1, on_gpu=True)
+    assert said[0] == "10 ms a step: backward 60%, forward 40%"
+    assert said[1] == "The GPU computes nothing for 50% of the time; the longest gap is 3 ms, in backward"
+    assert said[2] == (
+        "Communication goes on for 3 ms a step, 67% of it beside computing; for 10% of the time nothing else goes on"
+    )
+    assert [line.split()[0] for line in said[5:]] == ["conv_kernel", "ncclDevKernel_AllReduce_Sum_f32", "gemm"]
+
+
+def test_a_cpu_is_judged_by_its_operators():
+    found = [
+        event(RANGE + "forward", 0, 8000, annotation=True),
+        event("DistributedDataParallel.forward", 0, 8000, annotation=True),
+        event("aten::linear", 0, 2000, self_time=500),
+        event("aten::addmm", 500, 2000, allocated=3e6),
+        event("aten::addmm", 2000, 2000, allocated=-3e6),
+        event("c10d::allreduce_", 2000, 2100),
+        event("gloo:all_reduce", 1000, 3000, asynchronous=True, annotation=True),
+    ]
+    said = lines(events_of(found, on_gpu=False), 2, on_gpu=False)
+    assert said[0] == "4 ms a step: forward 100%"
+    assert said[1] == "The CPU computes nothing for 75% of the time; the longest gap is 6 ms, in forward"
+    assert said[2].startswith("Communication goes on for 1 ms a step, 50% of it beside computing; for 12% of")
+    assert [line.split() for line in said[-2:]] == [
+        ["Operators,", "by", "what", "they", "allocate", "MB", "a", "step"],
+        ["aten::addmm", "1.500"],
+    ]
+    assert lines([], 1, on_gpu=False) == ["Nothing was recorded."]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"step": 3}', "[1]", '{"steps": "3"}', '{"ranks": []}', '{"memory": 1}', "{", '{"steps": true}']
+)
+def test_words_that_nobody_understands(text):
+    with pytest.raises(UserError, match=r"[Ss]teps|ranks|memory|not JSON"):
+        Asked.of(text)
+
+
+def test_an_empty_file_asks_for_the_usual():
+    assert Asked.of("") == Asked(5, (0,), False)
+
+
+def test_steps_that_are_recorded_do_not_count_as_slow(quick):
+    every = json.dumps({"class_path": "project.watch.throughput.Throughput", "init_args": {"every_n_steps": 2}})
+    words = (
+        "fit",
+        DDP,
+        *TINY,
+        "--trainer.max_steps=12",
+        "--data.source.init_args.train_size=4096",
+        f"--trainer.callbacks={every}",
+        "--profile.step=4",
+        "--profile.steps=3",
+    )
+    run = quick(*words, ranks=2)
+    assert run.code == 0, run.output
+    # Step 3 warms up, 4 to 6 are recorded, and 7 waits for the trace of rank 0; then 8 is measured.
+    assert list(run.curve("speed/samples_per_s")) == [2, 8, 10, 12]
+
+
+def test_an_evaluation_is_not_recorded(quick, tmp_path):
+    """An epoch has two steps: the second one, 4, would have warmed up."""
+    run = quick("fit", DDP, *TINY, "--trainer.max_steps=10", "--profile.step=5", "--profile.steps=3", "--run=it")
+    assert run.code == 0, run.output
+    assert "step-000000006-rank0.txt" in names(tmp_path / "lightning_logs/it")
+    assert "Rank 0, steps 6 to 6" in run.output
