@@ -18,6 +18,7 @@ from project.train.rng import ChanceByMicroBatch
 from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
 from project.watch.fingerprints import Fingerprints
+from project.watch.pictures import Pictures
 from project.watch.predictions import PredictionWriter
 from project.watch.profile import Profile
 
@@ -38,10 +39,15 @@ def with_ours(
             callbacks.append(kind())
     if compression != "none":
         callbacks.append(CompressGradients(compression))
+
+    def those(kind: type[Callback]) -> list[Callback]:
+        return [one for one in callbacks if isinstance(one, kind)] or [kind()]
+
+    watchdogs, dashboards, (profile, *_) = those(Watchdog), those(Dashboard), those(Profile)
+    assert isinstance(profile, Profile)
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
-    watchdogs: list[Callback] = [one for one in callbacks if isinstance(one, Watchdog)] or [Watchdog()]
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
-    profile = next((one for one in callbacks if isinstance(one, Profile)), None) or Profile()
     # Last, when nobody changes the weights of this step any more.
-    after = [PredictionWriter(), StopTogether(SIGNALS, profile), Dashboard(), *([Fingerprints(exact)] if fingerprints else [])]
-    return [*before, *(one for one in callbacks if one not in watchdogs and one is not profile), *after, profile]
+    after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
+    after += [*([Fingerprints(exact)] if fingerprints else []), profile]
+    return [*before, *(one for one in callbacks if one not in [*watchdogs, *dashboards, profile]), *after]

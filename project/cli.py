@@ -38,6 +38,7 @@ from project.survive.failure import hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch.console import Progress, RankLogs, log_to, open_log
+from project.watch.dashboard import Dashboard
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life
@@ -114,6 +115,7 @@ class ProjectCLI(LightningCLI):
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
         parser.add_lightning_class_args(Profile, "profile")
+        parser.add_lightning_class_args(Dashboard, "dashboard")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Looks at what Lightning acts on next: the seed, and the path of a checkpoint."""

@@ -49,6 +49,7 @@ _TABLE: dict[Kind, list[str]] = {
             "checkpoints",
             "watchdog",
             "profile",
+            "dashboard",
         ),
         "data.init_args.num_workers",
         *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),

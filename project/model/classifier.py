@@ -202,17 +202,18 @@ class ImageClassifier(LightningModule):
 
     # Validation, test, prediction -----------------------------------------------------------------------------------
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self._evaluate(batch)
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        return {"logits": self._evaluate(batch)}
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self._evaluate(batch)
 
-    def _evaluate(self, batch: dict[str, Any]) -> None:
+    def _evaluate(self, batch: dict[str, Any]) -> Tensor:
         logits = self(batch["image"])
         if False not in self._seen:
             self._look_at(logits)
         self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
+        return logits  # type: ignore[no-any-return]
 
     def on_validation_epoch_end(self) -> None:
         self._finish_evaluation("val")

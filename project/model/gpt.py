@@ -3,13 +3,18 @@
 from math import inf
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
 from project.errors import UserError
 from project.model.schedule import WarmupCosine
+
+_BYTES = 256
+_TEMPERATURE = 0.8
 
 Batch = tuple[Tensor, Tensor]
 """Tokens (samples, context), and for each of them the one that follows."""
@@ -135,6 +140,28 @@ class LanguageModel(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Shows what it writes, by TensorBoard's own API."""
+        of_bytes = self.network.tokens.num_embeddings == _BYTES
+        if self.trainer.sanity_checking or not self.trainer.is_global_zero or not of_bytes:
+            return
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                # As Markdown shows code: each line as it is.
+                shown = "".join(f"    {line}\n" for line in self.write().decode(errors="replace").splitlines())
+                logger.experiment.add_text("val/sample", shown, self.trainer.global_step)
+
+    @torch.no_grad()
+    def write(self, length: int = 256, start: bytes = b"\n", seed: int = 0) -> bytes:
+        """What follows, where tokens are bytes: each drawn by its probability, and the likely ones a little more often."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        tokens = torch.tensor([[*start]], device=self.device)
+        for _ in range(length):
+            logits = self(tokens[:, -self.network.context :])[:, -1].float()
+            following = torch.multinomial((logits / _TEMPERATURE).softmax(1), 1, generator=generator)
+            tokens = torch.cat([tokens, following], 1)
+        return bytes(tokens[0, len(start) :].tolist())
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("test/loss", self.loss(batch), sync_dist=True)

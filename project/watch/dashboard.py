@@ -3,6 +3,8 @@ hparams (so that runs can be compared by them), the gradient's norm, where it wa
 page that puts the curves in order (Custom Scalars).
 """
 
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,20 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
+from project.errors import UserError
+from project.train.loop import joins, leaves
 from project.watch.events import Events
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
+from project.watch.pictures import seen
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 300  # characters of somebody's error
 
 _LAYOUT = {
     "Is it learning?": {
@@ -48,9 +58,17 @@ _LAYOUT = {
 
 
 class Dashboard(Callback):
-    """Writes it for every logger that is TensorBoard's."""
+    """Writes it for every logger that is TensorBoard's.
 
-    def __init__(self) -> None:
+    Args:
+        histograms: of each parameter and its gradient, every so many steps; the device is waited for.
+        graph: the network's, from the first micro-batch of a run; the module's forward must take what the batch begins with.
+    """
+
+    def __init__(self, histograms: int | None = None, graph: bool = False) -> None:
+        if histograms is not None and histograms < 1:
+            raise UserError(f"dashboard.histograms is a number of steps, not {histograms}.")
+        self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
         self._described = True
 
@@ -62,6 +80,10 @@ class Dashboard(Callback):
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
+        if self.histograms and not looks and trainer.is_global_zero:
+            log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
+        if self.graph and not trainer.global_step and trainer.is_global_zero:
+            joins(trainer, Graph())
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
@@ -86,6 +108,8 @@ class Dashboard(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, Events):
                     logger.write(lambda writer: self._describe(trainer, writer))
+        if self._every and self.histograms and not self._step % self.histograms:
+            self._draw(trainer, pl_module)
         if not self._every or self._step % self._every:
             return
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
@@ -96,10 +120,46 @@ class Dashboard(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
 
+    def _draw(self, trainer: Trainer, module: LightningModule) -> None:
+        step = trainer.global_step + 1
+        found = {f"weights/{name}": one.detach() for name, one in module.named_parameters()}
+        found |= {f"gradients/{name}": one.grad for name, one in module.named_parameters() if one.grad is not None}
+        for logger in trainer.loggers:
+            if isinstance(logger, Events):
+                for name, values in found.items():
+                    if values.isfinite().all():  # TensorBoard's writer can't count others
+                        logger.experiment.add_histogram(name, values, step)
+
+
+class Graph(Callback):
+    """Shows the network's graph, and is among the callbacks until then."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        leaves(trainer, self)
+        images = seen(batch)
+        first = images[0] if images is not None else batch
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        training = [one for one in pl_module.modules() if one.training]
+        try:
+            pl_module.eval()  # a pass in training would move the statistics of batch norm
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                for logger in trainer.loggers:
+                    if isinstance(logger, Events):
+                        logger.experiment.add_graph(pl_module, first)
+        except Exception as error:  # whatever tracing somebody's forward raises
+            log.warning("The network's graph can't be drawn: %s", " ".join(str(error).split())[:_LONGEST])
+        finally:
+            for one in training:
+                one.training = True
+
 
 def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
     """Those that have a value, by their dotted names."""
-    beside = {*BESIDE, "checkpoints", "watchdog", "profile"}
+    beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)

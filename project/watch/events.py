@@ -45,6 +45,18 @@ def _put_before_now(folder: Path) -> None:
             latest = int(stamp)
 
 
+class Lasting:
+    """TensorBoard's writer for whoever asks a logger for its `experiment`: a full disk does not end a run here, either."""
+
+    def __init__(self, writer: Callable[[], SummaryWriter], attempt: Callable[[Callable[[], object]], None]) -> None:
+        self._writer, self._attempt = writer, attempt
+
+    def __getattr__(self, name: str) -> Any:
+        if not callable(getattr(SummaryWriter, name, None)):
+            return getattr(self._writer(), name)
+        return lambda *args, **kwargs: self._attempt(lambda: getattr(self._writer(), name)(*args, **kwargs))
+
+
 class Events(TensorBoardLogger):
     """Writes TensorBoard's events into the run's folder.
 
@@ -66,7 +78,11 @@ class Events(TensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """TensorBoard's writer. Lightning's logger would keep one whose disk was full, and can't be told a step later on."""
+        """TensorBoard's writer, for pictures, texts and the like."""
+        return Lasting(self._writer, self._try)
+
+    def _writer(self) -> Any:
+        """Lightning's logger would keep one whose disk was full, and can't be told a step later on."""
         if self._tensorboard is None or self._tensorboard.file_writer is None:  # there is none yet, or it was closed
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
             hidden_from, self._hidden_from = self._hidden_from, None
@@ -98,11 +114,11 @@ class Events(TensorBoardLogger):
     @rank_zero_only
     def write(self, what: Callable[[SummaryWriter], object]) -> None:
         """Pictures, texts and the like, by TensorBoard's own writer."""
-        self._try(lambda: what(self.experiment))
+        self._try(lambda: what(self._writer()))
 
     def flush(self) -> None:
         """What was logged is on the disk afterwards."""
-        self._try(lambda: self.experiment.flush())
+        self._try(lambda: self._writer().flush())
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -113,9 +129,9 @@ class Events(TensorBoardLogger):
             single = {name: value for name, value in single.items() if not self._known(step, name)}
             self._note(step, single)
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
-            self.experiment.file_writer.add_summary(summary, step)
+            self._writer().file_writer.add_summary(summary, step)
             for name in (name for name, value in metrics.items() if isinstance(value, Mapping)):
-                self.experiment.add_scalars(name, metrics[name], step)
+                self._writer().add_scalars(name, metrics[name], step)
 
         self._try(write)
 
@@ -142,7 +158,7 @@ class Events(TensorBoardLogger):
         if self._tensorboard is None or (writer := self._tensorboard.file_writer) is None:
             return
         file = Path(writer.event_writer._file_name)
-        self._try(lambda: self.experiment.close())
+        self._try(lambda: self._writer().close())
         if not self._logged and file.exists() and file.stat().st_size <= _HEAD:
             file.unlink()  # a run that failed before its first step has nothing to show in the dashboard
             self._tensorboard = None

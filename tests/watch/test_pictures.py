@@ -1,0 +1,176 @@
+"""Pictures in the dashboard: of our classifier and of somebody's, on one rank and on three; text that a GPT writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from project import Trainer
+from project.watch import pictures
+from project.watch.drawing import SIDE, confusion, thumbnails, tiles
+from project.watch.events import Events
+from tests.conftest import TINY
+from tests.own import write_texts
+
+EXACT = (
+    *("--trainer.exact=true", "--trainer.max_steps=8", "--data.source.init_args.train_size=96"),
+    *("--data.batch_size=4", "--data.global_batch_size=24"),
+)
+
+
+def shown(run: Path, kind: str = "Images") -> dict[str, list[Any]]:
+    """By tag: steps, and what is shown."""
+    events = EventAccumulator(str(run), size_guidance={"images": 0, "tensors": 0}).Reload()
+    found = getattr(events, kind)
+    return {tag: [(one.step, one) for one in found(tag)] for tag in events.Tags()[kind.lower()]}
+
+
+def test_the_same_pictures_on_one_rank_and_on_three(quick, tmp_path):
+    for ranks in (1, 3):
+        run = quick("fit", "--config=configs/ddp.yaml", *TINY, *EXACT, f"--run=on{ranks}", ranks=ranks)
+        assert run.code == 0, run.output
+    one, three = (shown(tmp_path / f"lightning_logs/on{ranks}") for ranks in (1, 3))
+    assert one.keys() == {"train/inputs", "val/confusion", "val/mistakes"}
+    steps = {tag: [step for step, _ in points] for tag, points in one.items()}
+    assert steps["train/inputs"] == [1]
+    assert steps["val/confusion"] == steps["val/mistakes"] == [4, 8]
+    for tag, points in one.items():
+        pairs = zip(points, three[tag], strict=True)
+        assert all(mine.encoded_image_string == theirs.encoded_image_string for (_, mine), (_, theirs) in pairs), tag
+
+
+class Somebodys(LightningModule):
+    """Knows of nothing but Lightning; its batches are pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 5 * 7, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self.network(batch[0])}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def samples(count: int) -> TensorDataset:
+    chance = torch.Generator().manual_seed(count)
+    return TensorDataset(torch.randn(count, 3, 5, 7, generator=chance), torch.randint(4, (count,), generator=chance))
+
+
+def test_of_somebody_elses_module(tmp_path, monkeypatch):
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(pictures, "confusion", lambda counts, names: drawn.update(counts=counts, names=names))
+    monkeypatch.setattr(pictures, "show", lambda trainer, tag, picture, step: drawn.update({tag: picture}))
+    monkeypatch.setattr(pictures, "tiles", lambda images, texts: (images, texts))
+    module, looked_at = Somebodys(), samples(37)
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", devices=1, enable_progress_bar=False)
+    trainer.fit(module, DataLoader(samples(24), 8), DataLoader(looked_at, 8))
+    images, labels = looked_at.tensors
+    with torch.no_grad():
+        logits = module.network(images)
+    guesses = logits.argmax(1)
+    expected = torch.zeros(4, 4, dtype=torch.long)
+    for label, guess in zip(labels.tolist(), guesses.tolist(), strict=True):
+        expected[label, guess] += 1
+    assert torch.equal(drawn["counts"], expected)
+    assert drawn["names"] == ["0", "1", "2", "3"]
+
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none").where(guesses != labels, -1)
+    order = losses.argsort(descending=True)[: min(16, int((guesses != labels).sum()))]
+    found, texts = drawn["val/mistakes"]
+    assert torch.equal(found, thumbnails(images[order]))
+    confidence = logits.softmax(1).amax(1)
+    assert texts == [[f"label {labels[one]}", f"guess {guesses[one]}, {confidence[one]:.0%}"] for one in order]
+    assert len(drawn["train/inputs"][0]) == 8
+
+
+def test_what_returns_no_logits_has_no_pictures_and_a_gpt_shows_what_it_writes(quick, tmp_path):
+    write_texts(tmp_path / "texts")
+    words = (
+        *("fit", "--config=configs/gpt.yaml", "--trainer.max_steps=6", "--trainer.val_check_interval=2"),
+        *("--data.init_args.text=texts/*.txt", "--trainer.global_batch_size=16", "--data.init_args.batch_size=4"),
+        *("--model.init_args.width=32", "--trainer.exact=true"),
+    )
+    for ranks in (1, 2):
+        run = quick(*words, f"--run=on{ranks}", ranks=ranks)
+        assert run.code == 0, run.output
+    assert not shown(tmp_path / "lightning_logs/on1")
+    one, two = (
+        [(step, found.tensor_proto.string_val[0]) for step, found in shown(place, "Tensors")["val/sample/text_summary"]]
+        for place in (tmp_path / "lightning_logs/on1", tmp_path / "lightning_logs/on2")
+    )
+    losses = [step for step, _ in shown(tmp_path / "lightning_logs/on1", "Scalars")["val/loss"]]
+    assert [step for step, _ in one] == [step + 1 for step in losses]  # Lightning counts from 0
+    assert len(losses) == 2
+    assert one == two
+    assert len(one[0][1]) > 200
+
+
+def test_histograms_and_the_graph_by_a_switch(quick, tmp_path):
+    words = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=6", "--dashboard.graph=true")
+    run = quick(*words, "--dashboard.histograms=2", "--run=it", ranks=2)
+    assert run.code == 0, run.output
+    found = EventAccumulator(str(tmp_path / "lightning_logs/it"), size_guidance={"histograms": 0}).Reload()
+    names = {f"{kind}/network.stem.0.weight" for kind in ("weights", "gradients")}
+    assert names <= set(found.Tags()["histograms"])
+    for name in names:
+        assert [one.step for one in found.Histograms(name)] == [2, 4, 6]
+    assert any("Conv2d" in node.name for node in found.Graph().node)
+    wrong = quick("fit", "--config=configs/ddp.yaml", *TINY, "--dashboard.histograms=0")
+    assert wrong.code
+    assert "dashboard.histograms is a number of steps, not 0" in wrong.output
+
+
+def test_a_full_disk_does_not_end_a_run_that_shows_pictures_by_itself(tmp_path, caplog):
+    """As any LightningModule does: by `self.logger.experiment`."""
+    events = Events(str(tmp_path / "file" / "folder"))
+    (tmp_path / "file").write_text("no folder can be here")
+    events.experiment.add_text("mine", "words", 1)
+    events.experiment.add_image("mine", torch.zeros(3, 4, 4), 1)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    (tmp_path / "file").unlink()
+    events.experiment.add_text("mine", "words", 2)
+    events.finalize("success")
+    assert [step for step, _ in shown(tmp_path / "file/folder", "Tensors")["mine/text_summary"]] == [2]
+
+
+# Drawing ----------------------------------------------------------------------------------------------------------------
+
+
+def test_thumbnails_are_seen_whatever_they_were_normalised_to():
+    images = torch.tensor([[-3.0, 5.0], [1.0, 1.0]]).expand(2, 1, 2, 2)
+    small = thumbnails(images)
+    assert small.shape == (2, 3, SIDE, SIDE)
+    assert small[0, 0, 0, 0] == 0
+    assert small[0, 2, 0, -1] == 255
+    assert small[1, 1, -1, -1] == 128
+    assert thumbnails(torch.full((1, 4, 200, 90), torch.nan)).max() == 0  # a picture that is none does not end a run
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_tiles_stand_in_rows(count):
+    picture = tiles(torch.zeros(count, 3, SIDE, SIDE, dtype=torch.uint8), [["a name that is far too long", "x"]] * count)
+    assert picture.shape == ((2 * SIDE + 28) * (1 if count == 1 else 2), 2 * SIDE * min(count, 8), 3)
+
+
+@pytest.mark.parametrize("classes", [2, 10, 70, 400])
+def test_what_is_right_is_blue_and_what_is_not_is_red(classes):
+    counts = torch.zeros(classes, classes, dtype=torch.long)
+    counts[0, 0], counts[1, 0] = 3, 20_000
+    picture = confusion(counts, [f"class {number}" for number in range(classes)])
+    assert picture is not None
+    colours = {tuple(colour) for colour in picture.reshape(-1, 3).tolist()}
+    assert {(0, 0, 255), (255, 0, 0)} <= colours
+    rows, _ = (picture == (255, 0, 0)).all(2).nonzero()
+    below, _ = (picture == (0, 0, 255)).all(2).nonzero()
+    assert rows.min() > below.min()
+    assert confusion(torch.zeros(401, 401), []) is None
