@@ -155,7 +155,7 @@ def export(
     part, _ = named_weights(module) if to == "safetensors" else ("", {})
     about = {"format": to, "file": FILES[to], **description.origin(checkpoint), **description.of_data(data)}
     if to == "safetensors":
-        about |= {"part": part or None, "tied": shared_names(module)}
+        about |= {"part": part or None, "tied": shared_names(module, part)}
     with staging(target) as folder:
         difference = made.write(folder / FILES[to], about)
         lines = snippet(to, made.samples.names if made.samples else ["batch"])
@@ -173,7 +173,8 @@ def _say(file: Path, about: dict[str, Any], lines: list[str]) -> None:
     for one in about["inputs"] or ():
         images = about["images"]
         normalised = f", normalised: mean {images['mean']}, std {images['std']} of pixels in 0 .. 1" if images else ""
-        log.info("%-11s %s: %s %s%s", "takes", one["name"], one["dtype"], tuple(one["shape"]), normalised)
+        shape = ", ".join(map(str, one["shape"]))
+        log.info("%-11s %s: %s (%s)%s", "takes", one["name"], one["dtype"], shape, normalised)
     if check := about["check"]:
         largest, share = check["largest_difference"], check["share_of_largest_output"]
         same = (

@@ -50,22 +50,23 @@ def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:
     return part, {name.removeprefix(f"{part}."): value.detach().contiguous().clone() for name, value in state.items()}
 
 
-def shared_names(module: LightningModule) -> list[list[str]]:
+def shared_names(module: LightningModule, part: str) -> list[list[str]]:
     """The names of one tensor that has several, as tied weights have."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and value.numel():
             place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            places.setdefault(place, []).append(name)
+            places.setdefault(place, []).append(name.removeprefix(f"{part}."))
     return [names for names in places.values() if len(names) > 1]
 
 
 def write_weights(module: LightningModule, path: Path, about: Mapping[str, Any]) -> None:
     """A safetensors file; what it says of itself are strings."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    save_file(named_weights(module)[1], path, {"format": "pt", **metadata})
+    # Through memory, here and below: on a full disk these writers fail with errors of their own, and torch's ends the process.
+    path.write_bytes(save(named_weights(module)[1], {"format": "pt", **metadata}))
 
 
 # Networks ------------------------------------------------------------------------------------------------------------
@@ -138,8 +139,10 @@ def brief(error: BaseException) -> str:
 
 def write_traced(program: ExportedProgram, path: Path) -> None:
     """torch.export's own file."""
+    content = io.BytesIO()
     with silence():
-        torch.export.save(program, path)
+        torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
 
 
 def write_onnx(program: ExportedProgram, path: Path, names: list[str]) -> None:
