@@ -25,6 +25,8 @@ from tests.conftest import ROOT, TINY, Run, environment, forked
 from tests.own import write_texts
 
 FORMATS = ("safetensors", "torch-export", "onnx")
+ONNX_FIRST = ("onnx", *(pytest.param(form, marks=pytest.mark.slow) for form in ("safetensors", "torch-export")))
+WEIGHTS_FIRST = ("safetensors", *(pytest.param(form, marks=pytest.mark.slow) for form in ("onnx", "torch-export")))
 DDP = "--config=configs/ddp.yaml"
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=2")
 
@@ -160,7 +162,7 @@ def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, fo
     torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", WEIGHTS_FIRST)
 def test_a_module_of_ones_own_goes_out_with_its_forward_and_tied_weights(quick, tmp_path, form):
     write_texts(tmp_path / "texts")
     sizes = [f"--{part}.init_args.context=16" for part in ("data", "model")] + ["--model.init_args.width=32"]
@@ -338,7 +340,7 @@ class OneLess(Callback):
         export.write_weights, export.trace = write, trace
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ONNX_FIRST)
 def test_a_file_with_other_weights_is_left_out_and_the_one_before_stays(tiny, form):
     assert forked(tiny, "export", "--run=it", f"--to={form}").code == 0
     place = tiny / f"lightning_logs/it/export-{form}"
