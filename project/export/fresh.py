@@ -44,6 +44,7 @@ def _torch_export(file: str, batches: list[Arrays]) -> list[Arrays]:
 
 def main(form: str, file: str, inputs: str, outputs: str) -> None:
     """Computes, or of weights alone, reads them; the results lie in a file of numpy's."""
+    results: dict[str, Any]
     if form == "safetensors":
         from safetensors.torch import load_file
 
