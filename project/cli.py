@@ -30,8 +30,9 @@ from project.config_files import EVALUATING, RUNS, checked, expand, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.errors import UserError
+from project.export.export import SETTINGS, exportable
 from project.model import ImageClassifier
-from project.runs import open_beside, open_run, saved_config, weights
+from project.runs import open_beside, open_run, run_of, saved_config, weights
 from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up, report_error
@@ -102,7 +103,7 @@ class ProjectCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench")}}
+        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench", "export")}}
         asked = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
         return {asked: verbs[asked]} if asked in verbs else verbs
 
@@ -132,6 +133,10 @@ class ProjectCLI(LightningCLI):
         settings = self.config[self.subcommand]
         if self._wanted_checkpoint is not None:
             settings.ckpt_path = self._wanted_checkpoint
+        if self.subcommand == "export":  # before anything slow is done
+            exportable(settings.to, settings.batch_size, settings.out)
+            if (detect().world_size or 1) > 1:
+                raise UserError("export takes one process. HINT: start it with plain Python: python -m project export ...")
         path = settings.get("ckpt_path")
         if path and path not in ("best", "last") and not Path(path).is_file():
             raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
@@ -181,6 +186,8 @@ class ProjectCLI(LightningCLI):
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
             kwargs.update(devices=1, num_nodes=1)
+        elif self.subcommand == "export":
+            kwargs.update(SETTINGS)
         places = trainer_settings.devices, trainer_settings.accelerator
         early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
@@ -212,6 +219,9 @@ class ProjectCLI(LightningCLI):
             if verb in EVALUATING and (path is None or named):
                 path = str(weights(root / RUNS / checked(settings.run), path, *how))
                 init.ckpt_path = path
+            if verb == "export":  # leaves nothing but its folder
+                self.folder = root / RUNS / checked(settings.run) if settings.run else run_of(Path(str(path)))
+                return None
             self._run = open_beside(root, settings.run, self._kind(), verb, launch)
         self.folder = self._run.folder
         log_to(self.folder / "log.txt")

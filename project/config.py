@@ -65,6 +65,7 @@ _UNWRITABLE = "Unable to serialize instance"
 # What `fit --help` shows; the rest is on request.
 _MATTERS = (
     *("config", "run", "resume", "change", "doctor", "debug", "seed_everything", "ckpt_path"),
+    *("to", "out", "batch_size"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
     *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),
     *("trainer.val_check_interval", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.log_every_n_steps"),

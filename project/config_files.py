@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in
 RUNS = "lightning_logs"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
 _NAMED = 20  # runs in an error
-EVALUATING = ("validate", "test", "predict")  # they look at weights that are there
+EVALUATING = ("validate", "test", "predict", "export")  # they look at weights that are there
 
 
 def expand(argv: list[str]) -> list[str]:

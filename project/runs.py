@@ -249,6 +249,12 @@ def exists(folder: Path) -> bool:
     return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
 
 
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint is of; of one that lies by itself, its own."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
 def _new_folder(place: Path, kind: str) -> Path:
     stem = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1

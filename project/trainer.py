@@ -32,6 +32,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -52,10 +53,13 @@ from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
 from project.errors import UserError
+from project.export.capture import Capture
+from project.export.export import BATCHES, export, exportable
+from project.export.formats import Format
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, checkpoints_of, newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
-from project.survive.signals import SIGNALS
+from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.compression import Compression
 from project.train.epochs import own_loops
@@ -397,6 +401,57 @@ class Trainer(pl.Trainer):
             raise UserError("bench compares with a plain loop that trains MiniResNet. HINT: try --config configs/bench.yaml.")
         self._as_for_a_fit(model, datamodule)
         return measure(self, model, datamodule, ranks, turns, steps)
+
+    def export(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        to: Format | None = None,
+        ckpt_path: str | Path | None = None,
+        out: Path | None = None,
+        batch_size: int | None = None,
+        weights_only: bool | None = None,
+    ) -> Path:
+        """Exports the weights that an evaluation uses: a file that is loaded without this package, and was checked.
+
+        Args:
+            model: the model of the run.
+            datamodule: its data, whose validation set the file is checked on.
+            to: safetensors (the weights), onnx or torch-export (the network).
+            ckpt_path: best (the default of a run), last, or the path of a checkpoint.
+            out: the folder that gets the file; by default export-FORMAT in the run's folder.
+            batch_size: the network takes batches of so many samples; None: of any number.
+            weights_only: as in torch.load.
+        """
+        target = Path(out or Path(self.default_root_dir) / f"export-{to}").absolute()
+        form = exportable(to, batch_size, target)
+        if self.world_size > 1:
+            raise UserError("export takes one process. HINT: start it with plain Python, with trainer.devices=1.")
+        capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
+        checkpoint = Path(ckpt_path) if ckpt_path else None
+        return export(self, model, datamodule, capture, of, form, checkpoint, target, batch_size)
+
+    def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:
+        """Weights and batches from within an evaluation of the validation set, else of the test set."""
+        datamodule, ckpt_path, weights_only = given
+        capture, limits = Capture(), dict(self._wanted_limits)
+        self._wanted_limits.update(val=BATCHES, test=BATCHES)
+        self.callbacks.append(capture)  # type: ignore[attr-defined]
+        try:
+            for verb, step, of in ((self.validate, "validation_step", "validation"), (self.test, "test_step", "test")):
+                if is_overridden(step, model, LightningModule) and not capture.weights:
+                    verb(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=weights_only)
+                    if SIGNALS.noted:
+                        raise SystemExit(EXIT_CODES[SIGNALS.noted])
+                if capture.weights:
+                    return capture, f"the {of} set"
+        finally:
+            self.callbacks.remove(capture)  # type: ignore[attr-defined]
+            self._wanted_limits.update(limits)
+        raise UserError(
+            "There is nothing to check the export on. HINT: it takes a validation or a test set, and a module with "
+            "validation_step or test_step."
+        )
 
     def _examine(self, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float) -> list[Finding]:
         start = time.monotonic()

@@ -88,6 +88,13 @@ class ImageData(LightningDataModule):
         return self.source.num_classes
 
     @property
+    def class_names(self) -> list[str] | None:
+        """By their numbers; from the source, or from a dataset that has `classes`, as torchvision's do."""
+        names = self.source.classes or getattr(self._dataset("val" if self.source.has("val") else "test"), "classes", None)
+        fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
+        return [str(name) for name in names] if names and fitting else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of a training image."""
         return tuple(as_tensor(image_and_label(self._dataset("train")[0])[0]).shape)

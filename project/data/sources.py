@@ -5,7 +5,7 @@ every rank). Whatever the user can mend is a UserError in one line.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ class Source(ABC):
     """What ImageData asks of a source. `mean` and `std` are of images in 0 .. 1, one for all channels or one for each."""
 
     num_classes: int
+    classes: Sequence[str] | None = None
+    """Their names, where they have some."""
     mean: Channels = 0.5
     std: Channels = 0.25
 
@@ -131,6 +133,11 @@ class Cifar(Source):
                 "to the folder that holds the extracted archive."
             ) from error
 
+    @property
+    def classes(self) -> list[str]:  # type: ignore[override]
+        """As the archive names them."""
+        return list(self._read(train=False).classes)
+
     def prepare(self) -> None:
         self._read(train=True, download=self.download)
 
@@ -191,7 +198,7 @@ class ImageFolders(Source):
         self._classes: list[str] | None = None
 
     @property
-    def classes(self) -> list[str]:
+    def classes(self) -> list[str]:  # type: ignore[override]
         """The names of the folders in root/train; a class's number is its place in the alphabet."""
         if self._classes is None:
             folder = self.root / "train"
@@ -266,6 +273,7 @@ class Digits(Source):
     """
 
     num_classes = 10
+    classes = tuple("0123456789")
     mean: Channels = 0.305
     std: Channels = 0.376
 

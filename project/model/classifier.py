@@ -64,7 +64,7 @@ class ImageClassifier(LightningModule):
             fit, which takes half a minute or more; 'auto' is 'default' on a GPU, for runs of a quarter of an hour or longer,
             counted by their operations at the GPU's peak; 'none' leaves it as it is.
         init_from: a file of weights that a fit begins with, unless it goes on from a checkpoint: a state_dict, or a checkpoint
-            of this project (whose names begin with 'network.') or of another. What does not fit is listed.
+            of this project (whose names begin with 'network.') or of another, or safetensors. What does not fit is listed.
         init_prefix: what the names in that file begin with, and the network's own don't.
     """
 

@@ -21,7 +21,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
     Args:
         network: gets the weights.
-        path: a state_dict, or a file that holds one: a checkpoint of this project or of another.
+        path: a state_dict, or a file that holds one: a checkpoint of this project or of another, or safetensors.
         prefix: what the names in the file begin with, and the network's own don't ('module.', say).
         say: whether to say so; one rank is enough.
     """
@@ -56,6 +56,8 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a file that is none makes of the reader
@@ -74,6 +76,20 @@ def _read(path: Path) -> dict[str, Tensor]:
         f"the keys {', '.join(map(str, list(content)[:8]))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
     )
     raise UserError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise UserError(f"{path} needs safetensors. HINT: pip install 'project[export]'") from error
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except Exception as error:  # whatever a file that is none makes of the reader
+        raise UserError(f"{path} can't be read as safetensors: {error}") from error
+    if not tensors:
+        raise UserError(f"There are no weights in {path}.")
+    return tensors
 
 
 def _better_prefix(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], given: str) -> str:

@@ -72,12 +72,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.stat().st_size != size:
         raise UserError(f"it has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
-        if _digest(file) != digest:
+        if sha256_of(file) != digest:
             raise UserError("its checksum is wrong")
     return manifest
 
 
-def _digest(file: BinaryIO) -> str:
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of a file's content."""
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
@@ -124,7 +125,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> N
     try:
         _write(temporary, lambda file: torch.save(checkpoint, file))
         with temporary.open("rb") as file:
-            manifest = {**manifest, "bytes": temporary.stat().st_size, "sha256": _digest(file)}
+            manifest = {**manifest, "bytes": temporary.stat().st_size, "sha256": sha256_of(file)}
         text = json.dumps(manifest, indent=1).encode()
         _write(manifest_of(path), lambda file: file.write(text))
         temporary.replace(path)

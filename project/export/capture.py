@@ -1,0 +1,143 @@
+"""Weights and inputs as an evaluation has them: what is exported is what `validate` and `test` look at.
+
+Callbacks and modules may exchange the weights for an evaluation (averages of them, say), and a data module's hooks make of a
+batch what the network gets. So both are taken from within a real evaluation, and not from the checkpoint's file.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from project.errors import UserError
+
+Inputs = tuple[Tensor, ...]
+"""What one call of `forward` takes."""
+
+HOW = (
+    "HINT: forward takes the batch if that is a tensor, its first part if it is a tuple or a list, and of a dict what its "
+    "arguments are called, or 'image'; otherwise give the module an example_input_array."
+)
+
+
+class Capture(Callback):
+    """Keeps the weights and the batches of an evaluation; stands behind all other callbacks."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.batches: list[Any] = []
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if dataloader_idx:
+            return
+        if not self.weights:
+            state = pl_module.state_dict()
+            self.weights = {name: _copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        self.batches.append(batch)
+
+    on_test_batch_start = on_validation_batch_start
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@dataclass
+class Samples:
+    """Real inputs of `forward`, by the names of its arguments, in batches; and where they come from."""
+
+    names: list[str]
+    batches: list[Inputs]
+    origin: str
+
+    @property
+    def count(self) -> int:
+        return sum(len(batch[0]) for batch in self.batches)
+
+
+def has_forward(module: LightningModule) -> bool:
+    """Whether the module says itself what goes in and what comes out."""
+    return is_overridden("forward", module, LightningModule)
+
+
+def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Samples:
+    """The inputs of the module's `forward`, from batches; a UserError where they can't be told."""
+    found = [_inputs(module, batch) for batch in batches]
+    if found and all(one is not None for one in found):
+        named = [one for one in found if one is not None]
+    else:
+        named, origin = [_example(module)], "the module's example_input_array"
+    names = list(named[0])
+    made = [tuple(_plain(one[name]) for name in names) for one in named]
+    if any(not one.ndim or len(one) != len(batch[0]) or not len(one) for batch in made for one in batch):
+        raise UserError(f"The inputs of {type(module).__name__}.forward have no first dimension of samples in common. {HOW}")
+    ranks = [[one.ndim for one in batch] for batch in made]
+    return Samples(names, [one for one, rank in zip(made, ranks, strict=True) if rank == ranks[0]], origin)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """On the CPU, in fp32 if it is floats, and not of the inference mode that an evaluation is in."""
+    tensor = tensor.detach().to("cpu", copy=True)
+    return tensor.float().clone() if tensor.is_floating_point() else tensor.clone()
+
+
+def _arguments(module: LightningModule) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one for one in inspect.signature(module.forward).parameters.values() if one.kind in kinds]
+
+
+def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
+    """What `forward` takes of a batch, or None where that can't be told."""
+    arguments = _arguments(module)
+    needed = [one.name for one in arguments if one.default is inspect.Parameter.empty]
+    first = arguments[0].name if arguments else "input"
+    if isinstance(batch, (tuple, list)) and batch:
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return {first: batch} if len(needed) <= 1 else None
+    if not isinstance(batch, Mapping):
+        return None
+    taken: dict[str, Tensor] = {}
+    for argument in arguments:
+        if not isinstance(batch.get(argument.name), Tensor):
+            break  # those that follow would stand in its place
+        taken[argument.name] = batch[argument.name]
+    if taken and {*needed} <= {*taken}:
+        return taken
+    image = batch.get("image")
+    return {first: image} if isinstance(image, Tensor) and len(needed) <= 1 else None
+
+
+def _example(module: LightningModule) -> dict[str, Tensor]:
+    example: Any = module.example_input_array
+    if isinstance(example, Tensor):
+        example = (example,)
+    names = [one.name for one in _arguments(module)]
+    if isinstance(example, tuple) and 0 < len(example) <= len(names) and all(isinstance(one, Tensor) for one in example):
+        return dict(zip(names, example, strict=False))
+    if isinstance(example, dict) and example and list(example) == names[: len(example)]:
+        return dict(example)
+    raise UserError(f"What {type(module).__name__}.forward takes of a batch can't be told. {HOW}")
+
+
+def pieces(samples: Samples, size: int | None) -> list[Inputs]:
+    """The batches to check with. Any number of samples (size None): also one, and more than one; else so many each."""
+    batches = samples.batches
+    if size is None:
+        one = tuple(part[:1] for part in batches[0])
+        more = [] if any(len(batch[0]) > 1 for batch in batches) else [tuple(part.repeat_interleave(2, 0) for part in one)]
+        return [*more, *batches, one]
+    cut = []
+    for batch in batches:
+        repeats = -(-size // len(batch[0]))
+        filled = [torch.cat([part] * repeats) for part in batch]  # a batch that is too small is filled up with itself
+        count = max(len(batch[0]) // size, 1)
+        cut += [tuple(part[at * size : (at + 1) * size] for part in filled) for at in range(count)]
+    return cut

@@ -1,0 +1,104 @@
+"""Is the file as good as the checkpoint? It is loaded in a fresh process, and what comes out is compared."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from project.errors import UserError
+from project.export import fresh
+from project.export.capture import Inputs
+
+TOLERANCE = {"safetensors": 0.0, "torch-export": 1e-5, "onnx": 1e-4}
+"""By format: how far an output may be off, as a share of the largest one of its batch."""
+
+Outputs = list[list[np.ndarray[Any, Any]]]
+"""Of each batch, its outputs."""
+
+
+@dataclass
+class Difference:
+    """The largest one that was found, and the same as a share of the largest output of its batch."""
+
+    largest: float
+    share: float
+
+
+def outputs(network: nn.Module, batches: Sequence[Inputs]) -> Outputs:
+    """What the checkpoint's network makes of the batches, on the CPU."""
+    with torch.no_grad():
+        return [[_array(leaf) for leaf in fresh.leaves(network(*batch))] for batch in batches]
+
+
+def _array(leaf: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(leaf, (Tensor, int, float)):
+        raise UserError(
+            f"forward returns a {type(leaf).__name__}. HINT: tensors go out, alone or in lists, tuples and dicts; "
+            "--to safetensors exports the weights alone."
+        )
+    return torch.as_tensor(leaf).numpy().copy()
+
+
+def loaded(form: str, file: Path, batches: Sequence[Inputs]) -> dict[str, np.ndarray[Any, Any]]:
+    """What a fresh process without this package makes of the file."""
+    inputs, results = file.with_name(".inputs.npz"), file.with_name(".outputs.npz")
+    try:
+        named = {f"{at} {number}": part.numpy() for at, batch in enumerate(batches) for number, part in enumerate(batch)}
+        np.savez(inputs, **named)  # type: ignore[arg-type]
+        source = Path(fresh.__file__).read_text()
+        command = [sys.executable, "-c", source, form, file.name, inputs.name, results.name]
+        done = subprocess.run(command, cwd=file.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"The exported file can't be used: in a process without this project, {said}")
+        with np.load(results) as found:
+            return {name: found[name] for name in found}
+    finally:
+        inputs.unlink(missing_ok=True)
+        results.unlink(missing_ok=True)
+
+
+def in_batches(found: Mapping[str, np.ndarray[Any, Any]], count: int) -> Outputs:
+    """The outputs of a fresh process, batch by batch."""
+    return [[value for name, value in found.items() if name.split()[0] == str(at)] for at in range(count)]
+
+
+def compare(wanted: Outputs, found: Outputs, tolerance: float) -> Difference:
+    """The largest difference, or a UserError where it is beyond the tolerance, which is a share of the largest output."""
+    worst = Difference(0.0, 0.0)
+    for one, other in zip(wanted, found, strict=True):
+        shapes = [[(value.shape, value.dtype.name) for value in values] for values in (one, other)]
+        if shapes[0] != shapes[1]:
+            raise UserError(f"The exported network's outputs are {_said(shapes[1])}, and the checkpoint's {_said(shapes[0])}.")
+        for mine, theirs in zip(one, other, strict=True):
+            difference = _difference(mine, theirs)
+            if not difference.share <= worst.share:
+                worst = difference
+    if not worst.share <= tolerance:
+        raise UserError(
+            f"The exported network is another one: its outputs differ by up to {worst.largest:.2g}, which is {worst.share:.1e} "
+            f"of the largest output, and {tolerance:.0e} is tolerated. HINT: the export is left out; another --to may do."
+        )
+    return worst
+
+
+def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> Difference:
+    if one.tobytes() == other.tobytes():
+        return Difference(0.0, 0.0)
+    mine, theirs = (value.astype(np.complex128 if np.iscomplexobj(value) else np.float64) for value in (one, other))
+    finite = np.isfinite(mine)
+    if not np.array_equal(mine[~finite], theirs[~finite], equal_nan=True):
+        return Difference(float("inf"), float("inf"))
+    largest = float(np.abs(mine[finite] - theirs[finite]).max(initial=0.0))
+    scale = float(np.abs(mine[finite]).max(initial=0.0))
+    return Difference(largest, largest / scale if scale else float("inf") if largest else 0.0)
+
+
+def _said(shapes: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype} {shape}" for shape, dtype in shapes) or "none"

@@ -1,0 +1,93 @@
+"""What an export says of itself, in export.json: what goes in, what comes out, and where it comes from."""
+
+import json
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningDataModule, Trainer
+
+from project.data import ImageData
+from project.export.capture import Inputs, Samples
+from project.export.check import TOLERANCE, Difference, Outputs
+from project.export.formats import LIBRARIES, Format
+from project.survive.checkpoints import manifest_of, sha256_of
+
+CONFIG = "config.yaml"
+
+
+def origin(checkpoint: Path | None) -> dict[str, Any]:
+    """The run, the checkpoint, its step and its metrics, as far as they are known."""
+    manifest: dict[str, Any] = {}
+    if checkpoint is not None and manifest_of(checkpoint).is_file():
+        manifest = json.loads(manifest_of(checkpoint).read_text())
+    in_run = checkpoint is not None and checkpoint.absolute().parent.name == "checkpoints"
+    return {
+        "run": checkpoint.absolute().parents[1].name if checkpoint is not None and in_run else None,
+        "checkpoint": checkpoint.name if checkpoint is not None else None,
+        "step": manifest.get("position", {}).get("global_step"),
+        "metrics": manifest.get("metrics", {}),
+    }
+
+
+def of_data(data: LightningDataModule | None) -> dict[str, Any]:
+    """The names of the classes, and how pixels become what the network takes; null where the data does not say."""
+    if not isinstance(data, ImageData):
+        return {"classes": None, "images": None}
+    given = {"mean": data.source.mean, "std": data.source.std}
+    values = {name: list(value) if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
+    how = "(pixels in 0 .. 1 - mean) / std, for each channel; a single number is for all channels"
+    return {"classes": data.class_names, "images": {"range": [0, 1], **values, "how": how}}
+
+
+def of_versions(to: Format) -> dict[str, str]:
+    """Of what has made it."""
+    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "lightning", *LIBRARIES[to])}}
+
+
+def of_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as opened:
+            found[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
+    return found
+
+
+def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> dict[str, Any]:
+    """Names, shapes and types of what goes in and comes out; 'batch' is any number of samples."""
+    inputs = []
+    for number, name in enumerate(samples.names):
+        parts = [batch[number] for batch in samples.batches]
+        shape: list[int | str] = [size or "batch"]
+        shape += [
+            length if len({part.shape[at] for part in parts}) == 1 else "any" for at, length in enumerate(parts[0].shape) if at
+        ]
+        inputs.append({"name": name, "shape": shape, "dtype": str(parts[0].dtype).removeprefix("torch.")})
+    made = [{"shape": [size or "batch", *one.shape[1:]] if one.ndim else [], "dtype": one.dtype.name} for one in outputs[0]]
+    return {"inputs": inputs, "outputs": made}
+
+
+def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference: Difference) -> dict[str, Any]:
+    """What was compared, and how much it differed."""
+    return {
+        "samples": samples.count,
+        "of": samples.origin,
+        "batch_sizes": sorted({len(batch[0]) for batch in batches}, reverse=True),
+        "largest_difference": difference.largest,
+        "share_of_largest_output": difference.share,
+        "tolerated_share": TOLERANCE[to],
+    }
+
+
+def copy_config(trainer: Trainer, folder: Path) -> None:
+    """The run's configuration, beside the file."""
+    saved = Path(trainer.default_root_dir) / CONFIG
+    if saved.is_file():
+        shutil.copyfile(saved, folder / CONFIG)
+    elif configuration := trainer.configuration:  # type: ignore[attr-defined]
+        (folder / CONFIG).write_text(yaml.safe_dump(configuration, sort_keys=False))

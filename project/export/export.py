@@ -1,0 +1,187 @@
+"""The export: from an evaluation's weights and batches to a folder that others can use."""
+
+import json
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
+
+from project.errors import UserError
+from project.export import description
+from project.export.capture import Capture, Samples, has_forward, pieces, samples
+from project.export.check import TOLERANCE, Difference, Outputs, compare, in_batches, loaded, outputs
+from project.export.folder import ABOUT, refuse_strangers, staging
+from project.export.formats import (
+    FILES,
+    Format,
+    brief,
+    named_weights,
+    require,
+    shared_names,
+    silence,
+    snippet,
+    trace,
+    write_onnx,
+    write_traced,
+    write_weights,
+)
+
+log = logging.getLogger(__name__)
+
+BATCHES = 4  # of the validation set, that are looked at
+
+SETTINGS: dict[str, Any] = {
+    **{"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true", "plugins": None},
+    **{"sync_batchnorm": False, "gradient_compression": "none", "exact": False, "fast_dev_run": False, "barebones": False},
+    **{"overfit_batches": 0.0, "inference_mode": False, "logger": False, "profiler": None, "enable_progress_bar": False},
+}
+"""Of the Trainer, whatever the run was trained with: one process, on the CPU, in fp32, that leaves nothing but the export."""
+
+
+def exportable(to: Format | None, batch_size: int | None, target: Path | None) -> Format:
+    """The format, if it is one, what it needs is installed and the target is free; found out before anything slow is done."""
+    if to not in FILES:
+        raise UserError(f"export needs a format. HINT: --to {', --to '.join(FILES)}.")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size is a number of samples, not {batch_size}.")
+    require(to)
+    if target is not None:
+        refuse_strangers(target)
+    return to
+
+
+class Export:
+    """A module as it was evaluated, and how it goes out."""
+
+    def __init__(self, module: LightningModule, capture: Capture, of: str, to: Format, batch_size: int | None) -> None:
+        self.module, self.to, self.size = module, to, batch_size
+        _settle(module, capture)
+        self.samples: Samples | None = None
+        self.wanted: Outputs = []
+        try:
+            self.samples = samples(module, capture.batches, of)
+            self.batches = pieces(self.samples, batch_size)
+            self.wanted = self._called()
+        except UserError as error:
+            if to != "safetensors":
+                raise
+            self.samples, self.batches = None, []
+            log.warning("Only the weights are compared, and no outputs: %s", str(error).partition(" HINT:")[0])
+
+    def _called(self) -> Outputs:
+        """What the checkpoint's network makes of the batches."""
+        assert self.samples is not None
+        try:
+            with silence():
+                return outputs(self.module, self.batches)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{type(self.module).__name__}.forward can't take {', '.join(self.samples.names)} of {self.samples.origin}: "
+                f"{brief(error)} HINT: give the module an example_input_array."
+            ) from error
+
+    def write(self, file: Path, about: dict[str, Any]) -> Difference:
+        """Writes the file, and compares what a fresh process makes of it; a UserError where that is something else."""
+        if self.to == "safetensors":
+            write_weights(self.module, file, about)
+            self._put_back(loaded(self.to, file, []))
+            return compare(self.wanted, self._called() if self.samples else [], TOLERANCE[self.to])
+        assert self.samples is not None
+        program = trace(self.module, self.samples, self.size)
+        if self.to == "onnx":
+            write_onnx(program, file, self.samples.names)
+        else:
+            write_traced(program, file)
+        found = in_batches(loaded(self.to, file, self.batches), len(self.batches))
+        return compare(self.wanted, found, TOLERANCE[self.to])
+
+    def _put_back(self, found: dict[str, np.ndarray[Any, Any]]) -> None:
+        """The weights that were read, in place of the module's, of which nothing is left."""
+        part, weights = named_weights(self.module)
+        tensors = {name.removeprefix("tensor "): value for name, value in found.items()}
+        if tensors.keys() != weights.keys():
+            raise UserError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
+        compare([[value.numpy() for value in weights.values()]], [[tensors[name] for name in weights]], 0.0)
+        with torch.no_grad():
+            for value in self.module.state_dict().values():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(float("nan") if value.is_floating_point() else 0)
+        prefix = f"{part}." if part else ""
+        put = {f"{prefix}{name}": torch.from_numpy(value) for name, value in tensors.items()}
+        self.module.load_state_dict(put, strict=False)  # what is no tensor (an extra state) was left where it is
+
+    def describe(self, difference: Difference) -> dict[str, Any]:
+        """What is known when it has been checked."""
+        if self.samples is None:
+            return {"inputs": None, "outputs": None, "check": None}
+        return {
+            **description.of_tensors(self.samples, self.size, self.wanted),
+            "check": description.of_check(self.samples, self.batches, self.to, difference),
+        }
+
+
+def _settle(module: LightningModule, capture: Capture) -> None:
+    """The module as it was evaluated, on the CPU, in fp32, its weights in torch's usual order."""
+    module.load_state_dict(capture.weights)
+    nn.Module.to(module, memory_format=torch.contiguous_format)
+    module.cpu().float().eval()
+
+
+def export(
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    capture: Capture,
+    of: str,
+    to: Format,
+    checkpoint: Path | None,
+    target: Path,
+    batch_size: int | None,
+) -> Path:
+    """Writes what an evaluation has captured into the folder `target`, and returns the file. `of`: what was evaluated on."""
+    if to != "safetensors" and not has_forward(module):
+        raise UserError(
+            f"{type(module).__name__} has no forward, which is what --to {to} exports. HINT: write one; --to safetensors "
+            "exports the weights alone."
+        )
+    made = Export(module, capture, of, to, batch_size)
+    part, _ = named_weights(module) if to == "safetensors" else ("", {})
+    about = {"format": to, "file": FILES[to], **description.origin(checkpoint), **description.of_data(data)}
+    if to == "safetensors":
+        about |= {"part": part or None, "tied": shared_names(module, part)}
+    with staging(target) as folder:
+        difference = made.write(folder / FILES[to], about)
+        lines = snippet(to, made.samples.names if made.samples else ["batch"])
+        files = description.of_files(folder)
+        description.copy_config(trainer, folder)
+        about |= {"files": files, **made.describe(difference), "load": lines, "versions": description.of_versions(to)}
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    _say(target / FILES[to], about, lines)
+    return target / FILES[to]
+
+
+def _say(file: Path, about: dict[str, Any], lines: list[str]) -> None:
+    size = sum(one["bytes"] for one in about["files"].values()) / 1e6
+    log.info("%-11s %s (%.1f MB), and beside it %s and config.yaml", "exported", file, size, ABOUT)
+    for one in about["inputs"] or ():
+        images = about["images"]
+        normalised = f", normalised: mean {images['mean']}, std {images['std']} of pixels in 0 .. 1" if images else ""
+        shape = ", ".join(map(str, one["shape"]))
+        log.info("%-11s %s: %s (%s)%s", "takes", one["name"], one["dtype"], shape, normalised)
+    if check := about["check"]:
+        largest, share = check["largest_difference"], check["share_of_largest_output"]
+        same = (
+            "are the same to the last bit" if not largest else f"differ by {largest:.1e} at most ({share:.1e} of the largest)"
+        )
+        sizes = " and ".join(map(str, check["batch_sizes"]))
+        log.info("%-11s in a fresh process: %d samples of %s", "checked", check["samples"], check["of"])
+        log.info("%-11s in batches of %s: outputs %s; tolerated: %.0e", "", sizes, same, check["tolerated_share"])
+    for at, line in enumerate([f"cd {shlex.quote(str(file.parent))}; python", *lines]):
+        log.info("%-11s %s", "" if at else "to load it", line)

@@ -1,0 +1,420 @@
+"""What goes out: each format is loaded in a process without this package, and gives what the checkpoint gives."""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.models import squeezenet1_1
+
+from project.errors import UserError
+from project.export.capture import HOW, pieces, samples
+from project.export.check import compare
+from project.export.folder import refuse_strangers, staging
+from project.model import ImageClassifier, MiniResNet
+from project.model.gpt import GPT
+from tests.conftest import ROOT, TINY, Run, environment, forked
+from tests.own import write_texts
+
+FORMATS = ("safetensors", "torch-export", "onnx")
+ONNX_FIRST = ("onnx", *(pytest.param(form, marks=pytest.mark.slow) for form in ("safetensors", "torch-export")))
+WEIGHTS_FIRST = ("safetensors", *(pytest.param(form, marks=pytest.mark.slow) for form in ("onnx", "torch-export")))
+DDP = "--config=configs/ddp.yaml"
+SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=2")
+
+# Guests ---------------------------------------------------------------------------------------------------------------
+
+
+class Undecided(MiniResNet):
+    """What it does depends on the values in a tensor."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images if images.mean() > 0 else -images)
+
+
+class Counting(MiniResNet):
+    """What it does depends on the number of samples, as a number."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.reshape(int(images.shape[0]), *images.shape[1:]))
+
+
+class Moved(Callback):
+    """Evaluates other weights than those that are trained, as averages are."""
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.kept = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.add_(1)
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict(self.kept)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of torchvision's SqueezeNet on images in folders, on two ranks, and in bf16."""
+    folder = tmp_path_factory.mktemp("folders")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 11)):
+        for name in ("cat", "dog"):
+            (folder / "images" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / "images" / split / name / f"{number}.png")
+    config = {
+        "base": "configs/ddp.yaml",
+        "trainer": {"max_steps": 2, "precision": "bf16-mixed"},
+        "model": {"network": {"class_path": "torchvision.models.squeezenet1_1", "init_args": {"num_classes": 2}}},
+        "data": {
+            "source": {"class_path": "project.data.ImageFolders", "init_args": {"root": "images", "image_size": 32}},
+            "batch_size": 8,
+            "global_batch_size": 16,
+            "num_workers": 0,
+        },
+    }
+    (folder / "folders.yaml").write_text(json.dumps(config))  # JSON is YAML
+    run = forked(folder, "fit", "--config=folders.yaml", "--run=it", ranks=2)
+    assert run.code == 0, run.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of MiniResNet on synthetic images."""
+    folder = tmp_path_factory.mktemp("tiny")
+    run = forked(folder, "fit", DDP, *TINY, *SHORT, "--run=it")
+    assert run.code == 0, run.output
+    return folder
+
+
+def fresh(folder: Path, program: str) -> Any:
+    """What a program prints as JSON, in a folder and a process that know nothing of this project."""
+    words = [sys.executable, "-I", "-c", f"import json, sys\n{program}\nassert 'project' not in sys.modules"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def left(folder: Path) -> set[str]:
+    """What an export has left in a run's folder."""
+    return {path.name for path in (folder / "lightning_logs/it").iterdir() if "export" in path.name}
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+_PREPARE = """
+import numpy as np
+from PIL import Image
+about = json.load(open("export.json"))
+pixels = np.stack([np.asarray(Image.open(path)) for path in PATHS]).transpose(0, 3, 1, 2)
+mean, std = (np.array(about["images"][name], dtype=np.float32)[:, None, None] for name in ("mean", "std"))
+images = (pixels / np.float32(255) - mean) / std
+"""
+_BEFORE = {
+    "safetensors": "import torch, torchvision; images = torch.from_numpy(images)\n"
+    "network = torchvision.models.squeezenet1_1(num_classes=2)\n",
+    "torch-export": "import torch; images = torch.from_numpy(images)\n",
+    "onnx": "",
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, form):
+    exported = forked(folders, "export", "--run=it", f"--to={form}")
+    assert exported.code == 0, exported.output
+    place = folders / f"lightning_logs/it/export-{form}"
+    about = json.loads((place / "export.json").read_text())
+    assert "22 samples of the validation set" in exported.output
+    for unwanted in ("Warning", "WARNING", "deprecat", "[torch.onnx]", "Traceback"):
+        assert unwanted not in exported.output
+    assert about["classes"] == ["cat", "dog"]
+    assert (about["run"], about["step"], about["inputs"][0]["shape"]) == ("it", 2, ["batch", 3, 32, 32])
+    assert about["check"]["batch_sizes"] == [8, 6, 1]
+    assert (about["check"]["largest_difference"] == 0) == (form != "onnx")
+    assert (place / "config.yaml").read_bytes() == (place.parent / "config.yaml").read_bytes()
+    assert {path.name for path in place.iterdir()} == {"export.json", "config.yaml", about["file"]}
+
+    paths = [str(path) for path in sorted((folders / "images/val").rglob("*.png"))[9:13]]
+    lines = _PREPARE.replace("PATHS", repr(paths)) + _BEFORE[form] + "\n".join(about["load"])
+    got = fresh(place, lines + "\nprint(json.dumps(np.asarray(output[0] if len(output) == 1 else output.detach()).tolist()))")
+    assert all(line in exported.output for line in about["load"])
+
+    (checkpoint,) = (place.parent / "checkpoints").glob("*.ckpt")
+    module = ImageClassifier(squeezenet1_1(num_classes=2), channels_last=False)
+    module.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).transpose(0, 3, 1, 2)
+    mean, std = (torch.tensor(one).view(3, 1, 1) for one in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        wanted = module.eval()((torch.from_numpy(pixels) / 255 - mean) / std)
+    torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", WEIGHTS_FIRST)
+def test_a_module_of_ones_own_goes_out_with_its_forward_and_tied_weights(quick, tmp_path, form):
+    write_texts(tmp_path / "texts")
+    sizes = [f"--{part}.init_args.context=16" for part in ("data", "model")] + ["--model.init_args.width=32"]
+    few = (
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=1",
+        "--data.init_args.text=texts",
+        "--model.init_args.layers=1",
+    )
+    fitted = quick("fit", "--config=configs/gpt.yaml", *sizes, *few, "--run=it")
+    assert fitted.code == 0, fitted.output
+    exported = quick("export", "--run=it", f"--to={form}", "--ckpt_path=last", "--out=over there")
+    assert exported.code == 0, exported.output
+    about = json.loads((tmp_path / "over there/export.json").read_text())
+    assert about["inputs"] == [{"name": "tokens", "shape": ["batch", 16], "dtype": "int64"}]
+    assert about["classes"] is None
+    if form == "safetensors":
+        from safetensors.torch import load_file
+
+        assert about["tied"] == [["tokens.weight", "head.weight"]]
+        network = GPT(context=16, layers=1, width=32)
+        network.load_state_dict(load_file(tmp_path / "over there/model.safetensors"))
+
+
+def test_the_weights_are_those_that_an_evaluation_uses(tiny):
+    from safetensors.torch import load_file
+
+    moved = "--trainer.callbacks=tests.test_export.Moved"
+    found = []
+    for words in ((), (moved,)):
+        exported = forked(tiny, "export", "--run=it", "--to=safetensors", *words)
+        assert exported.code == 0, exported.output
+        found.append(load_file(tiny / "lightning_logs/it/export-safetensors/model.safetensors"))
+    before, after = found
+    names = [name for name, _ in MiniResNet(widths=(8, 16), blocks=1).named_parameters()]
+    assert names
+    assert all(torch.equal(after[name], before[name] + 1) for name in names)
+
+
+def test_a_run_begins_with_the_weights_of_an_export(tiny):
+    exported = forked(tiny, "export", "--run=it", "--to=safetensors", "--out=weights")
+    assert exported.code == 0, exported.output
+    tensors = len(MiniResNet(widths=(8, 16), blocks=1).state_dict())
+    begun = forked(tiny, "fit", DDP, *TINY, *SHORT, "--model.init_from=weights/model.safetensors")
+    assert begun.code == 0, begun.output
+    assert f"{tensors} of the network's {tensors} tensors begin as in weights/model.safetensors" in begun.output
+    (tiny / "weights/model.safetensors").write_bytes(b"no weights")
+    refused = forked(tiny, "fit", DDP, *TINY, *SHORT, "--model.init_from=weights/model.safetensors")
+    assert refused.code == 1
+    assert "weights/model.safetensors can't be read as safetensors" in refused.output
+    assert "Traceback" not in refused.output
+
+
+# What can't go out ----------------------------------------------------------------------------------------------------
+
+
+def test_a_network_that_cannot_be_traced_is_one_line(quick, tmp_path):
+    def export(name: str, *words: str) -> Run:
+        return quick("export", f"--run={name}", *words)
+
+    for name in ("Undecided", "Counting"):
+        network = ("--model.network=tests.test_export." + name, "--model.network.widths=[8]", "--model.network.blocks=1")
+        fitted = quick("fit", DDP, *(word for word in TINY if "network" not in word), *SHORT, *network, f"--run={name}")
+        assert fitted.code == 0, fitted.output
+    for name, to, cause in (
+        ("Undecided", "onnx", "ImageClassifier.forward can't be traced: "),
+        ("Undecided", "torch-export", "ImageClassifier.forward can't be traced: "),
+        ("Counting", "torch-export", "does not take any number of samples: "),
+    ):
+        refused = export(name, f"--to={to}")
+        assert refused.code == 1
+        assert cause in refused.output
+        assert "HINT: " in refused.output
+        assert len(refused.output.splitlines()) == 2, refused.output  # of which weights, and why not
+        assert not [path for path in (tmp_path / "lightning_logs" / name).iterdir() if "export" in path.name]
+    assert "--batch_size N" in refused.output
+    fixed = export("Counting", "--to=torch-export", "--batch_size=3")
+    assert fixed.code == 0, fixed.output
+    about = json.loads((tmp_path / "lightning_logs/Counting/export-torch-export/export.json").read_text())
+    assert about["inputs"][0]["shape"] == [3, 3, 8, 8]
+    assert export("Undecided", "--to=safetensors").code == 0
+
+
+MISTAKES = {
+    "no format": (["--run=it"], "export needs a format. HINT: --to safetensors, --to onnx, --to torch-export."),
+    "a typo in a format": (["--run=it", "--to=onx"], "to: Expected a typing.Literal['safetensors', 'onnx', 'torch-export']"),
+    "no run": (["--to=onnx"], "export needs weights. HINT: --run NAME"),
+    "a run that is not there": (["--run=nope", "--to=onnx"], "The run nope has no good checkpoint"),
+    "a run without checkpoints": (["--run=bare", "--to=onnx"], "The run bare has no good checkpoint"),
+    "a damaged checkpoint": (["--run=it", "--to=onnx", "--ckpt_path=short.ckpt"], "can't be read as a checkpoint"),
+    "no samples": (["--run=it", "--to=onnx", "--batch_size=0"], "batch_size is a number of samples"),
+    "a folder of others": (["--run=it", "--to=onnx", "--out=others"], "holds something else than an export"),
+    "a file": (["--run=it", "--to=onnx", "--out=short.ckpt"], "is a file. HINT: --out takes a folder."),
+    "no place": (["--run=it", "--to=torch-export", "--out=short.ckpt/x"], "can't be written: "),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(tiny, mistake):
+    words, cause = MISTAKES[mistake]
+    (tiny / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
+    (tiny / "others").mkdir(exist_ok=True)
+    (tiny / "others/thesis.txt").write_text("the only copy")
+    (tiny / "lightning_logs/bare").mkdir(exist_ok=True)
+    (tiny / "lightning_logs/bare/config.yaml").write_bytes((tiny / "lightning_logs/it/config.yaml").read_bytes())
+    before = left(tiny)
+    run = forked(tiny, "export", *words)
+    assert run.code in (1, 2), run.output
+    assert cause in run.output
+    assert "Traceback" not in run.output
+    assert run.output.count("ERROR") == 1
+    assert left(tiny) == before
+    assert [path.name for path in (tiny / "others").iterdir()] == ["thesis.txt"]
+    assert not (tiny / "lightning_logs/nope").exists()
+
+
+@pytest.mark.parametrize(("form", "library"), [("onnx", "onnxruntime"), ("safetensors", "safetensors")])
+def test_a_library_that_is_missing_is_named_at_once(cli, tmp_path, form, library):
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked/sitecustomize.py").write_text(f"import sys\nsys.modules['{library}'] = None\n")
+    path = f"{tmp_path}/blocked:{ROOT}"
+    words = (DDP, f"--to={form}", "--ckpt_path=it.ckpt")
+    run = cli("export", *words, PYTHONPATH=path)
+    assert run.code == 1
+    assert f"--to {form} needs {library}. HINT: pip install 'project[export]'" in run.output
+    assert len(run.output.splitlines()) == 1
+
+
+# The check ------------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_compared_by_the_size_of_the_largest():
+    one = [[np.array([[1.0, -100.0]], np.float32)]]
+    assert compare(one, one, 0.0).largest == 0
+    near = [[np.array([[1.005, -100.0]], np.float32)]]
+    found = compare(one, near, 1e-4)
+    assert found.largest == pytest.approx(0.005, rel=1e-3)
+    assert found.share == pytest.approx(0.00005, rel=1e-3)
+    not_a_number = [[np.array([[np.nan, -100.0]], np.float32)]]
+    assert compare(not_a_number, not_a_number, 0.0).largest == 0
+    for other in (
+        [[np.array([[1.1, -100.0]], np.float32)]],
+        [[np.array([[np.nan, -100.0]], np.float32)]],
+        [[np.array([[1.0, np.inf]], np.float32)]],
+        [[np.array([[1.0, -100.0]], np.float64)]],
+        [[np.array([1.0, -100.0], np.float32)]],
+        [[]],
+    ):
+        with pytest.raises(UserError, match="The exported network"):
+            compare(one, other, 1e-4)
+    with pytest.raises(UserError):
+        compare([[np.zeros(2)]], [[np.ones(2)]], 1e-4)
+
+
+class OneLess(Callback):
+    """Damages what is exported: the files that go out are not of the network that the check is made with."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        from project.export import export
+
+        def write(module: LightningModule, path: Path, about: Any, real: Any = export.write_weights) -> None:
+            other = MiniResNet(widths=(8, 16), blocks=1)
+            with torch.no_grad():
+                for mine, theirs in zip(other.state_dict().values(), module.state_dict().values(), strict=True):
+                    mine.copy_(theirs)
+                other.head.bias.sub_(1)
+            real(other, path, about)
+
+        def trace(module: LightningModule, *args: Any, real: Any = export.trace) -> Any:
+            bias = module.network.head.bias
+            with torch.no_grad():
+                bias.sub_(1)
+                return real(module, *args)
+
+        export.write_weights, export.trace = write, trace
+
+
+@pytest.mark.parametrize("form", ONNX_FIRST)
+def test_a_file_with_other_weights_is_left_out_and_the_one_before_stays(tiny, form):
+    assert forked(tiny, "export", "--run=it", f"--to={form}").code == 0
+    place = tiny / f"lightning_logs/it/export-{form}"
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    refused = forked(tiny, "export", "--run=it", f"--to={form}", "--trainer.callbacks=tests.test_export.OneLess")
+    assert refused.code == 1, refused.output
+    assert "The exported network is another one: its outputs differ by up to" in refused.output
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert not [name for name in left(tiny) if name.startswith(".")]
+
+
+def test_a_folder_takes_its_place_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "new" / "export"
+    with suppress(KeyboardInterrupt), staging(target) as folder:
+        (folder / "export.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert not list((tmp_path / "new").iterdir())
+    for text in ("1", "2"):
+        refuse_strangers(target)
+        with staging(target) as folder:
+            (folder / "export.json").write_text(text)
+            (folder / text).touch()
+    assert [path.name for path in target.parent.iterdir()] == ["export"]
+    assert {path.name for path in target.iterdir()} == {"export.json", "2"}
+    with pytest.raises(UserError, match=r"can't be written: .*No space left"), staging(target):
+        raise OSError(28, "No space left on device")
+    assert (target / "2").exists()
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+class Two(LightningModule):
+    def forward(self, ids: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+        return ids * mask
+
+
+class One(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+
+def test_the_inputs_of_forward_are_found_in_a_batch():
+    x = torch.zeros(3, 2, dtype=torch.float64)
+    for batch in (x, (x, 1), [x, x], {"x": x}, {"image": x, "label": 1}, ({"x": x}, 1)):
+        found = samples(One(), [batch], "a set")
+        assert (found.names, found.count, found.batches[0][0].dtype) == (["x"], 3, torch.float32)
+    both = samples(Two(), [{"mask": x, "ids": x + 1, "other": x}], "a set")
+    assert both.names == ["ids", "mask"]
+    assert both.batches[0][0].sum() == 6
+    with pytest.raises(UserError, match="can't be told"):
+        samples(Two(), [x], "a set")
+    module = Two()
+    module.example_input_array = (x, x)
+    assert samples(module, [x], "a set").origin == "the module's example_input_array"
+    module.example_input_array = (x, x[:1])
+    with pytest.raises(UserError, match="no first dimension"):
+        samples(module, [x], "a set")
+    assert "example_input_array" in HOW
+
+
+def test_any_number_of_samples_is_checked_with_one_and_with_more():
+    for sizes, wanted in (((4, 3), [4, 3, 1]), ((1, 1), [2, 1, 1, 1])):
+        found = samples(One(), [torch.rand(size, 2) for size in sizes], "a set")
+        assert [len(piece[0]) for piece in pieces(found, None)] == wanted
+    found = samples(One(), [torch.rand(size, 2) for size in (7, 2)], "a set")
+    assert [len(piece[0]) for piece in pieces(found, 3)] == [3, 3, 3]
+
+
+def test_nothing_of_the_formats_is_imported_by_a_fit():
+    program = "import sys, project.cli; print({'onnx', 'onnxruntime', 'onnxscript', 'safetensors'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
