@@ -18,6 +18,7 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.watch.events import Events
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
+from project.watch.steady import Steady
 
 _LAYOUT = {
     "Is it learning?": {
@@ -48,7 +49,7 @@ _LAYOUT = {
 
 
 class Dashboard(Callback):
-    """Writes it for every logger that is TensorBoard's."""
+    """Writes it for every logger that is TensorBoard's, and tells the others the configuration."""
 
     def __init__(self) -> None:
         self._step = self._every = 0
@@ -62,6 +63,9 @@ class Dashboard(Callback):
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
+        for logger in trainer.loggers:
+            if isinstance(logger, Steady):
+                logger.log_hyperparams(_without_loggers(trainer.configuration))  # type: ignore[attr-defined]
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
@@ -106,6 +110,12 @@ def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]
         for name, value in known.items()
         if value is not None
     }
+
+
+def _without_loggers(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Where they log to is nothing that a run learns from, and an address may hold a password."""
+    trainer = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
+    return {**configuration, "trainer": trainer}
 
 
 def _as_code(text: str) -> str:
