@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogg
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from project.errors import UserError
-from project.watch.steady import Csv, MLFlow, Wandb, said
+from project.watch.steady import Csv, MLFlow, Wandb, said, without_password
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +24,7 @@ _FILE = "loggers.json"  # in the run's folder: the ids of its run of W&B and of 
 _ENVIRONMENT = {
     "WANDB_SILENT": "true",
     "WANDB_CONSOLE": "off",  # log.txt has what is printed
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05",  # a run that is killed would lose its last 15 seconds
     "WANDB_INIT_TIMEOUT": "45",
     "WANDB_FINISH_TIMEOUT": "60",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -107,7 +107,7 @@ def _wandb(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple
     if words.get("save_dir") in (None, "", ".") and "dir" not in words:
         words["save_dir"] = os.environ.get("WANDB_DIR") or str(folder)
     if words["offline"]:
-        words.setdefault("mode", "offline")
+        words["mode"] = "disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline"
     if "name" not in words and "WANDB_NAME" not in os.environ:
         words["name"] = name
     logger = Wandb(**words)
@@ -127,8 +127,7 @@ def _mlflow(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tupl
         words["save_dir"] = str(folder / "mlruns")
     words["run_name"] = words["run_name"] or name
     address = str(words["tracking_uri"] or words["save_dir"])
-    # The run's folder may be moved, and an address may hold a password.
-    place = "MLflow " + re.sub(r"//[^/@]*@", "//", address.replace(f"{folder}/", ""))
+    place = "MLflow " + without_password(address.replace(f"{folder}/", ""))  # the run's folder may be moved
     if words["run_id"] is None and (known := _ids(folder).get(place)) is not None and _is_there(words, known):
         words["run_id"] = known
     logger = MLFlow(**words)
@@ -152,7 +151,7 @@ def _is_there(words: Words, run_id: str) -> bool:
 _MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
 
 
-def _ids(folder: Path) -> dict[str, str]:
+def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
     """What an earlier start has written down."""
     try:
         found = json.loads((folder / _FILE).read_text())
@@ -160,7 +159,7 @@ def _ids(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
-        log.warning("%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, said(error))
+        log.log(level, "%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, said(error))
         return {}
 
 
@@ -169,7 +168,7 @@ def _keep(folder: Path, place: str, run_id: str) -> None:
     part = folder / f".{_FILE}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({**_ids(folder), place: run_id}, indent=1))
+        part.write_text(json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))
         part.replace(folder / _FILE)
     except OSError as error:
         log.error("%s can't be written: %s. A run that goes on will begin a new run of %s.", folder / _FILE, error, place)

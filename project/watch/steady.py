@@ -1,6 +1,7 @@
 """CSV, W&B and MLflow made to last: a run that goes on goes on there, and what they can't do does not end a training."""
 
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -38,13 +39,17 @@ class Steady(Logger):
                 log.error("What is measured can't be written for %s: %s. Training goes on.", self.called, said(error))
             self._failing = True
             return error
-        self._failing = False
         return None
 
 
 def said(error: Exception) -> str:
-    """What an error says, in a line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    """What an error says, in a line, without the password of an address."""
+    return without_password(" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def without_password(address: str) -> str:
+    """An address as it may be written down."""
+    return re.sub(r"//[^/@\s]*@", "//", address)
 
 
 class Csv(Steady, CSVLogger):
@@ -85,7 +90,7 @@ class Csv(Steady, CSVLogger):
     @rank_zero_only
     def save(self) -> None:
         if self._file is not None:
-            self.attempt(self._file.save)
+            self._failing = self.attempt(self._file.save) is not None
 
     flush = save
 
@@ -124,6 +129,13 @@ class Wandb(Steady, WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
 
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Sends the rest, for a minute at most. Lightning leaves that to the end of the program, which may be another one."""
+        if self._begun:
+            self.attempt(lambda: WandbLogger.finalize(self, status))
+            self.attempt(lambda: self.experiment.finish(exit_code=0 if status == "success" else 1))
+
 
 class MLFlow(Steady, MLFlowLogger):
     """A run of MLflow. A thread writes it, as its server may be far or away."""
@@ -156,7 +168,7 @@ class MLFlow(Steady, MLFlowLogger):
         def write() -> None:
             there = self.experiment.get_run(self.run_id).data.params
             named = flat(vars(params) if isinstance(params, Namespace) else params)
-            new = {name: value for name, value in named.items() if value is not None and name not in there}
+            new = {name: str(value) for name, value in named.items() if value is not None and name not in there}
             MLFlowLogger.log_hyperparams(self, new)
 
         self.attempt(write)
@@ -168,6 +180,7 @@ class MLFlow(Steady, MLFlowLogger):
 
     def _send(self, entry: tuple[dict[str, Any], int | None]) -> bool:
         error = self.attempt(lambda: MLFlowLogger.log_metrics(self, *entry))
+        self._failing = error is not None
         # What it refuses for what it is would be refused again.
         return error is None or getattr(error, "error_code", None) in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
