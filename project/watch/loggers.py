@@ -75,7 +75,8 @@ def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
         except ModuleNotFoundError as error:
             extra = {WandbLogger: "project[wandb]", MLFlowLogger: "project[mlflow]"}.get(kind)
             hint = f' HINT: pip install "{extra}".' if extra else ""
-            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {error}.{hint}") from error
+            reason = str(error).partition(" HINT:")[0] if extra else str(error)
+            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}{hint}") from error
         except UserError:
             raise
         except Exception as error:
