@@ -113,8 +113,8 @@ MISTAKES = {
     "a word for a number": (["fit", DDP, "--trainer.max_epochs=many"], "trainer.max_epochs: Expected an int, and it is many"),
     "no config": (["fit", "--run=x"], "Nothing says how long to train. HINT: --config configs/ddp.yaml"),
     "a logger that is not installed": (
-        ["fit", DDP, "--trainer.logger=NeptuneLogger"],
-        "NeptuneLogger can't be made: Requirement",
+        ["fit", DDP, "--trainer.logger=CometLogger"],
+        "CometLogger can't be made: Requirement",
     ),
     "a metric that nobody logs": (
         ["fit", DDP, "--checkpoints.monitor=val_acc"],
