@@ -38,8 +38,10 @@ from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
+from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
 from project.watch.dashboard import Dashboard
+from project.watch.events import Events
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life
@@ -113,6 +115,7 @@ class ProjectCLI(LightningCLI):
         if self.datamodule_class is ImageData:
             parser.set_defaults({"data.source": {"class_path": "project.data.Synthetic"}})
             parser.link_arguments("seed_everything", "data.seed")
+        loggers.take_from_yaml(parser)
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
         parser.add_lightning_class_args(Profile, "profile")
@@ -180,8 +183,7 @@ class ProjectCLI(LightningCLI):
             ours.append(RankLogs())
         if self.subcommand == "fit":
             ours += [Changes(configuration), SaveConfig(self._saved), Life()]
-        elif self.subcommand not in EVALUATING or trainer_settings.logger in (None, True):
-            kwargs["logger"] = False  # the dashboard is for training
+        kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
         given = trainer_settings.callbacks or []
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
@@ -206,6 +208,17 @@ class ProjectCLI(LightningCLI):
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             trainer.loggers_go_on(0)
         return trainer
+
+    def _loggers(self, given: Any, root: Path, rank: int) -> Any:
+        """TensorBoard's events, of which the report is made, and beside them those that the YAML names.
+
+        The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the others.
+        """
+        fit = self.subcommand == "fit"
+        if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
+            return fit and given is not False
+        named = loggers.made(given, self.folder, str(self.folder.relative_to(root / RUNS)), rank)
+        return [Events(str(self.folder)), *named] if fit else named
 
     def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
         """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it goes on from."""

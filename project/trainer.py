@@ -74,6 +74,7 @@ from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.flops import flops, peak
+from project.watch.steady import Csv
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -254,9 +255,9 @@ class Trainer(pl.Trainer):
             )
 
     def loggers_go_on(self, step: int, logged: Sequence[tuple[int, str, float]] = (), starts_again: bool = True) -> None:
-        """What TensorBoard has from this step on was logged by a part of the run that is done again, but for this."""
+        """What TensorBoard and CSV have from this step on was logged by a part of the run that is done again, but for this."""
         for logger in self.loggers:
-            if isinstance(logger, Events):
+            if isinstance(logger, (Events, Csv)):
                 logger.goes_on(step, logged, starts_again)
 
     world_size, global_rank, num_training_batches = map(untold, ("world_size", "global_rank", "num_training_batches"))

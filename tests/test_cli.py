@@ -112,7 +112,10 @@ MISTAKES = {
     "a typo in a verb": (["fitt", DDP], "There is no 'fitt'. Did you mean fit?"),
     "a word for a number": (["fit", DDP, "--trainer.max_epochs=many"], "trainer.max_epochs: Expected an int, and it is many"),
     "no config": (["fit", "--run=x"], "Nothing says how long to train. HINT: --config configs/ddp.yaml"),
-    "a logger that is not installed": (["fit", DDP, "--trainer.logger=WandbLogger"], "Requirement 'wandb>=0.12.10' not met"),
+    "a logger that is not installed": (
+        ["fit", DDP, "--trainer.logger=CometLogger"],
+        "CometLogger can't be made: Requirement",
+    ),
     "a metric that nobody logs": (
         ["fit", DDP, "--checkpoints.monitor=val_acc"],
         "val_acc: there is no such metric. Did you mean val/acc?",

@@ -19,6 +19,9 @@ CONFIGS = {
         *("--data.batch_size=2", "--data.global_batch_size=4"),
     ),
     "bench": SHORT,
+    "csv": SHORT,
+    "wandb": SHORT,
+    "mlflow": SHORT,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }

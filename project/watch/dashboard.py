@@ -24,6 +24,7 @@ from project.train.loop import joins, leaves
 from project.watch.events import Events
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
 from project.watch.pictures import seen
+from project.watch.steady import Steady
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ _LAYOUT = {
 
 
 class Dashboard(Callback):
-    """Writes it for every logger that is TensorBoard's.
+    """Writes it for every logger that is TensorBoard's, and tells the others the configuration.
 
     Args:
         histograms: of each parameter and its gradient, every so many steps; the device is waited for.
@@ -84,6 +85,9 @@ class Dashboard(Callback):
             log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
         if self.graph and not trainer.global_step and trainer.is_global_zero:
             joins(trainer, Graph())
+        for logger in trainer.loggers:
+            if isinstance(logger, Steady):
+                logger.log_hyperparams(_without_loggers(trainer.configuration))  # type: ignore[attr-defined]
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
@@ -166,6 +170,12 @@ def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]
         for name, value in known.items()
         if value is not None
     }
+
+
+def _without_loggers(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Where they log to is nothing that a run learns from, and an address may hold a password."""
+    trainer = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
+    return {**configuration, "trainer": trainer}
 
 
 def _as_code(text: str) -> str:

@@ -57,6 +57,20 @@ class Lasting:
         return lambda *args, **kwargs: self._attempt(lambda: getattr(self._writer(), name)(*args, **kwargs))
 
 
+class LoggedAgain:
+    """What a run that goes on had logged before its checkpoint, and logs a second time."""
+
+    def __init__(self, logged: Sequence[tuple[int, str, float]] = ()) -> None:
+        self._left = Counter((number, tag) for number, tag, _ in logged)
+
+    def has(self, step: int | None, tag: str) -> bool:
+        """Whether this is there already; each is asked for once."""
+        if not self._left or step is None or not self._left[step, tag]:
+            return False
+        self._left[step, tag] -= 1
+        return True
+
+
 class Events(TensorBoardLogger):
     """Writes TensorBoard's events into the run's folder.
 
@@ -70,7 +84,7 @@ class Events(TensorBoardLogger):
         self._hidden_from: int | None = None  # what is there from this step on is shown no more
         self._failing, self._logged = False, False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
-        self._again: Counter[tuple[int, str]] = Counter()  # will be logged a second time, by a run that goes on
+        self._again = LoggedAgain()
         hook = threading.excepthook
         if not (isinstance(hook, partial) and hook.func is _thread_failed):
             threading.excepthook = partial(_thread_failed, hook)
@@ -109,7 +123,7 @@ class Events(TensorBoardLogger):
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)
         if starts_again:
-            self._again.update((number, tag) for number, tag, _ in logged)
+            self._again = LoggedAgain(logged)
 
     @rank_zero_only
     def write(self, what: Callable[[SummaryWriter], object]) -> None:
@@ -126,7 +140,7 @@ class Events(TensorBoardLogger):
             self._logged = True
             # One event with all values: an event each takes the writer's thread as many turns.
             single = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-            single = {name: value for name, value in single.items() if not self._known(step, name)}
+            single = {name: value for name, value in single.items() if not self._again.has(step, name)}
             self._note(step, single)
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
             self._writer().file_writer.add_summary(summary, step)
@@ -134,12 +148,6 @@ class Events(TensorBoardLogger):
                 self._writer().add_scalars(name, metrics[name], step)
 
         self._try(write)
-
-    def _known(self, step: int | None, tag: str) -> bool:
-        if not self._again or step is None or not self._again[step, tag]:
-            return False
-        self._again[step, tag] -= 1
-        return True
 
     def _note(self, step: int | None, values: Mapping[str, float]) -> None:
         if step is not None:

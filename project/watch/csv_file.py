@@ -1,0 +1,67 @@
+"""metrics.csv: one file over all starts of a run. Lightning's writer would delete what an earlier start has written."""
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class CsvFile:
+    """Rows of a step and its values, written when `save` is called; a value that is new makes a new column.
+
+    Args:
+        path: the file; one that is there is gone on with.
+        until: rows of this step and later ones are left out, as these steps are taken again.
+    """
+
+    def __init__(self, path: Path, until: int | None = None) -> None:
+        self.path = path
+        self.metrics: list[Row] = []
+        """Those that are not written yet; Lightning's logger looks at this."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = self._read()
+        self._names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
+        if rows:
+            self._write([row for row in rows if until is None or int(row["step"]) < until])
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Another row, once `save` is called."""
+        self.metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
+
+    def save(self) -> None:
+        """What was logged is in the file afterwards."""
+        if not self.metrics:
+            return
+        new = {name for row in self.metrics for name in row} - set(self._names)
+        if new or not self.path.exists():
+            self._names += sorted(new)
+            self._write([*self._read(), *self.metrics])
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self._names).writerows(self.metrics)
+        self.metrics.clear()
+
+    def _read(self) -> list[Row]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        # The last line of a run that was killed may have been cut short.
+        return [{name: value for name, value in row.items() if value} for row in rows if _is_whole(row)]
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        part = self.path.with_name(f".{self.path.name}.part")
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._names)
+            writer.writeheader()
+            writer.writerows(rows)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def _is_whole(row: Row) -> bool:
+    return None not in row and None not in row.values() and row.get("step", "").isdigit()

@@ -1,0 +1,175 @@
+"""Loggers that YAML names, as in Lightning: made for the run, in its folder, with its name and the ids of earlier starts."""
+
+import inspect
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from project.errors import UserError
+from project.watch.steady import Csv, MLFlow, Wandb, said, without_password
+
+log = logging.getLogger(__name__)
+
+_FILE = "loggers.json"  # in the run's folder: the ids of its run of W&B and of MLflow
+
+# Both advertise on the terminal and wait for a server for many minutes. What the user has set stays.
+_ENVIRONMENT = {
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",  # log.txt has what is printed
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05",  # a run that is killed would lose its last 15 seconds
+    "WANDB_INIT_TIMEOUT": "45",
+    "WANDB_FINISH_TIMEOUT": "60",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # it would rather have a database, which is nothing for a shared folder
+}
+
+Words = dict[str, Any]
+Maker = Callable[[Any, Words, Path, str, int], tuple[str, Logger]]
+
+
+class Named(DummyLogger):
+    """Stands for a logger that YAML names, until the run's folder is known."""
+
+    def __init__(self, kind: Any, /, **words: Any) -> None:
+        super().__init__()
+        self.kind, self.words = kind, words
+
+
+def take_from_yaml(parser: Any) -> None:
+    """From here on this parser makes `Named` of what it finds under trainer.logger."""
+    parser.add_instantiator(Named, Logger)
+    _set_default(CSVLogger, "save_dir", ".")  # Lightning wants to be told
+    _set_default(MLFlowLogger, "tracking_uri", None)  # Lightning's is the environment's, and config.yaml would have it
+
+
+def _set_default(kind: type[Logger], argument: str, value: Any) -> None:
+    init = vars(kind)["__init__"]
+    names = inspect.getfullargspec(init).args
+    defaults = dict(zip(reversed(names), reversed(init.__defaults__), strict=False)) | {argument: value}
+    init.__defaults__ = tuple(defaults[name] for name in names if name in defaults)
+
+
+def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
+    """Those that YAML names, for the run in this folder; the order is the YAML's."""
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    logging.getLogger("lightning.pytorch.loggers.mlflow").addFilter(lambda record: "Creating it" not in record.getMessage())
+    loggers: dict[str, Logger] = {}
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        kind = one.kind
+        make: Maker = _MAKERS.get(kind, _as_it_is)
+        try:
+            place, logger = make(kind, dict(one.words), folder, name, rank)
+        except ModuleNotFoundError as error:
+            extra = {WandbLogger: "project[wandb]", MLFlowLogger: "project[mlflow]"}.get(kind)
+            hint = f' HINT: pip install "{extra}".' if extra else ""
+            reason = str(error).partition(" HINT:")[0] if extra else str(error)
+            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}{hint}") from error
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {said(error)}") from error
+        if place in loggers:
+            raise UserError(f"trainer.logger: {kind.__name__} is there twice, with the same place. HINT: leave one out.")
+        loggers[place] = logger
+    return list(loggers.values())
+
+
+def _as_it_is(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+    logger = kind(**words)
+    return str(id(logger)), logger
+
+
+def _csv(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+    if words["save_dir"] in ("", "."):
+        words |= {"save_dir": str(folder), "name": "", "version": ""}
+    elif words["version"] is None:
+        words["version"] = name
+    logger = Csv(**words)
+    return f"CSV {logger.log_dir}", logger
+
+
+def _wandb(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+    place = "W&B"  # a process has one run of it
+    # jsonargparse gives None for each argument of wandb.init; resume=None would begin the run anew.
+    words = {argument: value for argument, value in words.items() if value is not None}
+    if words.get("save_dir") in (None, "", ".") and "dir" not in words:
+        words["save_dir"] = os.environ.get("WANDB_DIR") or str(folder)
+    if words["offline"]:
+        words["mode"] = "disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline"
+    if "name" not in words and "WANDB_NAME" not in os.environ:
+        words["name"] = name
+    logger = Wandb(**words)
+    if rank == 0 and not ({"id", "version"} & words.keys() or "WANDB_RUN_ID" in os.environ):
+        known = _ids(folder).get(place)
+        if known is None:
+            _keep(folder, place, known := secrets.token_hex(4))  # before it can be lost
+        logger = Wandb(**words | {"id": known})
+    return place, logger
+
+
+def _mlflow(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+    if rank > 0:  # where its store is a folder, it would be made
+        return f"{id(words)}", DummyLogger()
+    words["tracking_uri"] = words["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+    if not words["tracking_uri"] and words["save_dir"] in (None, "", ".", "./mlruns"):
+        words["save_dir"] = str(folder / "mlruns")
+    words["run_name"] = words["run_name"] or name
+    address = str(words["tracking_uri"] or words["save_dir"])
+    place = "MLflow " + without_password(address.replace(f"{folder}/", ""))  # the run's folder may be moved
+    if words["run_id"] is None and (known := _ids(folder).get(place)) is not None and _is_there(words, known):
+        words["run_id"] = known
+    logger = MLFlow(**words)
+    logger.keep = partial(_keep, folder, place)
+    return place, logger
+
+
+def _is_there(words: Words, run_id: str) -> bool:
+    """Whether MLflow still has this run."""
+    try:
+        run = MLFlowLogger(**words | {"run_id": run_id}).experiment.get_run(run_id)
+        if run.info.lifecycle_stage == "active":
+            return True
+    except Exception as error:
+        if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
+            raise UserError(f"MLflow does not answer: {said(error)}. HINT: look at its tracking_uri.") from error
+    log.warning("MLflow has no run %s any more: a new one begins.", run_id)
+    return False
+
+
+_MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
+
+
+def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
+    """What an earlier start has written down."""
+    try:
+        found = json.loads((folder / _FILE).read_text())
+        return {str(place): str(one) for place, one in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        log.log(level, "%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, said(error))
+        return {}
+
+
+def _keep(folder: Path, place: str, run_id: str) -> None:
+    """Writes it down, whole or not at all."""
+    part = folder / f".{_FILE}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))
+        part.replace(folder / _FILE)
+    except OSError as error:
+        log.error("%s can't be written: %s. A run that goes on will begin a new run of %s.", folder / _FILE, error, place)

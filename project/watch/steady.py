@@ -1,0 +1,199 @@
+"""CSV, W&B and MLflow made to last: a run that goes on goes on there, and what they can't do does not end a training."""
+
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
+
+from project.cluster.settings import flat
+from project.errors import UserError
+from project.watch.csv_file import CsvFile
+from project.watch.events import LoggedAgain
+from project.watch.sending import Sender
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS, _LAST_SECONDS = 5.0, 15.0  # that a checkpoint, and the end of a run, wait for a server
+
+
+class Steady(Logger):
+    """A logger that YAML names. Where it can't begin, nor does the run; later a fault is said once, and training goes on."""
+
+    called = ""
+    _failing = False
+
+    def attempt(self, what: Callable[[], object]) -> Exception | None:
+        """Does it, or says once why it can't be done."""
+        try:
+            what()
+        except Exception as error:
+            if not self._failing:
+                log.error("What is measured can't be written for %s: %s. Training goes on.", self.called, said(error))
+            self._failing = True
+            return error
+        return None
+
+
+def said(error: Exception) -> str:
+    """What an error says, in a line, without the password of an address."""
+    return without_password(" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def without_password(address: str) -> str:
+    """An address as it may be written down."""
+    return re.sub(r"//[^/@\s]*@", "//", address)
+
+
+class Csv(Steady, CSVLogger):
+    """A file of rows, one over all starts of the run."""
+
+    called = "CSV"
+    _file: CsvFile | None = None
+    _goes_on: tuple[int, Sequence[tuple[int, str, float]]] | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The file. Lightning's would delete what an earlier start has written."""
+        if self._file is None:
+            until, logged = self._goes_on or (None, ())
+            self._file = CsvFile(Path(self.log_dir, "metrics.csv"), until)
+            for step, entries in groupby(logged, key=itemgetter(0)):
+                CSVLogger.log_metrics(self, {tag: value for _, tag, value in entries}, step)
+        return self._file
+
+    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
+        """See `Events.goes_on`."""
+        self._goes_on, self._again = (step, logged), LoggedAgain(logged if starts_again else ())
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        def write() -> None:
+            new = {name: value for name, value in metrics.items() if not (self._goes_on and self._again.has(step, name))}
+            if new:
+                CSVLogger.log_metrics(self, new, step)
+
+        self.attempt(write)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any = None) -> None:
+        """The run's config.yaml has them."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._file is not None:
+            self._failing = self.attempt(self._file.save) is not None
+
+    flush = save
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+
+class Wandb(Steady, WandbLogger):
+    """A run of W&B, which has an id before it begins."""
+
+    called = "W&B"
+    _begun = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """W&B's run."""
+        if self._begun:
+            return super().experiment
+        import wandb
+
+        try:
+            wandb.setup()  # it is silent from here on, and not while it looks at the arguments of a run
+            run = super().experiment
+        except Exception as error:
+            raise UserError(f"W&B can't begin: {said(error)}. HINT: wandb login, or offline: true in its init_args.") from error
+        self._begun = True
+        return run
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        self.attempt(lambda: WandbLogger.log_hyperparams(self, params))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self.attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Sends the rest, for a minute at most. Lightning leaves that to the end of the program, which may be another one."""
+        if self._begun:
+            self.attempt(lambda: WandbLogger.finalize(self, status))
+            self.attempt(lambda: self.experiment.finish(exit_code=0 if status == "success" else 1))
+
+
+class MLFlow(Steady, MLFlowLogger):
+    """A run of MLflow. A thread writes it, as its server may be far or away."""
+
+    called = "MLflow"
+    keep: Callable[[str], object] = str
+    """Is told the id of the run as soon as there is one."""
+    _begun = False
+    _sender: Sender | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """MLflow's client, for a run that has begun."""
+        if self._begun:
+            return super().experiment
+        self._begun = True  # as `run_id` comes here
+        try:
+            client, run_id = super().experiment, str(self.run_id)
+            self.keep(run_id)
+            client.update_run(run_id, status="RUNNING")
+        except Exception as error:
+            raise UserError(f"MLflow can't begin: {said(error)}. HINT: look at its tracking_uri.") from error
+        return client
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Those that it has no value of yet: it never takes another."""
+
+        def write() -> None:
+            there = self.experiment.get_run(self.run_id).data.params
+            named = flat(vars(params) if isinstance(params, Namespace) else params)
+            new = {name: str(value) for name, value in named.items() if value is not None and name not in there}
+            MLFlowLogger.log_hyperparams(self, new)
+
+        self.attempt(write)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._sender = self._sender or Sender(self._send)
+        self._sender.put((dict(metrics), step))
+
+    def _send(self, entry: tuple[dict[str, Any], int | None]) -> bool:
+        error = self.attempt(lambda: MLFlowLogger.log_metrics(self, *entry))
+        self._failing = error is not None
+        # What it refuses for what it is would be refused again.
+        return error is None or getattr(error, "error_code", None) in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """What was logged is there afterwards, if it answers."""
+        if self._sender is not None:
+            self._sender.left(_FLUSH_SECONDS)
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        left = 0 if self._sender is None else self._sender.left(_LAST_SECONDS, hurry=True)
+        if left:
+            log.error("MLflow does not answer, and lacks %d points of the curves.", left)
+        else:
+            self.attempt(lambda: MLFlowLogger.finalize(self, status))
