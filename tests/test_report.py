@@ -389,6 +389,11 @@ def test_tensorboard_in_a_browser(place, browser):
             assert "data.global_batch_size" in until(browser, said.format("model.optimizer.init_args.lr"))
             browser.get(f"{address}/#text")
             until(browser, said.format("seed_everything"))
+            browser.get(f"{address}/#images")
+            shown = until(browser, said.format("val/confusion"))
+            assert "val/mistakes" in shown
+            assert "train/inputs" in shown
+            until(browser, DEEP + "return elements(document, 'img').filter(one => one.naturalWidth > 60).length >= 3")
             assert complaints(browser) == []
         finally:
             board.kill()  # asked to end while it answers, it may forget that

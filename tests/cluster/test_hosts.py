@@ -1,6 +1,8 @@
 """scripts/launch.sh on several hosts: the same run as on one process, also when hosts are lost and come back."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
 from tests.cluster.training import FIT, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, forked, since_struck, took
+from tests.conftest import ROOT, Run, environment, forked, since_struck, took
 from tests.survive.test_resume import faults, same
 
 pytestmark = pytest.mark.slow
@@ -97,6 +99,24 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     took("it is started again: three train after", time.monotonic() - back)
     assert [one.wait(180) for one in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
+
+
+def test_a_slow_host_is_named_in_the_log_in_tensorboard_and_in_the_report(hosts, tmp_path):
+    """What h2 computes takes 20 ms longer for each micro-batch."""
+    chosen = [*json.loads(slowly(0.0, 0.02).partition("=")[2]), {"class_path": "project.watch.throughput.Throughput"}]
+    chosen[-1]["init_args"] = {"every_n_steps": 5}
+    words = (*FIT, f"--trainer.callbacks={json.dumps(chosen)}", "--run=it", "--trainer.max_epochs=5")
+    running = [launch(host, tmp_path, *words, nodes=2) for host in hosts[:2]]
+    assert [one.wait(180) for one in running] == [0, 0], printed(tmp_path)
+    assert re.search(r"Rank 1, h2, is slow.* because of its compute", (tmp_path / "h1.txt").read_text()), printed(tmp_path)
+    run = Run(0, "", tmp_path)
+    fast, slow = (run.curve(f"ranks/compute_ms/{name}") for name in ("0.h1", "1.h2"))
+    assert fast.keys() == slow.keys()
+    assert all(slow[one] > fast[one] for one in slow)
+    assert min(slow.values()) > 20 * 3  # micro-batches in a step of a rank
+    report = (tmp_path / "lightning_logs/it/report.html").read_text()
+    assert "rank 1, h2" in report
+    assert "Rank 1, h2, is slow" in report
 
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
