@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
@@ -465,18 +466,25 @@ class Steps(_TrainingEpochLoop):
         if not self._learned:  # no micro-batch of this step had a loss
             count.increment_completed()
             return
-        if self._scaler is not None and not is_fused(self._optimizer):
+        if self._scaler is not None:  # a fused optimiser would do so by itself, after all that looks at the gradient
             self._scaler.unscale_(self._optimizer)
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
-            how = self.trainer.gradient_clip_algorithm
-            self._module.configure_gradient_clipping(self._optimizer, self.trainer.gradient_clip_val, how)
+            self._clip(self.trainer.gradient_clip_val)
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         count.increment_completed()
+
+    def _clip(self, value: float) -> None:
+        """Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are none any more."""
+        parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
+        if self.trainer.gradient_clip_algorithm == "value":
+            clip_grad_value_(parameters, value)
+        else:
+            clip_grad_norm_(parameters, value)
 
     def _processed(self, number: int, accumulates: bool) -> None:
         """What follows a micro-batch, at the end of a step and at the end of the epoch."""
@@ -545,5 +553,5 @@ def _steps_once(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it unscales by itself, and takes no step where GradScaler finds that the gradient is not finite."""
+    """Whether the device takes no step where a flag says that the gradient is not finite: the host need not look."""
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))

@@ -7,31 +7,28 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from project.watch.peaks import peak_of
+
 log = logging.getLogger(__name__)
 
-_COMPUTES_IN = {
-    "16": torch.float16,
-    "bf16": torch.bfloat16,
-    "32": torch.float32,
-    "64": torch.float64,
-    "transformer": torch.int8,
-}
+_COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 """By what `trainer.precision` begins with."""
 
 
-def peak(trainer: Trainer) -> int | None:
-    """Floating-point operations a second that a rank's device can do in this precision, where Lightning knows it."""
-    try:
-        computes, _, _ = str(trainer.precision).partition("-")
-        return get_available_flops(trainer.strategy.root_device, _COMPUTES_IN[computes])
-    except Exception as error:  # a precision, or a device, of one's own
-        log.debug("The peak of this device can't be told: %s", error)
+def peak(trainer: Trainer) -> float | None:
+    """Floating-point operations a second that a rank's device can do in this precision, where that is known."""
+    computes = _COMPUTES_IN.get(str(trainer.precision).partition("-")[0])
+    device = trainer.strategy.root_device
+    if computes is None or device.type != "cuda":
         return None
+    known = torch.cuda.get_device_properties(device)
+    # torch allows TF32 in convolutions unless it is told not to, and in matrix products if it is told to.
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return peak_of(known.name, known.multi_processor_count, computes, tf32)
 
 
 def flops(network: Any, shape: Sequence[int]) -> float:

@@ -52,7 +52,7 @@ class Throughput(Callback):
         self._hooks: list[Any] = []
         self._last_gradient: Tensor | None = None
         self._flops: float | None = None  # for a sample
-        self._peak: int | None = None
+        self._peak: float | None = None
         self._on_gpu = False
         self._now: Callable[[], Mark] = time.perf_counter
         self._forget()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic, SyntheticImages
 from project.model import ImageClassifier
+from project.survive.nonfinite import NonFinite
 from project.trainer import Trainer
 
 FIRST, LAST = 20, 70
@@ -77,6 +78,30 @@ def test_a_step_waits_for_the_device_once_at_most(tmp_path):
     fit(tmp_path, Between(operators.__enter__, lambda: operators.__exit__(None, None, None)))
     # NonFinite looks at its flag, which on a GPU it does two steps later.
     assert operators.count.get("_local_scalar_dense", 0) <= LAST - FIRST
+
+
+class Fused(ImageClassifier):
+    def __init__(self, network: Any) -> None:
+        super().__init__(network, optimizer=partial(torch.optim.SGD, lr=0.01, fused=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_with_a_fused_optimiser_nobody_waits_for_the_device_in_fp16_either(tmp_path, monkeypatch, clip):
+    """As on a GPU: the flag is read two steps later, and is on the host by then, which is the one look that is counted."""
+    begin = NonFinite.on_train_start
+
+    def late(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self._late = True
+
+    monkeypatch.setattr(NonFinite, "on_train_start", late)
+    operators = Operators()
+    looks_on = Between(operators.__enter__, lambda: operators.__exit__(None, None, None))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fit(tmp_path, looks_on, module=Fused, plugins=[plugin], gradient_clip_val=clip)
+    assert scaler.get_scale() == 64  # it took every step
+    assert operators.count.get("_local_scalar_dense", 0) <= LAST - FIRST  # 2 a step, where the optimiser is not fused
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

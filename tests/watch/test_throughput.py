@@ -3,15 +3,19 @@
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
 from project import Trainer
 from project.model import MiniResNet
 from project.watch.flops import flops, peak
+from project.watch.peaks import peak_of
 from project.watch.stragglers import Stragglers, Times, excess
 from project.watch.throughput import Throughput
 from tests.conftest import Cli
@@ -111,7 +115,55 @@ def test_what_can_not_be_told_is_no_reason_to_end():
     """The operations of a network without shapes, and the peak in a precision of one's own."""
     assert flops(torch.nn.LazyLinear(10), (3, 8, 8)) == 0
     device = SimpleNamespace(root_device=torch.device("cpu"))
-    assert peak(SimpleNamespace(strategy=device, precision_plugin="my own")) is None
+    assert peak(SimpleNamespace(strategy=device, precision="my own")) is None
+
+
+GPUS = {  # TFLOP/s in 16 bits, in fp32 by TF32, and in fp32 proper
+    "NVIDIA H100 80GB HBM3": (989.4, 494.7, 66.9),
+    "NVIDIA H100 PCIe": (756, 378, 51.2),
+    "NVIDIA H100 NVL": (835, 417.5, 60),
+    "NVIDIA H200": (989.4, 494.7, 66.9),
+    "NVIDIA GH200 480GB": (989.4, 494.7, 66.9),
+    "NVIDIA B200": (2250, 1125, 75),
+    "NVIDIA A100-SXM4-80GB": (312, 156, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 156, 19.5),
+    "NVIDIA A40": (149.7, 74.8, 37.4),
+    "NVIDIA L4": (121, 60, 30.3),
+    "NVIDIA L40": (181, 90.5, 90.5),
+    "NVIDIA L40S": (362, 183, 91.6),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 82.6),
+    "Tesla T4": (65, 8.1, 8.1),
+}
+PLUGINS = [
+    MixedPrecision("16-mixed", "cuda"),
+    MixedPrecision("bf16-mixed", "cuda"),
+    HalfPrecision("16-true"),
+    HalfPrecision("bf16-true"),
+    Precision(),
+]
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda one: str(one.precision))
+def test_the_peak_of_a_gpu_is_that_of_what_it_computes_in(monkeypatch, name, plugin):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, multi_processor_count=132))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=plugin.precision)
+    half, tf32, single = GPUS[name]
+    if plugin.precision != "32-true":
+        none = name == "Tesla T4" and "bf16" in plugin.precision
+        assert peak(trainer) == (None if none else half * 1e12)
+        return
+    assert peak(trainer) == tf32 * 1e12  # torch's default: convolutions may use it
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert peak(trainer) == single * 1e12
+
+
+def test_a_slice_of_a_gpu_has_its_share_of_the_peak():
+    whole = peak_of("NVIDIA H100 80GB HBM3", 132, torch.bfloat16, tf32=True)
+    assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, torch.bfloat16, tf32=True) == pytest.approx(whole * 16 / 132)
+    assert peak_of("NVIDIA H100 80GB HBM3", 114, torch.bfloat16, tf32=True) == whole  # no slice
+    assert peak_of("NVIDIA H100 80GB HBM3", 132, torch.int8, tf32=True) is None
+    assert peak_of("Somebody's GPU", 132, torch.bfloat16, tf32=True) is None
 
 
 class Counting(Throughput):

@@ -1,0 +1,91 @@
+"""Fused optimisers, clipping and precisions, each with each: the same steps as a plain loop takes."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from project import Trainer
+
+STEPS = 5
+CLIPS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+]
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters, **fused: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **fused),
+    "AdamW": lambda parameters, **fused: torch.optim.AdamW(parameters, lr=0.01, **fused),
+}
+
+
+def samples() -> TensorDataset:
+    chance = torch.Generator().manual_seed(0)
+    points = torch.randn(4 * STEPS, 6, generator=chance)
+    return TensorDataset(points, points.sum(1, keepdim=True))
+
+
+class Small(LightningModule):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.mse_loss(self.network(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def scaler(precision: str) -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=precision == "16-mixed")
+
+
+def plain(make: Any, clip: dict[str, Any], precision: str) -> dict[str, torch.Tensor]:
+    """What torch's documentation tells everybody to do."""
+    module, scale = Small(make), scaler(precision)
+    optimizer = module.configure_optimizers()
+    low = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    for batch in DataLoader(samples(), 4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=low, enabled=precision != "32-true"):
+            loss = module.training_step(batch, 0)
+        scale.scale(loss).backward()
+        scale.unscale_(optimizer)
+        if "gradient_clip_algorithm" in clip:
+            nn.utils.clip_grad_value_(module.parameters(), clip["gradient_clip_val"])
+        elif clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip["gradient_clip_val"])
+        scale.step(optimizer)
+        scale.update()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "precision"), product(OPTIMIZERS, (False, True), ("32-true", "bf16-mixed", "16-mixed"))
+)
+@pytest.mark.parametrize("clip", CLIPS, ids=["no clipping", "by norm", "by value"])
+def test_a_step_is_that_of_a_plain_loop(tmp_path, name, fused, precision, clip):
+    def make(parameters: Any) -> Any:
+        return OPTIMIZERS[name](parameters, fused=fused)
+
+    module = Small(make)
+    how: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # our Trainer takes another one on a CPU
+        how = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler(precision))]}
+    trainer = Trainer(
+        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
+        enable_checkpointing=False, global_batch_size=4, **how, **clip,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(samples(), 4))
+    assert trainer.global_step == STEPS
+    expected = plain(make, clip, precision)
+    for key, value in module.state_dict().items():
+        assert torch.allclose(value, expected[key], rtol=1e-6, atol=1e-7), key
