@@ -68,7 +68,7 @@ from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
 from project.train.position import out_of_time
-from project.train.precision import cpu_precision, on_cpu
+from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
 from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
@@ -134,8 +134,8 @@ class Trainer(pl.Trainer):
         join_timeout: with several hosts, seconds to wait for all ranks at the start.
         shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
             checkpoint to go on from is sent to the others.
-        precision: '16-mixed', 'bf16-mixed', '32-true' and so on; without a GPU fp16 is bf16, or fp32 where the CPU is
-            faster so.
+        precision: '16-mixed', 'bf16-mixed', '32-true' and so on; 'auto' is bf16-mixed on GPUs that have it, else 16-mixed;
+            without a GPU fp16 is bf16, or fp32 where the CPU is faster so.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
         exact: the same to the last bit on any number of ranks.
         threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
@@ -185,6 +185,8 @@ class Trainer(pl.Trainer):
         settled, lines = launch.settle(kwargs)
         kwargs.update(settled)
         accelerator_, precision_ = accelerator, None if precision is None else str(precision)
+        if precision_ == "auto":
+            precision_ = auto_precision()
         if precision_ is not None and on_cpu(accelerator):
             precision_, reason = cpu_precision(precision_)
             if reason:

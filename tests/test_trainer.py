@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
 from project.early_start import free_port
+from project.train.precision import auto_precision
 from tests.conftest import environment
 
 
@@ -162,3 +163,13 @@ def test_the_best_is_found_by_what_is_there(tmp_path):
     one.fit_loop.max_epochs = 3
     one.fit(Validated())
     assert one.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "16-mixed"), ((8, 0), "bf16-mixed"), ((9, 0), "bf16-mixed")])
+def test_auto_precision_is_bf16_on_gpus_that_multiply_in_it(monkeypatch, tmp_path, capability, expected):
+    on_cpu = Trainer(precision="auto", accelerator="cpu", default_root_dir=tmp_path)
+    assert on_cpu.precision in ("32-true", "bf16-mixed")
+    assert auto_precision() == "16-mixed" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert auto_precision() == expected

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
 from project.model.delayed import DelayedSums
+from project.model.fused import fused
 from project.model.run import run_of
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
@@ -52,7 +53,8 @@ class ImageClassifier(LightningModule):
 
     Args:
         network: the network: `class_path` of a class, or of a function that returns one.
-        optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`.
+        optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`. On a GPU SGD, Adam and AdamW
+            are fused, unless they say otherwise.
         lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate as it is.
         lr_reference_batch: the global batch that the optimiser's learning rate is stated for.
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
@@ -242,7 +244,7 @@ class ImageClassifier(LightningModule):
     # Optimiser and schedule -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = _made("optimizer", self.optimizer, self.parameters())
+        optimizer = fused(_made("optimizer", self.optimizer, self.parameters()))
         pruned = any(isinstance(one, ModelPruning) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
@@ -251,7 +253,7 @@ class ImageClassifier(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] *= factor
         if self.lr_scheduler is None:
-            return optimizer  # type: ignore[no-any-return]
+            return optimizer
         scheduler = _made("lr_scheduler", self.lr_scheduler, optimizer)
         if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
             raise UserError(

@@ -170,7 +170,7 @@ class LanguageModel(LightningModule):
         matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True if self.device.type == "cuda" else None)
         steps = self.trainer.estimated_stepping_batches
         # A run that only its time ends has no last step, and keeps its learning rate.
         schedule = WarmupCosine(optimizer, self.warmup_steps, int(steps) if 0 <= steps < inf else None)

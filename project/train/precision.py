@@ -1,4 +1,4 @@
-"""The precision of a run that has no GPU."""
+"""The precision of a run that has no GPU, and the one that `auto` takes."""
 
 from typing import Any
 
@@ -10,6 +10,11 @@ def on_cpu(accelerator: Any) -> bool:
     return accelerator == "cpu" or (
         accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
     )
+
+
+def auto_precision() -> str:
+    """On GPUs that multiply in bf16 (from compute capability 8.0 on) that: it needs no scaling of the loss."""
+    return "bf16-mixed" if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0) else "16-mixed"
 
 
 def _fast_in_bf16() -> bool:

@@ -28,6 +28,8 @@ from project.train.position import Position, position, set_counters
 
 log = logging.getLogger(__name__)
 
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
@@ -144,6 +146,14 @@ class Resuming(_CheckpointConnector):
         if trainer.state.fn == "fit" and "callback_metrics" in self._loaded_checkpoint:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
+
+    def restore_optimizers(self) -> None:
+        """How the steps are computed is this start's matter: a checkpoint may come from other devices."""
+        for optimizer, saved in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
+            theirs = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
+            for group, restored in zip(optimizer.param_groups, theirs, strict=False):
+                restored.update({name: group[name] for name in _HOW if name in group})
+        super().restore_optimizers()
 
     def restore_lr_schedulers(self) -> None:
         saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from project import Trainer
+from project.model.fused import fused
 
 STEPS = 5
 CLIPS: list[dict[str, Any]] = [
@@ -89,3 +90,57 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path, name, fused, precision, clip):
     expected = plain(make, clip, precision)
     for key, value in module.state_dict().items():
         assert torch.allclose(value, expected[key], rtol=1e-6, atol=1e-7), key
+
+
+def trained(folder: Any, fused: bool | None, steps: int, **more: Any) -> Trainer:
+    module = Small(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused))
+    trainer = Trainer(
+        max_steps=steps, default_root_dir=folder, accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
+        global_batch_size=4,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(samples(), 4), **more)
+    return trainer
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, True), (True, None)])
+def test_a_run_that_goes_on_computes_its_steps_as_this_start_says(tmp_path, before, now):
+    """A checkpoint of a run on CPUs said how they do it, to the GPUs, which then waited for the host, or skipped nothing."""
+    trained(tmp_path, before, 2)
+    (checkpoint,) = tmp_path.glob("checkpoints/*.ckpt")
+    trainer = trained(tmp_path / "more", now, 4, ckpt_path=checkpoint)
+    assert trainer.global_step == 4
+    assert [group["fused"] for group in trainer.optimizers[0].param_groups] == [now]
+    expected = trained(tmp_path / "whole", now, 4)
+    for name, value in trainer.lightning_module.state_dict().items():
+        assert torch.allclose(value, expected.lightning_module.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimiser_is_fused_where_nobody_has_said_otherwise(name):
+    def parameters() -> list[Any]:
+        weights = [nn.Parameter(torch.full((3,), float(number))) for number in (1, 2)]
+        for one in weights:
+            one.grad = torch.ones(3)
+        return weights
+
+    ours, plain = parameters(), parameters()
+    grouped: list[Any] = [
+        [{"params": some[:1], "weight_decay": 0.5, "lr": 0.3}, {"params": some[1:]}] for some in (ours, plain)
+    ]
+    made = fused(OPTIMIZERS[name](grouped[0]), devices=("cpu",))
+    usual = OPTIMIZERS[name](grouped[1])
+    assert made.defaults["fused"]
+    assert made.defaults["lr"] == usual.defaults["lr"]
+    for group, other in zip(made.param_groups, usual.param_groups, strict=True):
+        assert {**group, "params": 0} == {**other, "params": 0, "fused": True}
+    for _ in range(3):
+        made.step()
+        usual.step()
+    assert all(torch.allclose(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
+    for said in ({"fused": False}, {"foreach": True}):
+        given = OPTIMIZERS[name](parameters(), **said)
+        assert fused(given, devices=("cpu",)) is given
+    given = OPTIMIZERS[name](parameters())
+    assert fused(given) is given  # on a CPU
+    rarer = torch.optim.RMSprop(parameters())
+    assert fused(rarer, devices=("cpu",)) is rarer

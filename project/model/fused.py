@@ -1,0 +1,24 @@
+"""An optimiser that takes its step in one launch on a GPU, and skips one that is not finite without a look by the host."""
+
+from collections.abc import Collection
+
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+
+def fused(optimizer: Optimizer, devices: Collection[str] = ("cuda",)) -> Optimizer:
+    """The same optimiser, fused where it can be and where nobody has said how it is to be computed.
+
+    Args:
+        optimizer: that has not taken a step yet.
+        devices: those on which it pays.
+    """
+    given = optimizer.defaults
+    asked = given.get("fused") is not None or any(given.get(one) for one in ("foreach", "differentiable"))
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    fits = all(one.device.type in devices and one.is_floating_point() for one in parameters)
+    if asked or not fits or type(optimizer) not in (SGD, Adam, AdamW):
+        return optimizer
+    groups = [{name: value for name, value in group.items() if name != "fused"} for group in optimizer.param_groups]
+    made: Optimizer = type(optimizer)(groups, fused=True)  # type: ignore[call-arg]
+    made.defaults.update({**optimizer.defaults, "fused": True})
+    return made
