@@ -61,7 +61,7 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
-from project.train.compression import Compression
+from project.train.compression import Compression, fitting
 from project.train.epochs import own_loops
 from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
 from project.train.loaders import Loaders
@@ -191,6 +191,8 @@ class Trainer(pl.Trainer):
             precision_, reason = cpu_precision(precision_)
             if reason:
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
+        gradient_compression, line = fitting(gradient_compression, str(precision), precision_ or "32-true")
+        lines += [line] if line else []
         for line in lines:
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)

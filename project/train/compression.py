@@ -6,8 +6,30 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from project.errors import UserError
+
 Compression = Literal["none", "fp16", "bf16"]
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+
+
+def fitting(compression: Compression, asked: str, taken: str) -> tuple[Compression, str | None]:
+    """The compression for a precision, and a line where it is another one.
+
+    Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
+
+    Args:
+        compression: that was asked for.
+        asked: the precision that was asked for.
+        taken: the one that is computed in, which without a GPU may be another one.
+    """
+    if compression != "fp16" or taken.startswith("16"):
+        return compression, None
+    reason = f"in {taken} nothing scales the loss, and gradients below 6e-8 would be lost"
+    if asked.startswith("16") or asked == "auto":
+        return "bf16", f"trainer.gradient_compression=bf16 instead of fp16: {reason}"
+    raise UserError(
+        f"trainer.gradient_compression=fp16 needs trainer.precision=16-mixed: {reason}. HINT: bf16 has room."
+    )
 
 
 class CompressGradients(Callback):

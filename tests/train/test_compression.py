@@ -2,15 +2,15 @@
 
 import pytest
 
+from project.train.compression import fitting
 from tests.conftest import TINY, forked
 
 FIT = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--run=it")
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp16"])
-def test_compressed_gradients_make_nearly_the_same_run(tmp_path, form):
+def test_compressed_gradients_make_nearly_the_same_run(tmp_path):
     curves = []
-    for compression in ("none", form):
+    for compression in ("none", "bf16"):
         folder = tmp_path / compression
         folder.mkdir()
         run = forked(folder, *FIT, f"--trainer.gradient_compression={compression}", ranks=2)
@@ -19,3 +19,23 @@ def test_compressed_gradients_make_nearly_the_same_run(tmp_path, form):
     exact, rounded = curves
     assert rounded == pytest.approx(exact, abs=0.02)
     assert rounded != exact
+
+
+@pytest.mark.parametrize("asked", ["16-mixed", "auto"])
+def test_on_a_cpu_fp16_is_bf16_as_nothing_scales_the_loss(tmp_path, asked):
+    run = forked(tmp_path, *FIT, f"--trainer.precision={asked}", "--trainer.gradient_compression=fp16", ranks=2)
+    assert run.code == 0, run.output
+    assert "trainer.gradient_compression=bf16 instead of fp16: in " in run.output
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_fp16_would_lose_small_gradients_and_is_refused(tmp_path, precision):
+    run = forked(tmp_path, *FIT, f"--trainer.precision={precision}", "--trainer.gradient_compression=fp16")
+    assert run.code == 1
+    assert f"trainer.gradient_compression=fp16 needs trainer.precision=16-mixed: in {precision} nothing scales" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_with_scaling_it_stays():
+    assert fitting("fp16", "16-mixed", "16-mixed") == ("fp16", None)
+    assert fitting("bf16", "32-true", "32-true") == ("bf16", None)
