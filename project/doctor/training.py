@@ -16,6 +16,7 @@ from project.doctor.examination import Examination
 from project.doctor.findings import Finding, Trouble
 
 _SECONDS = 2.0  # for each of the timings that take as long as one lets them
+_USABLE = 0.95  # of the free memory of a device
 _SLOW = 1.5  # times the usual: a rank that computes so slowly is named
 
 
@@ -104,8 +105,9 @@ def _peaks(this: Examination) -> tuple[float, float, float]:
     high, low = _peak(lambda: this.run.compute(many), device), _peak(lambda: this.run.compute(few), device)
     each = max(0.0, (high - low) / (many - few)) if many > few else 0.0
     if device.type == "cuda":
-        free = float(torch.cuda.get_device_properties(device).total_memory) * 0.95
-        return max(0.0, high - each * many), each, free
+        # What others hold of the device is not ours: what is free, and what torch has taken of it already.
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return max(0.0, high - each * many), each, free * _USABLE
     left = environment.limits(this.run.folder)["memory"] or 0
     return 0.0, each, left / this.run.processes + each * many
 

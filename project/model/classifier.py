@@ -18,6 +18,7 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
+from project.model.compiled import Compile, mode_of, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.model.fused import fused
 from project.model.run import run_of
@@ -26,8 +27,6 @@ from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
 
 log = logging.getLogger(__name__)
-
-_WORTH_COMPILING = 900  # seconds
 
 Scaling = Literal["linear", "sqrt", "none"]
 
@@ -80,7 +79,7 @@ class ImageClassifier(LightningModule):
         lr_interval: Literal["step", "epoch"] = "step",
         label_smoothing: float = 0.0,
         channels_last: bool = True,
-        compile: Literal["none", "auto", "default", "reduce-overhead", "max-autotune"] = "none",
+        compile: Compile = "none",
         init_from: Path | None = None,
         init_prefix: str = "",
     ) -> None:
@@ -117,13 +116,11 @@ class ImageClassifier(LightningModule):
     def on_fit_start(self) -> None:
         if self.init_from and not self.trainer.ckpt_path:
             start_from(self.network, self.init_from, self.init_prefix, say=self.trainer.is_global_zero)
-        mode = self._compile
-        if mode == "auto":  # a function of the config and of the kind of the GPU, not of how fast the first steps went
-            mode = "default" if run_of(self.trainer).least_seconds > _WORTH_COMPILING else "none"
-        if mode != "none":
+        if (mode := mode_of(self._compile, lambda: run_of(self.trainer).least_seconds)) is not None:
             self.network.compile(mode=mode)
 
     def on_train_start(self) -> None:
+        refuse_overwritten_gradients(self._compile, self.trainer.accumulate_grad_batches, self.device.type == "cuda")
         self._noted_step = self.trainer.global_step
         self._step_notes, self._sent = [], None  # another fit may have ended within a step
 

@@ -27,9 +27,7 @@ def fitting(compression: Compression, asked: str, taken: str) -> tuple[Compressi
     reason = f"in {taken} nothing scales the loss, and gradients below 6e-8 would be lost"
     if asked.startswith("16") or asked == "auto":
         return "bf16", f"trainer.gradient_compression=bf16 instead of fp16: {reason}"
-    raise UserError(
-        f"trainer.gradient_compression=fp16 needs trainer.precision=16-mixed: {reason}. HINT: bf16 has room."
-    )
+    raise UserError(f"trainer.gradient_compression=fp16 needs trainer.precision=16-mixed: {reason}. HINT: bf16 has room.")
 
 
 class CompressGradients(Callback):

@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from project.cluster.environment import compare, different, differing_keys, named
+from project.doctor import training
 from tests.conftest import TINY, Run, environment
 
 HEALTHY = ("doctor", "--config", "configs/ddp.yaml", *TINY)
@@ -107,3 +110,14 @@ def test_only_what_differs_is_sent_in_full():
     )
     assert compare(environments, {"large": "configuration"}, ["h1", "h2"], gather) == {}
     assert sent == [environments]
+
+
+def test_memory_that_others_hold_of_a_gpu_does_not_count_as_free(monkeypatch):
+    """80 GB, of which others hold 60, and torch 2 that it can use again."""
+    monkeypatch.setattr(training, "_peak", lambda run, device: 1e9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (18e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2e9)
+    this = SimpleNamespace(run=SimpleNamespace(device=torch.device("cuda"), micro_batch=8, compute=None))
+    fixed, each, free = training._peaks(this)  # type: ignore[arg-type]
+    assert (fixed, each) == (1e9, 0)
+    assert free == pytest.approx(0.95 * 20e9)

@@ -1,6 +1,7 @@
 """ImageClassifier: the gradient of a step is the mean over its samples, and every part can be replaced."""
 
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from project.data import ImageData, Synthetic
 from project.data.batches import MicroBatches
 from project.data.order import Order
 from project.data.synthetic import SyntheticImages
-from project.model import ImageClassifier, MiniResNet
+from project.errors import UserError
+from project.model import ImageClassifier, MiniResNet, classifier
 from project.model.classifier import lr_factor
+from project.model.compiled import refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.train.made_later import make_room
 from project.trainer import Trainer
@@ -175,9 +178,25 @@ def test_a_run_takes_its_operations_at_the_peak_of_the_device(tmp_path, monkeypa
     data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=32)
     trainer.fit(ImageClassifier(Trivial()), datamodule=data)
     assert trainer.least_seconds == 0  # nobody knows the peak of a CPU
-    monkeypatch.setattr("project.watch.flops.get_available_flops", lambda device, dtype: 1000)
+    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1000)
     # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
     assert trainer.least_seconds == pytest.approx(3 * 96 * 192 * 10 * 2 * 2 / 1000)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_gradients_that_a_cuda_graph_would_overwrite_are_refused(tmp_path, monkeypatch, mode):
+    def as_on_a_gpu(asked, micro_batches, on_gpu):
+        refuse_overwritten_gradients(asked, micro_batches, on_gpu=True)
+
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode: None)
+    monkeypatch.setattr(classifier, "refuse_overwritten_gradients", as_on_a_gpu)
+    for batch, wrong in ((16, False), (8, True)):
+        data = ImageData(Synthetic(train_size=96, image_size=8), batch_size=batch, global_batch_size=16)
+        trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, default_root_dir=tmp_path / mode / str(batch))
+        with pytest.raises(UserError, match="2 micro-batches overwrite") if wrong else nullcontext():
+            trainer.fit(ImageClassifier(Trivial(), compile=mode), datamodule=data)
+    refuse_overwritten_gradients(mode, 8, on_gpu=False)
+    refuse_overwritten_gradients("default", 8, on_gpu=True)
 
 
 def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, monkeypatch):
@@ -185,7 +204,7 @@ def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, m
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum().item() else images.flatten(1)[:, :10]
 
-    monkeypatch.setattr("project.watch.flops.get_available_flops", lambda device, dtype: 1)
+    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1)
     trainer = Trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path, logger=False, accelerator="cpu")
     data = ImageData(Synthetic(train_size=64, image_size=8), batch_size=16)
     trainer.fit(ImageClassifier(Branches(), compile="auto"), datamodule=data)

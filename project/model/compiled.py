@@ -1,0 +1,33 @@
+"""Whether torch.compile translates the network, and how."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from project.errors import UserError
+
+Compile = Literal["none", "auto", "default", "reduce-overhead", "max-autotune"]
+
+_WORTH_IT = 900  # seconds
+_IN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""These put the network into CUDA graphs."""
+
+
+def mode_of(asked: Compile, least_seconds: Callable[[], float]) -> str | None:
+    """The mode of torch.compile; None leaves the network as it is.
+
+    `auto` follows from the config and the kind of the GPU, which say how long a fit takes at least, and not from how fast the
+    first steps went.
+    """
+    if asked == "auto":
+        return "default" if least_seconds() > _WORTH_IT else None
+    return None if asked == "none" else asked
+
+
+def refuse_overwritten_gradients(asked: Compile, micro_batches: int, on_gpu: bool) -> None:
+    """A CUDA graph keeps its gradients where the next micro-batch of the step writes its own."""
+    if asked in _IN_GRAPHS and on_gpu and micro_batches > 1:
+        raise UserError(
+            f"model.compile={asked} works in CUDA graphs, where the gradients of {micro_batches} micro-batches overwrite "
+            "each other: the sum may be wrong, and nobody would see it (pytorch#169545). HINT: model.compile=default, or a "
+            "data.batch_size with which trainer.accumulate_grad_batches is 1."
+        )
