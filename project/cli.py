@@ -35,7 +35,7 @@ from project.model import ImageClassifier
 from project.runs import open_beside, open_run, run_of, saved_config, weights
 from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.failure import hang_up, report_error
+from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.watch import loggers
@@ -386,8 +386,11 @@ def main() -> None:
     finally:
         ran, ProjectCLI.running = ProjectCLI.running, None
         if ran is not None:
-            hang_up()
+            why = sys.exc_info()[1]
+            closed = hang_up(10 if why is None else 2)
             _write_report(ran, say)
+            if not closed:
+                end_at_once(why)
 
 
 def _report_of_run(error: Exception, trainer: Trainer) -> None:

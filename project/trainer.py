@@ -57,6 +57,7 @@ from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
 from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, checkpoints_of, newest_good
+from project.survive.failure import hang_up
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -548,8 +549,7 @@ def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _disconnect() -> None:
     """At the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    hang_up()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

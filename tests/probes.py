@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch.distributed import GradBucket
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import Dataset
 
 from project.train.micro_batch import micro_batch
+from project.trainer import _disconnect
 from tests.cluster.machine import wait_until
 
 
@@ -140,6 +142,14 @@ class Cramped(Callback):
         (group / name).write_text(str(limit))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         Path("cgroup").symlink_to(group)
+
+
+class ClosesNever(Callback):
+    """Connections that are never closed, as NCCL's where a rank has crashed; they would be closed at the end of Python, too."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        dist.destroy_process_group = threading.Event().wait
+        atexit.register(_disconnect)
 
 
 class Fault(Callback):

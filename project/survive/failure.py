@@ -9,10 +9,12 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, Literal
@@ -159,18 +161,37 @@ def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Pop
     return bool(_deaths)
 
 
-def hang_up(seconds: float = 10) -> None:
+def hang_up(seconds: float = 10) -> bool:
     """Closes the connections: the other ranks notice, and Gloo's threads end while there is a Python.
 
     They hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python has gone
-    aborts the process. One that waits for a dead rank is not waited for longer than so many seconds.
+    aborts the process. One that waits for a dead rank is not waited for longer than so many seconds; then this is False.
     """
     if not dist.is_initialized():
-        return
+        return True
     gc.collect()  # what holds a connection in a circle of references lets go of it
-    thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    if not _closing or not _closing[-1].is_alive():
+        _closing.append(threading.Thread(target=dist.destroy_process_group, daemon=True))
+        _closing[-1].start()
+    _closing[-1].join(seconds)
+    return not _closing[-1].is_alive()
+
+
+_closing: list[threading.Thread] = []
+
+
+def end_at_once(error: BaseException | None) -> None:
+    """With the exit code that the program has. NCCL may wait for a dead rank for ever, and would again at the end of Python.
+
+    Args:
+        error: on its way out of the program; None where it is done.
+    """
+    code: Any = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else error
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))  # as Python does
 
 
 def _wait(children: Sequence[Popen[Any]], seconds: float) -> None:

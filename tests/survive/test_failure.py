@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.conftest import since_struck, took
+from tests.conftest import TINY, since_struck, took
 
 HOST = socket.gethostname()
 
@@ -39,6 +39,30 @@ def test_the_error_is_printed_once_and_last(cli, on):
     assert run.output.rstrip().endswith("KeyError: 'this dataset is broken'")
     assert f"ERROR   [rank {on % 99}, {HOST}] " in run.output
     assert_ended_soon(run)
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
+    """Every rank ends with its own code, and soon."""
+    never = "--trainer.callbacks=tests.probes.ClosesNever"
+    run = cli(*BROKEN, f"--data.source.train.init_args.on={on}", "--trainer.devices=2", never, timeout=60)
+    assert run.code == 1
+    assert run.output.count("KeyError: 'this dataset is broken'") == 1
+    assert_ended_soon(run)
+
+
+def test_nor_one_that_has_finished(cli):
+    run = cli(
+        "fit",
+        "--config=configs/ddp.yaml",
+        *TINY,
+        "--trainer.max_steps=2",
+        "--trainer.devices=2",
+        "--trainer.callbacks=tests.probes.ClosesNever",
+        timeout=90,
+    )
+    assert run.code == 0, run.output
+    assert run.output.rstrip().splitlines()[-1].endswith("report.html")
 
 
 def test_a_rank_0_that_is_slow_to_end_is_not_killed_for_the_failure_of_another(cli):
