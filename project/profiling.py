@@ -78,20 +78,25 @@ def _tables(folder: Path) -> dict[str, float]:
 
 
 def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
-    waiting, first = set(wanted), float("inf")
-    while waiting:
-        tables = [name for name, when in _tables(look.folder).items() if before.get(name) != when and "memory" not in name]
-        for name in sorted(tables):
-            if (rank := int(name.rpartition("rank")[2].removesuffix(".txt"))) in waiting:
-                waiting.remove(rank)
+    """In the order of the ranks, when all are there."""
+    found: dict[int, str] = {}
+    first, why = float("inf"), ""
+    while not why and len(found) < len(wanted):
+        for name, when in _tables(look.folder).items():
+            rank = int(name.rpartition("rank")[2].removesuffix(".txt"))
+            if before.get(name) != when and "memory" not in name and rank in wanted:
+                found[rank] = (look.folder / FOLDER / name).read_text()
                 first = min(first, time.monotonic())
-                print((look.folder / FOLDER / name).read_text(), flush=True)
-        if waiting and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:
-            print(f"Of ranks {sorted(waiting)} there is nothing here: their hosts don't see this folder?", file=sys.stderr)
-            return 1
-        if waiting and look()[0] != "going on":
-            print(f"The run does not go on any more, and has not answered: {look()[1]}", file=sys.stderr)
-            return 1
+        missing = sorted({*wanted} - {*found})
+        if missing and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:
+            why = f"Of ranks {missing} there is nothing here: their hosts don't see this folder?"
+        elif missing and (seen := look())[0] != "going on":
+            why = f"The run does not go on any more, and has not answered: {seen[1]}"
         time.sleep(_PAUSE)
+    for _, text in sorted(found.items()):
+        print(text, flush=True)
+    if why:
+        print(why, file=sys.stderr)
+        return 1
     print(f"The traces, for https://ui.perfetto.dev: {look.folder / FOLDER}")
     return 0

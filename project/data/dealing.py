@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
+from project.errors import UserError
 
 
 class DealtLoader(DataLoader[Any]):
@@ -75,6 +76,11 @@ class _MicroBatches:
     def __iter__(self) -> Iterator[Samples]:
         for key in self.sampler:
             samples = Samples(self.sampler.order.indices(key).tolist())
+            if not samples:  # a collate_fn makes no batch of nothing
+                raise UserError(
+                    "An evaluation has fewer samples than there are ranks, and one of them has none. HINT: more samples, or "
+                    "fewer ranks (python -m project validate, on one)."
+                )
             samples.seed, samples.each = (self.seed if self.each else chance(self.seed, key)), self.each
             yield samples
 

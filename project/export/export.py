@@ -78,7 +78,7 @@ class Export:
         assert self.samples is not None
         try:
             with silence():
-                return outputs(self.module, self.batches)
+                found = outputs(self.module, self.batches)
         except UserError:
             raise
         except Exception as error:
@@ -86,6 +86,9 @@ class Export:
                 f"{type(self.module).__name__}.forward can't take {', '.join(self.samples.names)} of {self.samples.origin}: "
                 f"{brief(error)} HINT: give the module an example_input_array."
             ) from error
+        if any(np.isnan(one).any() for batch in found for one in batch if one.dtype.kind == "f"):
+            raise UserError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
+        return found
 
     def write(self, file: Path, about: dict[str, Any]) -> Difference:
         """Writes the file, and compares what a fresh process makes of it; a UserError where that is something else."""

@@ -43,7 +43,7 @@ def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
     """An optimiser or a schedule; what it has against its settings is the user's to mend."""
     try:
         return make(of)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"model.{name} can't be made: {error}") from error
 
 

@@ -14,7 +14,8 @@ SIDE = 64
 _LINE = 12  # pixels of a line of text
 _LETTERS = 18  # in a line below a tile
 _ACROSS = 8  # tiles
-_MOST = 400  # classes of a confusion matrix that can be looked at
+MOST = 400
+"""Classes of a confusion matrix that can be looked at."""
 _LARGEST = 800  # pixels of it, about
 _LETTER = 7  # pixels
 _GRID = (225, 225, 225)
@@ -55,11 +56,9 @@ def shortened(words: str, most: int = _LETTERS) -> str:
     return words if len(words) <= most else words[: most - 1] + "~"
 
 
-def confusion(counts: Tensor, names: Sequence[str]) -> Picture | None:
+def confusion(counts: Tensor, names: Sequence[str]) -> Picture:
     """Of each class a row: what it was taken for. As dark as its share of the row, with the numbers where there is room."""
     classes = len(counts)
-    if classes > _MOST:
-        return None
     cell = max(2, min(36, _LARGEST // classes))
     shares = (counts.double() / counts.sum(1, keepdim=True).clamp_min(1)).numpy()
     light = (255 * (1 - shares)).round().astype(np.uint8)

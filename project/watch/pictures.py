@@ -18,12 +18,13 @@ from torch.nn import functional as F
 
 from project.cluster.group import Group
 from project.train.loop import joins, leaves
-from project.watch.drawing import SIDE, confusion, thumbnails, tiles
+from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import Events
 
 log = logging.getLogger(__name__)
 
 _MISTAKES, _INPUTS = 16, 16  # images
+_NONE = 2**62  # more classes than there can be
 _COLUMNS = 5  # of what is known of a mistake: loss, label, guess, confidence, sample
 
 
@@ -36,8 +37,11 @@ def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
     if len(pair) != 2 or not all(isinstance(one, Tensor) for one in pair):
         return None
     images, labels = pair
+    plain = all(one.layout == torch.strided for one in pair)
     fits = images.ndim == 4 and images.shape[1] in (1, 3, 4) and images.is_floating_point() and len(labels) == len(images)
-    return (images, labels) if fits and labels.ndim in (1, 2) else None
+    numbers = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
+    shares = labels.ndim == 2 and labels.is_floating_point() and labels.shape[1] > 1
+    return (images, labels.long() if numbers else labels) if plain and fits and (numbers or shares) else None
 
 
 def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
@@ -60,37 +64,105 @@ class Worst:
         return Worst(facts[best], images[best])
 
 
+class Evaluated:
+    """What one loader's batches have shown so far, on the device, and without a wait for it."""
+
+    def __init__(self) -> None:
+        self.classes = 0
+        self.counts: Tensor | None = None  # (labels, guesses)
+        self.worst: Worst | None = None
+
+    def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
+        """A label that is no class (-100, say) counts nowhere."""
+        classes = logits.shape[1]
+        if self.classes not in (0, classes):
+            return  # of another task
+        self.classes = classes
+        if labels.ndim == 2:  # shares of the classes
+            fits, labels = (labels.sum(1) - 1).abs() < 1e-3, labels.argmax(1)
+        else:
+            fits = (labels >= 0) & (labels < classes)
+        labels = labels.clamp(0, classes - 1)
+        confidence, guesses = logits.softmax(1).max(1)
+        if classes <= MOST:
+            if self.counts is None:
+                self.counts = torch.zeros(classes, classes, dtype=torch.long, device=logits.device)
+            self.counts.view(-1).scatter_add_(0, labels * classes + guesses, fits.long())
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        losses = losses.where(fits & (guesses != labels), -1.0).nan_to_num(-1.0)  # what is right is no mistake
+        numbers = (
+            samples.to(losses) if isinstance(samples, Tensor) and samples.shape == losses.shape else torch.zeros_like(losses)
+        )
+        facts = torch.stack([losses, labels.to(losses), guesses.to(losses), confidence, numbers], 1)
+        few = losses.topk(min(_MISTAKES, len(losses))).indices
+        facts, small = facts[few], thumbnails(images[few])
+        self.worst = Worst(facts, small) if self.worst is None else self.worst.with_more(facts, small)
+
+    def of_all(self, ranks: int, group: Any) -> bool:
+        """Joins those of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
+        if group is None:
+            if self.worst is None:
+                return False
+            places = _order(self.worst.facts)
+            self.worst = Worst(self.worst.facts.cpu()[places], self.worst.images.cpu()[places])
+            self.counts = None if self.counts is None else self.counts.cpu()
+            return True
+        extremes = torch.tensor([self.classes, -self.classes or -_NONE])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        most, least = int(extremes[0]), -int(extremes[1])
+        if not most or least != most:
+            return False
+        if most <= MOST:
+            counts = torch.zeros(most, most, dtype=torch.long) if self.counts is None else self.counts.cpu()
+            dist.all_reduce(counts, group=group)
+            self.counts = counts
+        self.classes, self.worst = most, _worst_of_all(self.worst, ranks, group)
+        return True
+
+
+def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
+    """First the losses, and then the images of those that are among the worst: each rank adds its own."""
+    mine = torch.full((_MISTAKES, _COLUMNS), -1.0)
+    if worst is not None:
+        mine[: len(worst.facts)] = worst.facts.cpu()
+    rows = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(rows, mine, group=group)
+    facts = torch.cat(rows)
+    places = _order(facts)[:_MISTAKES]
+    images = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.uint8)
+    first = dist.get_rank(group) * _MISTAKES
+    for at, place in enumerate(places):
+        if worst is not None and 0 <= place - first < len(worst.images):
+            images[at] = worst.images[place - first].cpu()
+    dist.all_reduce(images, group=group)
+    return Worst(facts[places], images)
+
+
+def _order(facts: Tensor) -> list[int]:
+    """The worst first; of several that are as bad, by the sample: the same on any number of ranks."""
+    rows = facts.tolist()
+    return sorted(range(len(rows)), key=lambda one: (-rows[one][0], rows[one][4], rows[one][1:4]))
+
+
 class Pictures(Callback):
     """Draws a grid of what the network is trained on when a run begins, and at each validation the rest."""
 
     def __init__(self) -> None:
         self._group = Group()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._counts: Tensor | None = None  # (labels, guesses)
-        self._worst: Worst | None = None
+        self._seen: dict[int, Evaluated] = {}  # by loader
+        self._wanted = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wanted = any(isinstance(one, Events) for one in trainer.loggers)
         if self._wanted and trainer.world_size > 1:
             self._group.make()
 
-    # What it is trained on -------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
-            joins(trainer, FirstBatch(self._names(trainer)))
-
-    @staticmethod
-    def _names(trainer: Trainer) -> Sequence[str] | None:
-        """Of the classes: of a data module that has `class_names`."""
-        return getattr(getattr(trainer, "datamodule", None), "class_names", None)
-
-    # What it gets wrong ----------------------------------------------------------------------------------------------
+            joins(trainer, FirstBatch(_names(trainer)))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget()
+        self._seen.clear()
 
     def on_validation_batch_end(
         self,
@@ -104,93 +176,48 @@ class Pictures(Callback):
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not self._wanted or trainer.sanity_checking or not isinstance(logits, Tensor) or logits.ndim != 2:
             return
-        if (found := seen(batch)) is None or len(found[0]) != len(logits) or not len(logits):
+        if (found := seen(batch)) is None or len(found[0]) != len(logits) or not logits.numel():
             return
         images, labels = found
-        labels = labels.argmax(1) if labels.ndim == 2 else labels.long()
+        if labels.ndim == 2 and labels.shape != logits.shape:
+            return
         samples = batch.get("sample") if isinstance(batch, Mapping) else None
-        self._add(logits.detach().float(), labels, images, samples)
-
-    def _add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
-        """On the device, and without a wait for it."""
-        classes = logits.shape[1]
-        confidence, guesses = logits.softmax(1).max(1)
-        if self._counts is None:
-            self._counts = torch.zeros(classes, classes, dtype=torch.long, device=logits.device)
-        ones = torch.ones_like(labels)
-        self._counts.view(-1).scatter_add_(0, (labels * classes + guesses).clamp(0, classes * classes - 1), ones)
-        losses = F.cross_entropy(logits, labels.clamp(0, classes - 1), reduction="none")
-        losses = losses.where(guesses != labels, -1.0)  # what is right is no mistake
-        numbers = samples.to(losses) if isinstance(samples, Tensor) else torch.zeros_like(losses)
-        facts = torch.stack([losses, labels.to(losses), guesses.to(losses), confidence, numbers], 1)
-        few = losses.topk(min(_MISTAKES, len(losses))).indices
-        facts, small = facts[few], thumbnails(images[few])
-        self._worst = Worst(facts, small) if self._worst is None else self._worst.with_more(facts, small)
+        try:
+            self._seen.setdefault(dataloader_idx, Evaluated()).add(logits.detach().float(), labels.detach(), images, samples)
+        except Exception as error:  # tensors of a kind that nobody has thought of are no reason to end a run
+            self._seen.pop(dataloader_idx, None)
+            if not self._failed:
+                log.warning("There will be no pictures of the validation: %s: %s", type(error).__name__, error)
+            self._failed = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counts, worst = self._counts, self._worst
-        self._forget()
         if not self._wanted or trainer.sanity_checking:
             return
-        gathered = self._gathered(counts, worst, trainer.world_size)
-        if gathered is None or not trainer.is_global_zero:
-            return
-        counts, worst = gathered
-        names = self._names(trainer) or [str(number) for number in range(len(counts))]
-        if len(names) == len(counts) and (picture := confusion(counts, names)) is not None:
-            show(trainer, "val/confusion", picture, trainer.global_step)
-        mistakes = [row for row in worst.facts.tolist() if row[0] > 0]
-        if mistakes:
-            texts = [_described(row, names) for row in mistakes]
-            show(trainer, "val/mistakes", tiles(worst.images[: len(mistakes)], texts), trainer.global_step)
-
-    def _gathered(self, counts: Tensor | None, worst: Worst | None, ranks: int) -> tuple[Tensor, Worst] | None:
-        """Of all ranks, on the host; some of which may have had no sample."""
-        if (group := self._group()) is not None:
-            sizes = torch.tensor(0 if counts is None else len(counts))
-            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
-            if not (classes := int(sizes)):
-                return None
-            counts = torch.zeros(classes, classes, dtype=torch.long) if counts is None else counts.cpu()
-            dist.all_reduce(counts, group=group)
-            return counts, self._worst_of_all(worst, ranks, group)
-        if counts is None or worst is None:
-            return None
-        return counts.cpu(), _in_order(Worst(worst.facts.cpu(), worst.images.cpu()))
+        for loader in range(len(trainer.num_val_batches)):
+            found = self._seen.pop(loader, None) or Evaluated()
+            if found.of_all(trainer.world_size, self._group()) and trainer.is_global_zero:
+                self._show(trainer, found, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
 
     @staticmethod
-    def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
-        """First the losses, and then the images of those that are among the worst: each rank adds its own."""
-        mine = torch.full((_MISTAKES, _COLUMNS), -1.0)
-        if worst is not None:
-            mine[: len(worst.facts)] = worst.facts.cpu()
-        rows = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(rows, mine, group=group)
-        facts = torch.cat(rows)
-        places = _order(facts)[:_MISTAKES]
-        images = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.uint8)
-        first = dist.get_rank(group) * _MISTAKES
-        for at, place in enumerate(places):
-            if worst is not None and 0 <= place - first < len(worst.images):
-                images[at] = worst.images[place - first].cpu()
-        dist.all_reduce(images, group=group)
-        return Worst(facts[places], images)
+    def _show(trainer: Trainer, found: Evaluated, suffix: str) -> None:
+        names = _names(trainer)
+        names = names if names and len(names) == found.classes else [str(number) for number in range(found.classes)]
+        if found.counts is not None:
+            show(trainer, f"val/confusion{suffix}", confusion(found.counts, names), trainer.global_step)
+        assert found.worst is not None
+        mistakes = [row for row in found.worst.facts.tolist() if row[0] > 0]
+        if mistakes:
+            texts = [
+                [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
+                for _, label, guess, confidence, _ in mistakes
+            ]
+            show(trainer, f"val/mistakes{suffix}", tiles(found.worst.images[: len(mistakes)], texts), trainer.global_step)
 
 
-def _order(facts: Tensor) -> list[int]:
-    """The worst first; of several that are as bad, by the sample: the same on any number of ranks."""
-    rows = facts.tolist()
-    return sorted(range(len(rows)), key=lambda one: (-rows[one][0], rows[one][4], rows[one][1:4]))
-
-
-def _in_order(worst: Worst) -> Worst:
-    places = _order(worst.facts)
-    return Worst(worst.facts[places], worst.images[places])
-
-
-def _described(fact: Sequence[float], names: Sequence[str]) -> list[str]:
-    _, label, guess, confidence, _ = fact
-    return [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
+def _names(trainer: Trainer) -> Sequence[str] | None:
+    """Of the classes: of a data module that has a list of `class_names`."""
+    names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+    return [str(one) for one in names] if isinstance(names, (list, tuple)) else None
 
 
 class FirstBatch(Callback):
@@ -206,6 +233,8 @@ class FirstBatch(Callback):
         if (found := seen(batch)) is None:
             return
         images, labels = (one[:_INPUTS] for one in found)
-        labels = labels.argmax(1) if labels.ndim == 2 else labels
-        texts = [[self._names[one] if self._names and one < len(self._names) else str(one)] for one in labels.long().tolist()]
-        show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)
+        numbers = (labels.argmax(1) if labels.ndim == 2 else labels).tolist()
+        names = self._names or ()
+        texts = [[names[one] if 0 <= one < len(names) else str(one)] for one in numbers]
+        if texts:
+            show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)

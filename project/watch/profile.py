@@ -104,6 +104,8 @@ class Profile(Callback):
 
     def _begin(self, trainer: Trainer, asked: Asked, first: int) -> None:
         ranks = range(trainer.world_size) if asked.ranks is None else sorted({*asked.ranks} & {*range(trainer.world_size)})
+        if ranks and len(ranks) < len({*(asked.ranks or ranks)}) and trainer.is_global_zero:
+            log.warning("Of ranks %s only %s are there to profile.", asked.ranks, ranks)
         if not ranks:
             if trainer.is_global_zero:
                 log.warning("There is no rank %s to profile, but %d ranks.", asked.ranks, trainer.world_size)

@@ -15,6 +15,7 @@ RANGE = "step: "
 """What the names of our own ranges begin with."""
 _SHOWN = 12  # operators
 _WIDTH = 60  # characters of an operator's name
+_SEEN = 1000  # bytes a step: less is 0 in the table
 
 
 @dataclass(frozen=True)
@@ -85,26 +86,31 @@ def lines(events: Sequence[Event], steps: int, on_gpu: bool) -> list[str]:
     if not ranges:
         return ["Nothing was recorded."]
     start, end = min(one.start for one in ranges), max(one.end for one in ranges)
+    if on_gpu:  # it is behind the host
+        end = max([end, *(one.end for one in events if one.kind in ("computing", "communication") and one.start < end)])
     whole = end - start
     device = "GPU" if on_gpu else "CPU"
+    events = [one for one in events if one.end > start and one.start < end]
     spent: Counter[str] = Counter()
     for one in ranges:
         spent[one.name.removeprefix(RANGE)] += one.end - one.start  # type: ignore[assignment]
+    if (between := whole - length(union((one.start, one.end) for one in ranges))) > 0:
+        spent["between steps"] += between  # type: ignore[assignment]
     said = [
         f"{_ms(whole / steps)} a step: "
         + ", ".join(f"{name} {time / whole:.0%}" for name, time in spent.most_common() if time / whole >= 0.005)
     ]
 
     def busy(kind: str) -> list[Span]:
-        return union((max(one.start, start), min(one.end, end)) for one in events if one.kind == kind and one.end > start < end)
+        return union((max(one.start, start), min(one.end, end)) for one in events if one.kind == kind)
 
     computing, communicating = busy("computing"), busy("communication")
     idle = gaps(computing, start, end)
     longest = max(idle, key=lambda one: one[1] - one[0], default=(start, start))
-    where = next((one.name for one in ranges if one.start <= longest[0] < one.end), "").removeprefix(RANGE)
+    where = next((one.name for one in ranges if one.start <= longest[0] < one.end), "between steps").removeprefix(RANGE)
     said.append(
         f"The {device} computes nothing for {length(idle) / whole:.0%} of the time; the longest gap is "
-        f"{_ms(longest[1] - longest[0])}" + (f", in {where}" if where else "")
+        f"{_ms(longest[1] - longest[0])}" + f", in {where}"
     )
     if communicating:
         took, beside = length(communicating), shared(communicating, computing)
@@ -134,7 +140,7 @@ def _allocations(events: Sequence[Event], steps: int) -> list[str]:
     sizes: Counter[str] = Counter()
     for one in events:
         sizes[one.name] += one.allocated  # type: ignore[assignment]
-    largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size]
+    largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size / steps >= _SEEN]
     said = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
     return [*said, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
 

@@ -209,6 +209,8 @@ class Recording(StepRanges):
                 for line in said:
                     log.info("%s", line)
         if trainer.is_global_zero:
+            if done < self.steps:
+                log.warning("An evaluation, or the end, came after %d of the %d steps to record.", done, self.steps)
             which = "rank" if len(self.ranks) == 1 else "ranks"
             log.info(
                 "Profile of steps %d to %d of %s %s: %s-*; the traces open in https://ui.perfetto.dev",

@@ -1,11 +1,13 @@
 """What makes a run another one than it should be, for test_fingerprints.py to plug in by class_path."""
 
+import os
 import time
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Noise(nn.Module):
@@ -46,3 +48,29 @@ class Spoil(Callback):
             with torch.no_grad():
                 next(pl_module.parameters()).view(torch.int32)[0, 0, 0, 0] ^= 1
             self.step = 0
+
+
+class Labelled(LightningDataModule):
+    """Images with labels, as pairs."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(24, 3, 4, 4), torch.randint(2, (24,))), 2)
+
+    val_dataloader = train_dataloader
+
+
+class RankClasses(LightningModule):
+    """Has as many classes as its rank says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Flatten(), nn.Linear(48, 6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self.network(batch[0])[:, : 2 + int(os.environ.get("LOCAL_RANK", 0))]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)

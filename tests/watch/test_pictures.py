@@ -93,6 +93,58 @@ def test_of_somebody_elses_module(tmp_path, monkeypatch):
     assert len(drawn["train/inputs"][0]) == 8
 
 
+class Odd(Somebodys):
+    """Labels that are no classes, two loaders, and somebody's names."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self.network(batch[0])
+        return {"logits": logits if dataloader_idx < 2 else logits[:, : 2 + batch_idx]}
+
+
+def test_what_is_no_class_counts_nowhere_and_each_loader_by_itself(tmp_path, monkeypatch, caplog):
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(pictures, "confusion", lambda counts, names: counts)
+    monkeypatch.setattr(pictures, "show", lambda trainer, tag, picture, step: drawn.update({tag: picture}))
+    monkeypatch.setattr(pictures, "tiles", lambda images, texts: texts)
+    images, labels = samples(32).tensors
+    ignored = labels.clone()
+    ignored[::2], ignored[1] = -100, 99
+    shares = torch.eye(4)[labels]
+    several = torch.ones(32, 4)  # of each class one: no shares
+    module = Odd()
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", devices=1, enable_progress_bar=False)
+    loaders = [DataLoader(TensorDataset(images, one), 8) for one in (ignored, shares, labels, several)]
+    trainer.fit(module, DataLoader(samples(24), 8), loaders)
+    with torch.no_grad():
+        guesses = module.network(images).argmax(1)
+    expected = torch.zeros(2, 4, 4, dtype=torch.long)
+    for number, (label, guess) in enumerate(zip(labels.tolist(), guesses.tolist(), strict=True)):
+        expected[0, label, guess] += int(number % 2 == 1 and number > 1)
+        expected[1, label, guess] += 1
+    assert torch.equal(drawn["val/confusion/dataloader_idx_0"], expected[0])
+    assert torch.equal(drawn["val/confusion/dataloader_idx_1"], expected[1])
+    assert len(drawn["val/confusion/dataloader_idx_2"]) == 2  # of the first batch; what is of another size is not of its kind
+    assert drawn["val/confusion/dataloader_idx_3"].sum() == 0 if "val/confusion/dataloader_idx_3" in drawn else True
+    wrong = int((guesses != labels)[3::2].sum())
+    assert len(drawn.get("val/mistakes/dataloader_idx_0", ())) == min(wrong, 16)
+
+
+def test_ranks_with_other_classes_have_no_pictures_and_go_on(quick, tmp_path):
+    run = quick(
+        *("fit", "--model=tests.watch.parting.RankClasses", "--data=tests.watch.parting.Labelled", "--trainer.max_epochs=1"),
+        *("--trainer.global_batch_size=12", "--run=it"), ranks=3,
+    )  # fmt: skip
+    assert run.code == 0, run.output
+    assert set(shown(tmp_path / "lightning_logs/it")) == {"train/inputs"}
+
+
+def test_with_very_many_classes_nothing_is_counted():
+    found = pictures.Evaluated()
+    found.add(torch.randn(4, 5000), torch.tensor([1, 2, 4999, -1]), torch.rand(4, 3, 8, 8), None)
+    assert found.counts is None
+    assert found.worst is not None
+
+
 def test_what_returns_no_logits_has_no_pictures_and_a_gpt_shows_what_it_writes(quick, tmp_path):
     write_texts(tmp_path / "texts")
     words = (
@@ -167,10 +219,8 @@ def test_what_is_right_is_blue_and_what_is_not_is_red(classes):
     counts = torch.zeros(classes, classes, dtype=torch.long)
     counts[0, 0], counts[1, 0] = 3, 20_000
     picture = confusion(counts, [f"class {number}" for number in range(classes)])
-    assert picture is not None
     colours = {tuple(colour) for colour in picture.reshape(-1, 3).tolist()}
     assert {(0, 0, 255), (255, 0, 0)} <= colours
     rows, _ = (picture == (255, 0, 0)).all(2).nonzero()
     below, _ = (picture == (0, 0, 255)).all(2).nonzero()
     assert rows.min() > below.min()
-    assert confusion(torch.zeros(401, 401), []) is None

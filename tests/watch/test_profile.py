@@ -221,6 +221,31 @@ def test_a_gpu_is_judged_by_its_kernels():
     assert [line.split()[0] for line in said[5:]] == ["conv_kernel", "ncclDevKernel_AllReduce_Sum_f32", "gemm"]
 
 
+def test_what_comes_after_the_last_step_does_not_count():
+    """A validation, say; and on a GPU the kernels of the last step come after the host, and do."""
+    found = [
+        event(RANGE + "forward", 0, 1000, annotation=True),
+        event("aten::mm", 0, 900),
+        event("aten::mm", 1200, 1400),
+        event("gloo:all_reduce", 1500, 9000, asynchronous=True, annotation=True),
+    ]
+    said = lines(events_of(found, on_gpu=False), 1, on_gpu=False)
+    assert said[0] == "1 ms a step: forward 100%"
+    assert said[1] == "The CPU computes nothing for 10% of the time; the longest gap is 0.1 ms, in forward"
+    assert said[-1].split() == ["aten::mm", "1", "0.9", "ms", "90.0%"]
+    assert not any("Communication" in line for line in said)
+
+    found = [
+        event(RANGE + "forward", 0, 1000, annotation=True),
+        event(RANGE + "backward", 1100, 1500, annotation=True),
+        event("conv_kernel", 500, 2000, device=True),
+        event("gemm", 2600, 2700, device=True),  # of what follows
+    ]
+    said = lines(events_of(found, on_gpu=True), 1, on_gpu=True)
+    assert said[0] == "2 ms a step: forward 50%, between steps 30%, backward 20%"
+    assert said[1] == "The GPU computes nothing for 25% of the time; the longest gap is 0.5 ms, in forward"
+
+
 def test_a_cpu_is_judged_by_its_operators():
     found = [
         event(RANGE + "forward", 0, 8000, annotation=True),
