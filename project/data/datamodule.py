@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -87,10 +87,11 @@ class ImageData(LightningDataModule):
     def num_classes(self) -> int:
         return self.source.num_classes
 
-    @property
+    @cached_property
     def class_names(self) -> list[str] | None:
         """By their numbers; from the source, or from a dataset that has `classes`, as torchvision's do."""
-        names = self.source.classes or getattr(self._dataset("val" if self.source.has("val") else "test"), "classes", None)
+        split: Split | None = "val" if self.source.has("val") else "test" if self.source.has("test") else None
+        names = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
         fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
         return [str(name) for name in names] if names and fitting else None
 

@@ -216,7 +216,11 @@ class Pictures(Callback):
 
 def _names(trainer: Trainer) -> Sequence[str] | None:
     """Of the classes: of a data module that has a list of `class_names`."""
-    names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+    try:
+        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+    except Exception as error:  # a property of somebody's
+        log.debug("The names of the classes can't be told: %s", error)
+        return None
     return [str(one) for one in names] if isinstance(names, (list, tuple)) else None
 
 
