@@ -1,7 +1,6 @@
 """python -m project profile RUN: asks a run that goes on, here or elsewhere, to record a few steps, and shows the table."""
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from project.errors import UserError
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
-from project.watching import Look
+from project.watching import Look, ended
 
 _ABOUT = (
     "Asks a run that goes on to record a few steps. The traces, for https://ui.perfetto.dev, and a table for each rank "
@@ -37,17 +36,7 @@ def main(words: Sequence[str]) -> int:
         parser.error(str(error))
     except ValueError:
         parser.error(f"--ranks is a list as in 0,1, or all, and not {given.ranks}")
-    try:
-        return _ask(run_folder(given.run, LIFE), asked)
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # nobody reads it any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    return ended(lambda: _ask(run_folder(given.run, LIFE), asked))
 
 
 def _ask(folder: Path, asked: Asked) -> int:

@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,13 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if given.every <= 0:
         parser.error(f"--every is a number of seconds, not {given.every:g}")
+    return ended(lambda: _follow(run_folder(given.run, FILE), given.every, given.once))
+
+
+def ended(verb: Callable[[], int]) -> int:
+    """The exit code of a verb that waits, however it comes to its end."""
     try:
-        folder = run_folder(given.run, FILE)
-        return _follow(folder, given.every, given.once)
+        return verb()
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)
         return 2

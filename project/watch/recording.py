@@ -114,6 +114,7 @@ class Recording(StepRanges):
         """Whether it is done, or can't be any more."""
         self._memory = memory
         self._profile: profile | None = None
+        self._why_not: str | None = None
         self._began = False
         self._step = 0  # the last one that is over
 
@@ -139,8 +140,8 @@ class Recording(StepRanges):
             )
             self._profile.start()
         except Exception as error:  # a device whose counters are not for everybody, say
-            self._profile = None
-            log.warning("The steps can't be recorded: %s. Training goes on.", error)
+            self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training goes on."
+            log.warning("%s", self._why_not)
             return
         self.name_parts(trainer)
 
@@ -197,7 +198,7 @@ class Recording(StepRanges):
         if not self._began or done < 1:
             return
         stem = f"step-{self.first:09d}"
-        if recorded is not None:
+        if recorded is not None or self._why_not:
             try:
                 said = self._write(recorded, done, trainer, self._folder / f"{stem}-rank{trainer.global_rank}")
                 if self._memory:
@@ -217,13 +218,17 @@ class Recording(StepRanges):
                 *(self.first, self._step, which, ", ".join(map(str, self.ranks)), self._folder / stem),
             )
 
-    def _write(self, recorded: profile, steps: int, trainer: Trainer, stem: Path) -> list[str]:
+    def _write(self, recorded: profile | None, steps: int, trainer: Trainer, stem: Path) -> list[str]:
         """The trace, and last, with all that is to be said, the text: who finds it finds the rest."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(f"{stem}.json.gz")
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
-        said = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}", *lines(events, steps, on_gpu)]
+        said = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}"]
+        if recorded is None:
+            said.append(self._why_not or "")
+        else:
+            recorded.export_chrome_trace(f"{stem}.json.gz")
+            on_gpu = trainer.strategy.root_device.type == "cuda"
+            events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
+            said += lines(events, steps, on_gpu)
         part = stem.with_name(f".{stem.name}.txt")
         part.write_text("\n".join([*said, ""]))
         part.replace(stem.with_name(f"{stem.name}.txt"))

@@ -102,3 +102,13 @@ class TooLarge(Callback):
         if trainer.global_step == 2 and trainer.global_rank == 1:
             kept = [torch.ones(123, 457, dtype=torch.float64) for _ in range(2)]
             torch.empty(len(kept) << 50)
+
+
+class NoProfiler(Callback):
+    """torch's profiler can't begin."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def start(self: Any) -> None:
+            raise RuntimeError("not for you")
+
+        torch.profiler.profile.start = start  # type: ignore[method-assign]

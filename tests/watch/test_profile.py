@@ -303,3 +303,12 @@ def test_an_evaluation_is_not_recorded(quick, tmp_path):
     assert run.code == 0, run.output
     assert "step-000000006-rank0.txt" in names(tmp_path / "lightning_logs/it")
     assert "Rank 0, steps 6 to 6" in run.output
+
+
+def test_where_nothing_can_be_recorded_the_asker_is_told(quick, tmp_path):
+    """A GPU whose counters are not for everybody, say."""
+    broken = "--trainer.callbacks=tests.watch.slow.NoProfiler"
+    run = quick("fit", DDP, *TINY, "--trainer.max_steps=10", "--profile.step=5", "--run=it", broken, ranks=2)
+    assert run.code == 0, run.output
+    assert run.output.count("The steps can't be recorded: not for you. Training goes on.") == 2  # a warning, and the table
+    assert names(tmp_path / "lightning_logs/it") == ["step-000000006-rank0.txt"]
