@@ -140,8 +140,10 @@ class Recording(StepRanges):
             )
             self._profile.start()
         except Exception as error:  # a device whose counters are not for everybody, say
-            self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training goes on."
-            log.warning("%s", self._why_not)
+            said, self._profile = self._why_not, None
+            self._why_not = f"The steps can't be recorded: {error}. Training goes on."
+            if said is None:
+                log.warning("%s", self._why_not)
             return
         self.name_parts(trainer)
 
