@@ -192,8 +192,9 @@ class Trainer(pl.Trainer):
             precision_, reason = cpu_precision(precision_)
             if reason:
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
-        gradient_compression, line = fitting(gradient_compression, str(precision), precision_ or "32-true")
-        lines += [line] if line else []
+        if not exact:  # which refuses any
+            gradient_compression, line = fitting(gradient_compression, str(precision), precision_ or "32-true")
+            lines += [line] if line else []
         for line in lines:
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)
