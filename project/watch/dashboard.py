@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.train.loop import joins, leaves
-from project.watch.events import Events
+from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
 from project.watch.pictures import seen
 from project.watch.steady import Steady
@@ -109,9 +109,8 @@ class Dashboard(Callback):
         self._step += 1
         if not self._described:  # now, and not before: a run that fails in its first step is not in the dashboard
             self._described = True
-            for logger in trainer.loggers:
-                if isinstance(logger, Events):
-                    logger.write(lambda writer: self._describe(trainer, writer))
+            for board in boards(trainer):
+                board.write(lambda writer: self._describe(trainer, writer))
         if self._every and self.histograms and not self._step % self.histograms:
             self._draw(trainer, pl_module)
         if not self._every or self._step % self._every:
@@ -128,11 +127,10 @@ class Dashboard(Callback):
         step = trainer.global_step + 1
         found = {f"weights/{name}": one.detach() for name, one in module.named_parameters()}
         found |= {f"gradients/{name}": one.grad for name, one in module.named_parameters() if one.grad is not None}
-        for logger in trainer.loggers:
-            if isinstance(logger, Events):
-                for name, values in found.items():
-                    if values.isfinite().all():  # TensorBoard's writer can't count others
-                        logger.experiment.add_histogram(name, values, step)
+        for name, values in found.items():
+            if values.isfinite().all():  # TensorBoard's writer can't count others
+                for board in boards(trainer):
+                    board.experiment.add_histogram(name, values, step)
 
 
 class Graph(Callback):
@@ -151,9 +149,8 @@ class Graph(Callback):
             pl_module.eval()  # a pass in training would move the statistics of batch norm
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                for logger in trainer.loggers:
-                    if isinstance(logger, Events):
-                        logger.experiment.add_graph(pl_module, first)
+                for board in boards(trainer):
+                    board.experiment.add_graph(pl_module, first)
         except Exception as error:  # whatever tracing somebody's forward raises
             log.warning("The network's graph can't be drawn: %s", " ".join(str(error).split())[:_LONGEST])
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
@@ -181,3 +182,8 @@ class Events(TensorBoardLogger):
             self._failing = True
             self._tensorboard = None  # TensorBoard's does not recover: the next attempt gets a new one
             self._hidden_from = None
+
+
+def boards(trainer: Trainer) -> list[Events]:
+    """Those of a trainer's loggers that are TensorBoard's, by this project."""
+    return [logger for logger in trainer.loggers if isinstance(logger, Events)]

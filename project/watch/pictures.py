@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from project.cluster.group import Group
 from project.train.loop import joins, leaves
 from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
-from project.watch.events import Events
+from project.watch.events import boards
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,8 @@ def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
 
 def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
     """To each logger that is TensorBoard's."""
-    for logger in trainer.loggers:
-        if isinstance(logger, Events):
-            logger.write(lambda writer: writer.add_image(tag, picture, step, dataformats="HWC"))
+    for board in boards(trainer):
+        board.experiment.add_image(tag, picture, step, dataformats="HWC")
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Evaluated:
 
     def of_all(self, ranks: int, group: Any) -> bool:
         """Joins those of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
-        if group is None:
+        if ranks == 1:
             if self.worst is None:
                 return False
             places = _order(self.worst.facts)
@@ -153,9 +152,9 @@ class Pictures(Callback):
         self._wanted = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._wanted = any(isinstance(one, Events) for one in trainer.loggers)
-        if self._wanted and trainer.world_size > 1:
-            self._group.make()
+        self._wanted = bool(boards(trainer))
+        if self._wanted and trainer.world_size > 1 and dist.get_backend() != "gloo":
+            self._group.make()  # on the host, as `Throughput` does
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
