@@ -81,9 +81,13 @@ class Dashboard(Callback):
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
-        if self.histograms and not looks and trainer.is_global_zero:
+        if not trainer.is_global_zero:
+            return
+        if self.histograms and not (looks and boards(trainer)):
             log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
-        if self.graph and not trainer.global_step and trainer.is_global_zero:
+        if self.graph and not boards(trainer):
+            log.warning("No graph: it needs TensorBoard.")
+        elif self.graph and not trainer.global_step:
             joins(trainer, Graph())
         for logger in trainer.loggers:
             if isinstance(logger, Steady):

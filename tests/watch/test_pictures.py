@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project import Trainer
 from project.watch import pictures
+from project.watch.dashboard import Dashboard
 from project.watch.drawing import SIDE, confusion, thumbnails, tiles
 from project.watch.events import Events
 from tests.conftest import TINY
@@ -180,6 +181,16 @@ def test_histograms_and_the_graph_by_a_switch(quick, tmp_path):
     wrong = quick("fit", "--config=configs/ddp.yaml", *TINY, "--dashboard.histograms=0")
     assert wrong.code
     assert "dashboard.histograms is a number of steps, not 0" in wrong.output
+
+
+def test_without_tensorboard_the_switches_say_that_they_do_nothing(tmp_path, caplog):
+    trainer = Trainer(
+        max_steps=1, default_root_dir=tmp_path, accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
+        callbacks=[Dashboard(histograms=1, graph=True)],
+    )  # fmt: skip
+    trainer.fit(Somebodys(), DataLoader(samples(24), 8))
+    said = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"]
+    assert {"No histograms", "No graph"} <= set(said)
 
 
 def test_a_full_disk_does_not_end_a_run_that_shows_pictures_by_itself(tmp_path, caplog):
