@@ -103,15 +103,13 @@ class Profile(Callback):
     # Both ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, asked: Asked, first: int) -> None:
-        ranks = range(trainer.world_size) if asked.ranks is None else sorted({*asked.ranks} & {*range(trainer.world_size)})
-        if ranks and len(ranks) < len({*(asked.ranks or ranks)}) and trainer.is_global_zero:
-            log.warning("Of ranks %s only %s are there to profile.", asked.ranks, ranks)
-        if not ranks:
-            if trainer.is_global_zero:
-                log.warning("There is no rank %s to profile, but %d ranks.", asked.ranks, trainer.world_size)
-            return
-        self._recording = Recording(first, asked.steps, ranks, asked.memory, self._folder)
-        joins(trainer, self._recording)
+        there = range(trainer.world_size)
+        wanted = {*(there if asked.ranks is None else asked.ranks)}
+        if (missing := sorted(wanted - {*there})) and trainer.is_global_zero:
+            log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(there))
+        if ranks := sorted(wanted & {*there}):
+            self._recording = Recording(first, asked.steps, ranks, asked.memory, self._folder)
+            joins(trainer, self._recording)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What the memory holds when it has run out."""

@@ -93,6 +93,7 @@ class StepRanges(Callback):
         self._next("rest")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        leaves(trainer, self)  # another fit brings its own
         self.name_no_more(trainer)
 
 

@@ -125,6 +125,9 @@ def test_a_step_that_never_comes_is_told(quick):
     run = quick("fit", DDP, *TINY, "--trainer.max_steps=2", "--profile.step=9", "--run=short")
     assert run.code == 0
     assert "WARNING Step 9 was to be recorded, and the run has ended after step 2" in run.output
+    ranks = quick("fit", DDP, *TINY, "--trainer.max_steps=5", "--profile.step=4", "--profile.ranks=[0,7,9]")
+    assert "WARNING There is no rank 7, 9 to profile, but 1 ranks." in ranks.output
+    assert "Rank 0, steps 4 to 4" in ranks.output
     more = quick("fit", DDP, *TINY, "--trainer.max_steps=3", "--profile.step=1", "--run=short")
     assert more.code == 0
     assert "profile.step=1 is behind: the run goes on after step 2" in more.output
