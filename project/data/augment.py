@@ -1,6 +1,7 @@
-"""What the device does to a batch: random crop and flip in uint8, then floats of zero mean and unit variance.
+"""What is done to a batch of images: random crop and flip in uint8, then floats of zero mean and unit variance.
 
 The crop and the flip of an image depend on (seed, epoch, sample) alone, not on the rank, the batch or what was drawn before.
+The host draws them, from the samples' numbers, which it knows; the device moves the pixels, in few operations.
 """
 
 import torch
@@ -12,22 +13,27 @@ from project.errors import UserError
 Channels = float | tuple[float, ...]
 
 
-def crop_and_flip(images: Tensor, samples: Tensor, epoch: int, seed: int, padding: int, flip: bool) -> Tensor:
-    """Moves each image by up to `padding` pixels each way (zeros come in); `flip` mirrors half of them.
+def drawn_moves(samples: Tensor, epoch: int, seed: int, padding: int, flip: bool, width: int) -> Tensor:
+    """Where each image's first row and first column come from, and which way its columns go on (1 or -1): (3, B).
+
+    It is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
+    """
+    chance = scatter(scatter(samples + (epoch << 40)) + seed)
+    number = 2 * padding + 1
+    down, right = (chance & 0xFFFF) * number >> 16, (chance >> 16 & 0xFFFF) * number >> 16
+    mirrored = (chance >> 32 & 1) * flip
+    return torch.stack([down, right + (width - 1) * mirrored, 1 - 2 * mirrored])
+
+
+def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
+    """Moves and mirrors each image as it was drawn; zeros come in at the edges.
 
     One gather for the whole batch. The result is NHWC in memory, which is what the convolutions want.
     """
     height, width = images.shape[-2:]
-    chance = scatter(scatter(samples + (epoch << 40)) + seed)
-    moves = 2 * padding + 1
-    down = (chance & 0xFFFF) * moves >> 16
-    right = (chance >> 16 & 0xFFFF) * moves >> 16
-
-    rows = torch.arange(height, device=images.device) + down[:, None]
-    columns = torch.arange(width, device=images.device) + right[:, None]
-    if flip:
-        mirrored = (chance >> 32 & 1).bool()
-        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    row, column, onwards = moves[:, :, None].unbind()
+    rows = torch.arange(height, device=images.device) + row
+    columns = torch.addcmul(column, onwards, torch.arange(width, device=images.device))
     padded = torch.nn.functional.pad(images, (padding,) * 4)
     batch = torch.arange(len(images), device=images.device)[:, None, None]
     return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
@@ -54,6 +60,8 @@ class Normalise:
 
     def __call__(self, images: Tensor) -> Tensor:
         top = 255.0 if images.dtype == torch.uint8 else 1.0
+        if self._one and images.device.type != "cpu":  # one launch; a CPU is faster in two passes
+            return torch.add(self._shift.view(()), images, alpha=self._numbers[top])
         floats = images.float() if images.dtype != torch.float32 else images.clone()
         # In place, and in one pass if that will do: passes over memory are what takes the time.
         if self._one:

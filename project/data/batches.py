@@ -40,8 +40,17 @@ class Batch(TypedDict):
     """Whole numbers (B,), or shares of the classes (B, classes)."""
     sample: Tensor
     """The samples' numbers in their dataset."""
+    moves: NotRequired[Tensor]
+    """On its way to the device: how the images are to be moved (`drawn_moves`)."""
     file: NotRequired[list[str]]
     """In a prediction: the files that the samples come from, where that is known."""
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device. A GPU fetches it from pinned memory, and the host does not wait."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class InMemory(Dataset[tuple[Tensor, Tensor]]):
@@ -59,7 +68,7 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: Any) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices).to(self.images.device, non_blocking=True)
+        chosen = sent(torch.as_tensor(indices), self.images.device)
         return self.images.index_select(0, chosen), self.labels.index_select(0, chosen)
 
 

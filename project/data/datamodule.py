@@ -12,8 +12,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from project.data.augment import Normalise, crop_and_flip
-from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, whole
+from project.data.augment import Normalise, crop_and_flip, drawn_moves
+from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, sent, whole
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order, cut_for_all, limited
@@ -217,12 +217,18 @@ class ImageData(LightningDataModule):
 
     # On the device ---------------------------------------------------------------------------------------------------
 
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        assert self.trainer is not None
+        if self.trainer.training and (self.crop_padding or self.flip):
+            how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, batch["image"].shape[-1]
+            return {**batch, "moves": drawn_moves(batch["sample"], *how)}
+        return batch
+
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         if device.type == "cpu":  # where it was made
             return batch
         # Lightning's way looks for tensors at any depth, which takes as long as making the batch.
-        cuda = device.type == "cuda"
-        moved = {name: one.to(device, non_blocking=cuda) if isinstance(one, Tensor) else one for name, one in batch.items()}
+        moved = {name: sent(one, device) if isinstance(one, Tensor) else one for name, one in batch.items()}
         return cast(Batch, moved)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -230,8 +236,8 @@ class ImageData(LightningDataModule):
         assert self.trainer is not None
         if self._unseen:
             self._look_at(batch)
-        if self.trainer.training and (self.crop_padding or self.flip):
-            images = crop_and_flip(images, batch["sample"], self.trainer.current_epoch, self.seed, self.crop_padding, self.flip)
+        if (moves := batch.pop("moves", None)) is not None:
+            images = crop_and_flip(images, moves, self.crop_padding)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
         label = batch["label"]

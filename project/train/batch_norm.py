@@ -7,6 +7,7 @@ the mean over all, and the layer's own momentum is applied to that. Whoever look
 average of the weights, a checkpoint) sees the running statistics, and nothing else.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -38,79 +39,115 @@ def compiled(module: nn.Module) -> set[nn.Module]:
     return {layer for one in whole for layer in one.modules()}
 
 
-class _Layer:
-    """A layer, and the buffers that it has while it computes: the mean over the forward passes of this step, on this rank."""
+class _Passes(Tensor):
+    """Stands in for a layer's `num_batches_tracked` while it computes: it counts on the host, and no device has work with it.
 
-    def __init__(self, norm: _BatchNorm, compiled: bool, passes: Tensor, mean: Tensor, var: Tensor) -> None:
-        self.norm, self.compiled, self.passes = norm, compiled, passes
-        self._other = {
-            "running_mean": mean,
-            "running_var": var,
-            "num_batches_tracked": None if compiled else passes,
-        }
+    `again` is called when the layer is gone through once more within a forward pass.
+    """
+
+    number: int
+    again: Callable[[], None]
+
+    @staticmethod
+    def of(again: Callable[[], None]) -> "_Passes":
+        made: Any = torch.zeros((), dtype=torch.int64).as_subclass(_Passes)
+        made.number, made.again = 0, again
+        return made  # type: ignore[no-any-return]
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
+        if self.number:
+            self.again()
+        self.number += 1
+        return self
+
+
+class _Layer:
+    """A layer, and the buffers that it has while it computes: the mean and the variance of one forward pass."""
+
+    def __init__(self, norm: _BatchNorm, compiled: bool, mean: Tensor, var: Tensor) -> None:
+        self.norm, self.mean, self.var = norm, mean, var
+        self._passes = None if compiled else _Passes.of(self._again)
+        self._other = {"running_mean": mean, "running_var": var, "num_batches_tracked": self._passes}
         self._own: dict[str, Tensor | None] = {}
         self._momentum: float | None = None
+        self._earlier: list[tuple[Tensor, Tensor]] = []
+        self.passes = 0
 
-    def lend(self, number: int) -> None:
+    def lend(self) -> None:
         """Gives it the other buffers. A layer that does not train keeps its own, which it computes with."""
         norm = self.norm
         if not norm.training:
             return
         self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
         norm._buffers.update(self._other)
-        # None is PyTorch's word for the mean over all forward passes; it counts them. A translated layer can't.
-        norm.momentum = 1 / (number + 1) if self.compiled else None
-        self.passes += self.compiled
+        norm.momentum = 1.0  # always the same: torch.compile translates the layer anew for another
+        self._earlier = []
+        if self._passes is not None:
+            self._passes.number = 0
 
-    def take_back(self) -> None:
-        if self._own:
-            self.norm._buffers.update(self._own)
-            self.norm.momentum = self._momentum
-            self._own = {}
+    def _again(self) -> None:
+        self._earlier.append((self.mean.clone(), self.var.clone()))
 
-    @property
-    def momentum(self) -> float:
-        """What its own statistics are moved by: with momentum=None they are the mean over all steps."""
-        if self.norm.momentum is not None:
-            return self.norm.momentum
-        tracked = self.norm.num_batches_tracked
-        return 1 / (int(tracked) + 1) if tracked is not None else 0.0
+    def take_back(self) -> int:
+        """How often it was gone through."""
+        if not self._own:
+            self.passes = 0
+            return 0
+        self.norm._buffers.update(self._own)
+        self.norm.momentum = self._momentum
+        self._own = {}
+        self.passes = 1 if self._passes is None else self._passes.number  # nobody counts in a translated layer
+        return self.passes
+
+    def sums(self) -> list[Tensor]:
+        """Of the means and of the variances, over these passes. The backward pass may need its other buffers as they are."""
+        if not self.passes:
+            return [torch.zeros_like(self.mean), torch.zeros_like(self.var)]
+        means, variances = zip(*self._earlier, (self.mean, self.var), strict=True)
+        return [sum(means[1:], means[0]), sum(variances[1:], variances[0])]
 
 
-def _running(norm: _BatchNorm) -> list[Tensor]:
-    """Its own statistics, which may be other tensors than they were a step ago."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return [norm.running_mean, norm.running_var]
+class _Together:
+    """The layers' own tensors of one type, one beside the other in memory: one operation is enough for all of them."""
+
+    def __init__(self, parts: Callable[[], list[Tensor]]) -> None:
+        self._parts = parts  # they may be others than they were a step ago
+        self.sizes = [part.numel() for part in parts()]
+        self._all, self._places = parts()[0].new_zeros(0), [-1] * len(self.sizes)
+
+    def all(self) -> Tensor:
+        """They are moved there, and once more where somebody has given a layer others since."""
+        parts = self._parts()
+        if [part.data_ptr() for part in parts] != self._places:
+            self._all = torch.cat([part.detach().flatten() for part in parts])
+            for part, place in zip(parts, torch.split(self._all, self.sizes), strict=True):
+                part.data = place.view_as(part)
+            self._places = [part.data_ptr() for part in parts]
+        return self._all
+
+    def leave(self) -> None:
+        """Each lies by itself again."""
+        if self._all.numel():
+            for part in self._parts():
+                part.data = part.detach().clone()
+
+
+def _statistics(norms: list[_BatchNorm]) -> list[Tensor]:
+    return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
+
+
+def _counts(norms: list[_BatchNorm]) -> list[Tensor]:
+    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
 
 
 class _Row:
-    """Statistics of one type, one beside the other in memory: one operation is enough for all of them."""
+    """The layers whose statistics are of one type: what they gather in a forward pass, and the sum over a step's."""
 
     def __init__(self, norms: list[_BatchNorm]) -> None:
-        self.norms = norms
-        own = [part for norm in norms for part in _running(norm)]
-        self.sizes = [part.numel() for part in own]
-        self.gathered = own[0].new_zeros(sum(self.sizes))  # in the layers' other buffers
-        parts = torch.split(self.gathered, self.sizes)
-        self.others = [part.view_as(one) for part, one in zip(parts, own, strict=True)]
-        self._own, self._places = own[0].new_zeros(0), [-1] * len(own)
-
-    def own(self) -> Tensor:
-        """The layers' own statistics. They are moved there, and once more where somebody has given a layer others since."""
-        parts = [part for norm in self.norms for part in _running(norm)]
-        if [part.data_ptr() for part in parts] != self._places:
-            self._own = torch.cat([part.detach().flatten() for part in parts])
-            for part, place in zip(parts, torch.split(self._own, self.sizes), strict=True):
-                part.data = place.view_as(part)
-            self._places = [part.data_ptr() for part in parts]
-        return self._own
-
-    def leave(self) -> None:
-        """Each layer's own statistics lie by themselves again."""
-        if self._own.numel():
-            for part in [part for norm in self.norms for part in _running(norm)]:
-                part.data = part.detach().clone()
+        self.own = _Together(partial(_statistics, norms))
+        own = _statistics(norms)
+        self.gathered = own[0].new_zeros(sum(self.own.sizes))  # in the layers' other buffers
+        self.others = [part.view_as(one) for part, one in zip(torch.split(self.gathered, self.own.sizes), own, strict=True)]
 
 
 class StepStatistics(Callback):
@@ -121,38 +158,42 @@ class StepStatistics(Callback):
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
-        self._exact = WideSum(0, 1)
         self._layers: list[_Layer] = []
         self._rows: list[_Row] = []
-        self._passes = torch.zeros(0, dtype=torch.int64)  # of each layer; on the host: nobody waits for a device to read it
-        self._sizes: list[int] = []
-        self._layer_of = torch.zeros(0, dtype=torch.int64)  # for each statistic
+        self._counts: _Together | None = None
         self._number = 0  # of the micro-batch within its step
-        self._gathered = 0  # micro-batches that are in the layers' other buffers
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was gathered in a step that was not finished."""
+        self._sum: Tensor | None = None  # over the forward passes of this step, on this rank
+        self._exact: WideSum | None = None
+        self._passes = [0] * len(self._layers)
         self._sums: Tensor | None = None
         self._arriving: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         kinds: dict[Any, list[_BatchNorm]] = {}
         for _, norm in batch_norms(pl_module):
-            kinds.setdefault(_running(norm)[0].dtype, []).append(norm)
+            kinds.setdefault(_statistics([norm])[0].dtype, []).append(norm)
         self._rows = [_Row(norms) for norms in kinds.values()]
-        translated, norms = compiled(pl_module), [norm for row in self._rows for norm in row.norms]
+        translated, norms = compiled(pl_module), [norm for same in kinds.values() for norm in same]
         others = iter([other for row in self._rows for other in row.others])
-        self._passes = torch.zeros(len(norms), dtype=torch.int64)
-        self._layers = [
-            _Layer(norm, norm in translated, passes, next(others), next(others))
-            for norm, passes in zip(norms, self._passes, strict=True)
-        ]
-        self._number = self._gathered = 0
-        self._sums = self._arriving = None
+        self._layers = [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
+        self._forget()
         if not norms:
             return
-        self._sizes = [size for row in self._rows for size in row.sizes]
+        device = self._rows[0].gathered.device
+        self._sizes = [size for row in self._rows for size in row.own.sizes]
         owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
-        self._layer_of = owners.to(self._rows[0].gathered.device)
+        self._layer_of = owners.to(device)  # for each statistic
+        counting = [at for at, norm in enumerate(norms) if norm.num_batches_tracked is not None]
+        self._counting = None if len(counting) == len(norms) else torch.tensor(counting, device=device)
+        self._counts = _Together(partial(_counts, norms)) if counting else None
+        self._sent_passes: tuple[list[int], Tensor] | None = None
+        self._given: tuple[list[float | None], Tensor] | None = None
         for row in self._rows:
-            row.own()  # before somebody notes where a tensor lies
+            row.own.all()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
         step = trainer.strategy.training_step
         trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
@@ -161,57 +202,45 @@ class StepStatistics(Callback):
         self._number = batch_idx % trainer.accumulate_grad_batches
         if self._number == 0 and self._layers:
             self._forget()
-            self._gathered = 0
-            if self.exact:
-                terms = trainer.accumulate_grad_batches * trainer.world_size
-                device = self._layer_of.device
-                self._exact = WideSum(len(self._layer_of), terms, device)
-                self._all_passes = torch.zeros_like(self._passes)
-
-    def _forget(self) -> None:
-        """A mean that was not finite must leave no trace in the next."""
-        for row in self._rows:
-            row.gathered.zero_()
-        self._passes.zero_()
+            for row in self._rows:
+                row.gathered.zero_()  # a mean that was not finite must leave no trace in the next: not even none of it
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a micro-batch."""
-        if self.exact:  # each micro-batch by itself
-            self._forget()
         for layer in self._layers:
-            layer.lend(0 if self.exact else self._number)
+            layer.lend()
         try:
             output = training_step(*args, **kwargs)
         finally:
-            for layer in self._layers:
-                layer.take_back()
-        self._gathered += 1
-        if self.exact:
-            self._exact.add(torch.cat([row.gathered * times for row, times in zip(self._rows, self._times(), strict=True)]))
-            self._all_passes += self._passes
+            passes = [layer.take_back() for layer in self._layers]
+        self._passes = [before + more for before, more in zip(self._passes, passes, strict=True)]
+        self._add(trainer)
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
 
+    def _add(self, trainer: Trainer) -> None:
+        once = all(layer.passes == 1 for layer in self._layers)
+        gathered = [row.gathered for row in self._rows] if once else [one for layer in self._layers for one in layer.sums()]
+        if self.exact:
+            if self._exact is None:
+                terms = trainer.accumulate_grad_batches * trainer.world_size
+                self._exact = WideSum(len(self._layer_of), terms, self._layer_of.device)
+            self._exact.add(torch.cat(gathered))
+        elif self._sum is None:
+            self._sum = torch.cat(gathered)  # a copy, also of one
+        else:
+            self._sum += gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
-        if self.exact:
-            numbers = self._all_passes.to(self._layer_of.device, torch.float64, non_blocking=True)
-            self._sums = torch.cat([self._exact.folds.view(-1), numbers])
-            if trainer.world_size > 1:
-                self._arriving = dist.all_reduce(self._sums, async_op=True)
-            return
-        sums = [row.gathered * times for row, times in zip(self._rows, self._times(), strict=True)]
-        numbers = self._passes.to(sums[0].device, sums[0].dtype, non_blocking=True)
-        self._sums = torch.cat([*sums, numbers])
+        sums = self._sum if self._exact is None else self._exact.folds.view(-1)
+        assert sums is not None
+        if self._sent_passes is None or self._sent_passes[0] != self._passes:  # nearly always they are what they were
+            self._sent_passes = self._passes, torch.tensor(self._passes).to(sums.device, sums.dtype)
+        self._sums = torch.cat([sums, self._sent_passes[1]])
         if trainer.world_size > 1:
             self._arriving = dist.all_reduce(self._sums, async_op=True)
-
-    def _times(self) -> list[Tensor]:
-        """For each statistic of each row, how often its layer was gone through."""
-        numbers = self._passes.to(self._layer_of.device, non_blocking=True).index_select(0, self._layer_of)
-        parts = torch.split(numbers, [len(row.gathered) for row in self._rows])
-        return [part.to(row.gathered.dtype) for part, row in zip(parts, self._rows, strict=True)]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -220,11 +249,11 @@ class StepStatistics(Callback):
             self._move(is_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._gathered and self._number + 1 < trainer.accumulate_grad_batches:
+        if any(self._passes) and self._number + 1 < trainer.accumulate_grad_batches:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
             self._move(False)
-        self._gathered = 0
+        self._forget()
 
     def _move(self, skipped: bool | Tensor) -> None:
         """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
@@ -235,28 +264,36 @@ class StepStatistics(Callback):
         if self._arriving is not None:
             self._arriving.wait()
         sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
-        if self.exact:
-            dtype = self._rows[0].gathered.dtype
-            sums, passes = WideSum.total(sums.view_as(self._exact.folds)).to(dtype), passes.to(dtype)
-        self._sums = self._arriving = None
+        own = [row.own.all() for row in self._rows]
+        before = own[0] if len(own) == 1 else torch.cat(own)
+        if self._exact is not None:
+            sums, passes = WideSum.total(sums.view_as(self._exact.folds)).to(before.dtype), passes.to(before.dtype)
+        self._forget()
         if skipped is True:
             return
         moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
-        own = [row.own() for row in self._rows]
-        before = own[0] if len(own) == 1 else torch.cat(own)
-        means = sums / passes.clamp(min=1).index_select(0, self._layer_of)
-        means = torch.where(moved.index_select(0, self._layer_of), means, before)
-        change, momenta = means - before, [layer.momentum for layer in self._layers]
-        if len(set(momenta)) == 1:
-            change.mul_(momenta[0])
-        else:
-            for at, part in enumerate(torch.split(change, self._sizes)):
-                part.mul_(momenta[at // 2])
+        change = sums / passes.clamp(min=1).index_select(0, self._layer_of) - before
+        change = torch.where(moved.index_select(0, self._layer_of), change, 0.0).mul_(self._momentum())
         for statistics, part in zip(own, torch.split(change, [len(one) for one in own]), strict=True):
             statistics.add_(part)
-        for layer, counts in zip(self._layers, moved.to(torch.int64).unbind(), strict=True):
-            if layer.norm.num_batches_tracked is not None:
-                layer.norm.num_batches_tracked.add_(counts)
+        if self._counts is not None:
+            self._counts.all().add_(moved if self._counting is None else moved.index_select(0, self._counting))
+
+    def _momentum(self) -> float | Tensor:
+        """What the statistics are moved by: one number for all, or one for each of them."""
+        momenta = [layer.norm.momentum for layer in self._layers]
+        if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
+            return first
+        if self._given is None or self._given[0] != momenta:
+            numbers = [math.nan if one is None else one for one in momenta]
+            self._given = momenta, torch.tensor(numbers, device=self._layer_of.device)
+        each = self._given[1]
+        # None is PyTorch's word for the mean over all steps, which the layer's own count tells.
+        steps = torch.full_like(each, math.inf)
+        if self._counts is not None:
+            counts = self._counts.all().to(each.dtype) + 1
+            steps = counts if self._counting is None else steps.index_copy(0, self._counting, counts)
+        return torch.where(each.isnan(), 1 / steps, each).index_select(0, self._layer_of)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(trainer)
@@ -266,6 +303,7 @@ class StepStatistics(Callback):
 
     def _leave(self, trainer: Trainer) -> None:
         trainer.strategy.__dict__.pop("training_step", None)
-        for row in self._rows:
-            row.leave()
-        self._layers, self._rows = [], []
+        for together in (*(row.own for row in self._rows), self._counts):
+            if together is not None:
+                together.leave()
+        self._layers, self._rows, self._counts = [], [], None

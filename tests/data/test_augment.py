@@ -5,10 +5,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from project.data.augment import Normalise, crop_and_flip
+from project.data import augment
+from project.data.augment import Normalise
+from tests.operators import Operators
 
 IMAGES = torch.randint(1, 256, (32, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 SAMPLES = torch.arange(1000, 1032)
+
+
+def crop_and_flip(images, samples, epoch, seed, padding, flip):
+    moves = augment.drawn_moves(samples, epoch, seed, padding, flip, images.shape[-1])
+    return augment.crop_and_flip(images, moves, padding)
+
+
+def test_a_device_has_little_work_with_it():
+    """It was 45 operators, 37 of which a GPU would be sent one by one."""
+    moves = augment.drawn_moves(SAMPLES, 0, 1, 2, True, 7)
+    with Operators() as operators:
+        augment.crop_and_flip(IMAGES, moves, 2)
+    assert operators.launches <= 7
 
 
 @given(st.permutations(range(32)), st.integers(1, 32), st.integers(0, 50))

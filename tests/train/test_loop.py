@@ -11,28 +11,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic, SyntheticImages
 from project.model import ImageClassifier
 from project.survive.nonfinite import NonFinite
 from project.trainer import Trainer
+from tests.operators import Operators
 
 FIRST, LAST = 20, 70
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.count[name] = self.count.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 class Between(Callback):

@@ -1,0 +1,133 @@
+"""Batch norm's statistics: the mean over a step's forward passes, whatever way a network goes through its layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from project.data import ImageData, Synthetic
+from project.model import ImageClassifier, MiniResNet
+from project.train.batch_norm import StepStatistics
+from project.trainer import Trainer
+from tests.operators import Operators
+
+
+class Winding(LightningModule):
+    """One layer is gone through twice, one in every other micro-batch, one never; their momenta differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.seldom = (
+            nn.BatchNorm1d(3, momentum=None),
+            nn.BatchNorm1d(3),
+            nn.BatchNorm1d(3, momentum=0.3),
+        )
+        self.never, self.head = nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.passes: dict[str, list[torch.Tensor]] = {"first": [], "twice": [], "seldom": []}
+
+    def through(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        self.passes[name].append(values.detach())
+        return getattr(self, name)(values)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = self.through("twice", self.through("twice", self.through("first", batch[0])).square())
+        if batch_idx % 2:
+            values = self.through("seldom", values)
+        return self.head(values + self.never.weight.sum() * 0 + self.seldom.weight.sum() * 0).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(48, 3)), batch_size=4)
+
+
+class EachStep(Callback):
+    """The statistics after each step, beside what they were to be."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self.steps += 1
+        for name, momentum in (("first", 1 / self.steps), ("twice", 0.1), ("seldom", 0.3)):
+            layer, passes = getattr(pl_module, name), pl_module.passes[name]
+            mean = torch.stack([one.mean(0) for one in passes]).mean(0)
+            var = torch.stack([one.var(0) for one in passes]).mean(0)
+            wanted = self.wanted.get(name, (torch.zeros(3), torch.ones(3)))
+            self.wanted[name] = tuple(old + momentum * (new - old) for old, new in zip(wanted, (mean, var), strict=True))
+            torch.testing.assert_close((layer.running_mean, layer.running_var), self.wanted[name])
+            assert layer.num_batches_tracked == self.steps
+            passes.clear()
+        assert pl_module.never.running_var.tolist() == [1, 1, 1]
+        assert pl_module.never.num_batches_tracked == 0
+
+    wanted: dict[str, Any]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.wanted = {}
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_every_pass_counts_and_where_there_is_none_nothing_moves(tmp_path, accumulation):
+    looks = EachStep()
+    trainer = Trainer(
+        max_epochs=1, accumulate_grad_batches=accumulation, callbacks=[looks], default_root_dir=tmp_path, logger=False,
+        accelerator="cpu", devices=1, enable_progress_bar=False, enable_checkpointing=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(Winding())
+    assert looks.steps == 12 // accumulation
+
+
+def fit(folder: Any, module: Any, *callbacks: Callback, accumulation: int = 1, steps: int = 3, train_size: int = 1000) -> None:
+    trainer = Trainer(
+        max_steps=steps, callbacks=list(callbacks), default_root_dir=folder, logger=False, accelerator="cpu", devices=1,
+        enable_progress_bar=False, enable_checkpointing=False, num_sanity_val_steps=1, accumulate_grad_batches=accumulation,
+    )  # fmt: skip
+    data = ImageData(Synthetic(train_size=train_size, val_size=8, image_size=8), batch_size=4, num_workers=0)
+    trainer.fit(module, datamodule=data)
+
+
+def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
+    """Of 15 layers; it was 32 operators a step, 15 of them for the counts."""
+    asked: list[int] = []
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with Operators() as operators:
+                result = method(*args, **kwargs)
+            asked.append(operators.launches)
+            return result
+
+        return call
+
+    for name in ("on_train_batch_start", "_add", "_send", "on_train_batch_end"):
+        monkeypatch.setattr(StepStatistics, name, counted(getattr(StepStatistics, name)))
+    fit(tmp_path, ImageClassifier(MiniResNet(widths=(4, 4, 4))), steps=4)
+    assert len(asked) == 16
+    assert sum(asked[-4:]) <= 14
+
+
+class Counting:
+    """A backend of torch.compile that translates nothing, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def test_a_network_is_not_translated_again_for_every_micro_batch(tmp_path):
+    """Once for training and once for evaluation. It was once for each of the 8 micro-batches, and then no more."""
+    torch.compiler.reset()
+    module, backend = ImageClassifier(MiniResNet(widths=(4, 4, 4))), Counting()
+    module.network.compile(backend=backend)
+    fit(tmp_path, module, accumulation=8, steps=31, train_size=1000)  # the last step of the epoch is a shorter one
+    assert 0 < backend.graphs <= 3
