@@ -54,8 +54,9 @@ class Normalise:
                 f"The source's mean {mean} and std {std} are not of images in 0 .. 1. HINT: divide those of bytes by 255."
             )
         self._one = means.numel() == stds.numel() == 1
-        self._scales = {top: (1 / (stds * top)).float().to(device) for top in (1.0, 255.0)}
-        self._numbers = {top: scale.mean().item() for top, scale in self._scales.items()}
+        scales = {top: (1 / (stds * top)).float() for top in (1.0, 255.0)}
+        self._numbers = {top: scale.mean().item() for top, scale in scales.items()}
+        self._scales = {top: scale.to(device) for top, scale in scales.items()}
         self._shift = (-means / stds).float().to(device)
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -64,10 +64,13 @@ class OrderedDDP(DistributedDataParallel):
         if others:
             more = ", ..." if len(others) > 5 else ""
             log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
-        sync = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
-        # Lightning makes it on a stream of its own, which the network's parameters may not be ready for.
-        with torch.cuda.stream(torch.cuda.default_stream()) if settings.get("device_ids") else nullcontext():
-            super().__init__(module, **{**sync, **settings})
+        usual: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
+        on_gpu = bool(settings.get("device_ids"))
+        if on_gpu:  # gradients are made where they are sent from, which saves two copies of each; a CPU gains nothing by it
+            usual["gradient_as_bucket_view"] = True
+        # Lightning makes it on a stream of its own, for which every gradient would then have to wait.
+        with torch.cuda.stream(torch.cuda.default_stream()) if on_gpu else nullcontext():
+            super().__init__(module, **{**usual, **settings})
             # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
