@@ -62,6 +62,8 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
+from project.train.capture import Capture as CaptureSteps
+from project.train.capture import CudaGraphs
 from project.train.compression import Compression, fitting
 from project.train.epochs import own_loops
 from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
@@ -141,6 +143,7 @@ class Trainer(pl.Trainer):
         exact: the same to the last bit on any number of ranks.
         threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
             depend on it.
+        capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
         fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
     """
@@ -156,6 +159,7 @@ class Trainer(pl.Trainer):
         gradient_compression: Compression = "none",
         exact: bool = False,
         threads: int | None = None,
+        capture: CaptureSteps = "none",
         nonfinite: Act = "stop",
         fingerprints: bool = True,
         accelerator: str | Accelerator = "auto",
@@ -252,8 +256,10 @@ class Trainer(pl.Trainer):
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, DDPStrategy):
-            (share_exactly if exact else share_in_order)(self.strategy)
+            share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
         own_loops(self, self._wanted_val_interval, exact)
+        if capture != "none" and not on_cpu(accelerator):
+            self.fit_loop.epoch_loop.recorder = CudaGraphs()
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="

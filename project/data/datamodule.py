@@ -50,6 +50,8 @@ class ImageData(LightningDataModule):
         seed: decides the order of the samples and their augmentation.
     """
 
+    recorded = frozenset({"on_after_batch_transfer"})  # it can be part of a graph
+
     def __init__(
         self,
         source: Source | None = None,
@@ -216,6 +218,9 @@ class ImageData(LightningDataModule):
         return made
 
     # On the device ---------------------------------------------------------------------------------------------------
+
+    def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
+        pass
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None

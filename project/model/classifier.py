@@ -69,6 +69,8 @@ class ImageClassifier(LightningModule):
         init_prefix: what the names in that file begin with, and the network's own don't.
     """
 
+    recorded: frozenset[str] = frozenset()  # a step is sums of tensors, and can be recorded as a graph
+
     def __init__(
         self,
         network: nn.Module,
@@ -102,6 +104,7 @@ class ImageClassifier(LightningModule):
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
         self.epoch_tally, self.eval_tally = Tally(), Tally()
         self._step_notes: list[Note] = []
+        self._recorded_notes: dict[str, Note] = {}
         self._sent: tuple[int, float, int, DelayedSums] | None = None
         self._noted_step, self._compile = 0, compile
         self._seen: set[bool] = set()  # modes, training and not, whose first output has been looked at
@@ -148,6 +151,13 @@ class ImageClassifier(LightningModule):
         loss = self.loss(logits, batch["label"])
         self._step_notes.append(note(logits, batch["label"], loss))
         return loss
+
+    def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
+        if not replayed:
+            self._recorded_notes[kind] = self._step_notes.pop()
+        mean, hits = self._recorded_notes[kind]
+        self._step_notes.append((mean.clone(), hits.clone()))  # the next one of its kind overwrites them
+        self._log_sent()
 
     def on_after_backward(self) -> None:
         self._log_sent()  # the ranks have met since

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from project.cluster.launcher import host
 from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
+from project.train.capture import LAST, Kind, captures, is_recording
 from project.train.finite import not_finite
 from project.train.loop import is_fused
-from project.train.micro_batch import MicroBatch, micro_batch, skip
+from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,11 @@ class NonFinite(Callback):
         act: 'stop' or 'skip'.
     """
 
+    recorded = frozenset({"on_before_backward", "on_before_optimizer_step"})
+
     def __init__(self, act: Act = "stop") -> None:
         self.act = act
+        self._recorded: tuple[Any, bool | Tensor] = (None, False)
         self.skipped = self.scaled = 0
         self._row = 0
         self._step = CheckedStep(0, 0)
@@ -95,7 +99,7 @@ class NonFinite(Callback):
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._late = pl_module.device.type == "cuda"
+        self._late = pl_module.device.type == "cuda" or captures(trainer)
         self._one = torch.ones((), device=pl_module.device, dtype=torch.float32)
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
@@ -115,7 +119,8 @@ class NonFinite(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
-        self._step.losses.append((micro_batch(trainer), value))
+        if not is_recording(trainer):
+            self._step.losses.append((micro_batch(trainer), value))
         spoil = value * 0  # 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
         loss.register_hook(lambda gradient: gradient + spoil)  # type: ignore[no-untyped-call]
 
@@ -132,9 +137,10 @@ class NonFinite(Callback):
                 skip(trainer, step.flag > 0)
                 if not scaled:
                     optimizer.found_inf = step.flag  # type: ignore[attr-defined]
-            self._read_later(step)
-            while len(self._unread) > _LATER:
-                self._read(trainer)
+            if is_recording(trainer):
+                self._recorded = step.flag, skipped(trainer)
+            else:
+                self._read_later(trainer, step)
         # The host waits for the device here: always on a CPU, where that is nothing; on a GPU see `on_train_start`.
         elif not step.flag.item():
             self._row = 0
@@ -147,6 +153,15 @@ class NonFinite(Callback):
         if self._late and hasattr(optimizer := trainer.optimizers[0], "found_inf"):
             del optimizer.found_inf
 
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        loss = loss_at_hand(trainer)
+        assert loss is not None
+        self._step.losses.append((micro_batch(trainer), loss))
+        if kind in LAST:
+            self._step.flag, found = self._recorded
+            skip(trainer, found)
+            self._read_later(trainer, self._step)
+
     def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """The optimiser passes over what has no gradient: neither weights nor momenta nor counts are touched."""
         skip(trainer, True)
@@ -157,12 +172,15 @@ class NonFinite(Callback):
 
     # Later, on a GPU --------------------------------------------------------------------------------------------------
 
-    def _read_later(self, step: CheckedStep) -> None:
-        step.flag = step.flag.to("cpu", non_blocking=True)  # into pinned memory: the host does not wait
+    def _read_later(self, trainer: Trainer, step: CheckedStep) -> None:
+        """Of steps before this one: the flag of this one is on its way into pinned memory, and the host does not wait."""
+        step.flag = step.flag.to("cpu", non_blocking=True, copy=True)
         if self._one.is_cuda:
             step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             step.ready.record()
         self._unread.append(step)
+        while len(self._unread) > _LATER:
+            self._read(trainer)
 
     def _read(self, trainer: Trainer) -> None:
         step = self._unread.popleft()

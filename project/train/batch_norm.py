@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from project.train.capture import LAST, Kind, is_recording
 from project.train.exact import WideSum
 from project.train.micro_batch import skipped as is_skipped
 
@@ -156,8 +157,11 @@ class StepStatistics(Callback):
     `exact`: to the last bit, on any number of ranks.
     """
 
+    recorded = frozenset({"on_train_batch_start", "on_train_batch_end"})  # and the forward pass between them
+
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
+        self._recorded: tuple[Tensor | None, list[int]] = (None, [])
         self._layers: list[_Layer] = []
         self._rows: list[_Row] = []
         self._counts: _Together | None = None
@@ -215,6 +219,8 @@ class StepStatistics(Callback):
             passes = [layer.take_back() for layer in self._layers]
         self._passes = [before + more for before, more in zip(self._passes, passes, strict=True)]
         self._add(trainer)
+        if is_recording(trainer):
+            self._recorded = self._sum, passes
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
@@ -231,6 +237,16 @@ class StepStatistics(Callback):
             self._sum = torch.cat(gathered)  # a copy, also of one
         else:
             self._sum += gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        """What was gathered without a word to this, so that a micro-batch that is taken otherwise is added to it."""
+        if not self._layers or not replayed:
+            return
+        if kind in LAST:
+            self._forget()
+            return
+        self._sum, passes = self._recorded
+        self._passes = [before + more for before, more in zip(self._passes, passes, strict=True)]
 
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""

@@ -30,6 +30,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.errors import UserError
+from project.train.capture import Captured, InGraph, Recorder, records
 from project.train.exact_gradients import ExactGradients
 from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
 from project.train.logged import Results
@@ -140,6 +141,11 @@ class Steps(_TrainingEpochLoop):
     """Of the exact sums, in a run that goes on."""
     _learned = False
     """A micro-batch of this step had a loss."""
+    recorder: Recorder | None = None
+    """Of the steps as graphs, where they are wanted."""
+    graphs: Captured | None = None
+    _captured = False
+    """The micro-batch at hand is taken as a graph."""
 
     before_fetch: Callable[[], None] = staticmethod(_nothing)
     after_fetch: Callable[[], None] = staticmethod(_nothing)
@@ -184,16 +190,16 @@ class Steps(_TrainingEpochLoop):
         """Who asks for the end within a step gets it after that step, and after the validation that follows it."""
         return not self._validation_due and super().done and not (self.trainer.should_stop and self.accumulates())
 
-    def ends_epoch(self) -> bool:
-        """Whether the micro-batch at hand is the last of its epoch."""
+    def ends_epoch(self, coming: int = 0) -> bool:
+        """Whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""
         batches: Any = self.batch_progress
-        return bool(batches.is_last_batch or batches.current.ready == self.trainer.num_training_batches)
+        return bool(batches.is_last_batch or batches.current.ready + coming == self.trainer.num_training_batches)
 
-    def accumulates(self) -> bool:
-        """Whether its step goes on after the micro-batch at hand."""
-        if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
+    def accumulates(self, coming: int = 0) -> bool:
+        """Whether its step goes on after the micro-batch at hand, or after the next one."""
+        if (self.batch_progress.current.ready + coming) % self.trainer.accumulate_grad_batches == 0:
             return False
-        return self.trainer.strategy.handles_gradient_accumulation or not self.ends_epoch()
+        return self.trainer.strategy.handles_gradient_accumulation or not self.ends_epoch(coming)
 
     def is_out_of_time(self) -> bool:
         """Asked when training is about to stop, by all ranks; rank 0's clock counts."""
@@ -235,7 +241,7 @@ class Steps(_TrainingEpochLoop):
             self._add_exactly()
         if not self._usual:
             return
-        self._told: dict[str, list[Callable[..., Any]]] = {}
+        self._told: dict[Any, list[Callable[..., Any]]] = {}
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
         self._module, self._optimizer = self.trainer.lightning_module, self.trainer.optimizers[0]
         self._scaler = getattr(self._precision, "scaler", None)
@@ -244,6 +250,11 @@ class Steps(_TrainingEpochLoop):
         self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
+        if self.recorder is not None and not self.exact:
+            if self.graphs is None or self.graphs.module is not self._module:
+                of = self._mover(names[-1]), self._optimizer, is_fused(self._optimizer)
+                self.graphs = Captured(self.trainer, self.recorder, *of)
+            self.graphs.begin_epoch()
 
     def _add_exactly(self) -> None:
         trainer = self.trainer
@@ -335,18 +346,22 @@ class Steps(_TrainingEpochLoop):
             self._pass_over(number)
             return
         batch = self._before(self._precision.convert_input(batch), 0)
-        batch = self._after(self._transfer(batch, self._strategy.root_device, 0), 0)
+        batch = self._transfer(batch, self._strategy.root_device, 0)
+        within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
+        if self.graphs is None or not self.graphs.with_transfer:
+            batch = self._after(batch, 0)
+        self._captured = self.graphs is not None and self.graphs.takes(batch, within, accumulates)
+        if self.graphs is not None and self.graphs.with_transfer and not self._captured:
+            batch = self._after(batch, 0)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self._tell("on_train_batch_start", batch, number)
         progress.increment_started()
 
-        if accumulates := self.accumulates():
-            with getattr(self._strategy, "block_backward_sync", nullcontext)():
-                outputs = self._gradient(batch, number, accumulates)
+        if self._captured:
+            outputs, batch = self._as_graph(batch, number, accumulates)
         else:
-            outputs = self._gradient(batch, number, accumulates)
-            self._step()
+            outputs = self._learn(batch, number, accumulates)
         self._processed(number, accumulates)
 
         if self.exact:
@@ -361,6 +376,44 @@ class Steps(_TrainingEpochLoop):
         progress.increment_completed()
         if logged:
             trainer._logger_connector.update_train_step_metrics()
+
+    def _learn(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
+        """From a batch on the device to its gradient, and with the last one of a step to the weights."""
+        if accumulates:
+            with getattr(self._strategy, "block_backward_sync", nullcontext)():
+                return self._gradient(batch, number, accumulates)
+        outputs = self._gradient(batch, number, accumulates)
+        self._step()
+        return outputs
+
+    def _as_graph(self, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
+        """The same as a graph, which is recorded if it is the first of its kind."""
+        assert self.graphs is not None
+
+        def work(batch: Any) -> tuple[dict[str, Any], Any, Any]:
+            batch = self._after(batch, 0) if self.graphs is not None and self.graphs.with_transfer else batch
+            self._tell("on_train_batch_start", batch, number)
+            outputs = self._learn(batch, number, accumulates)
+            self._tell("on_train_batch_end", outputs, batch, number)
+            return outputs, batch, self.loss
+
+        within = number % self.trainer.accumulate_grad_batches
+        (outputs, batch, loss), kind, replayed = self.graphs.take(batch, within, accumulates, work)
+        if replayed:
+            count = self.automatic_optimization.optim_progress.optimizer
+            if not within:
+                count.zero_grad.increment_ready()
+                count.zero_grad.increment_started()
+                count.zero_grad.increment_completed()
+            if not accumulates:
+                count.step.increment_ready()
+                count.step.increment_completed()
+        self._learned, self.loss = True, loss.clone()  # the next one of its kind overwrites it
+        outputs = {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}
+        for one in (*self.trainer.callbacks, self._module):
+            if isinstance(one, InGraph):
+                one.on_captured(self.trainer, kind, replayed)
+        return outputs, batch
 
     def _pass_over(self, number: int) -> None:
         """The loader gave None: a micro-batch of no samples."""
@@ -404,7 +457,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
-        self._told = {}
+        self._told, self.graphs = {}, None
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
@@ -471,11 +524,12 @@ class Steps(_TrainingEpochLoop):
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+        with nullcontext() if self.graphs is None else self.graphs.rates():
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
         count.increment_completed()
 
     def _clip(self, value: float) -> None:
@@ -518,9 +572,11 @@ class Steps(_TrainingEpochLoop):
 
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""
-        told = self._told.get(hook)
+        recording = self.graphs is not None and self.graphs.recording
+        key = (hook, recording, self._captured)
+        told = self._told.get(key)
         if told is None:
-            told = self._told[hook] = self._who_has(hook)
+            told = self._told[key] = self._who_has(hook, recording)
         if told:
             self._module.__dict__["_current_fx_name"] = hook
             for one in told:
@@ -529,17 +585,23 @@ class Steps(_TrainingEpochLoop):
     def ask_again(self) -> None:
         """The callbacks are others now."""
         self._told = {}
+        if self.graphs is not None:
+            self.graphs.ask_again()
 
-    def _who_has(self, hook: str) -> list[Callable[..., Any]]:
+    def _who_has(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
         trainer, module = self.trainer, self._module
         told: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:
             method = getattr(callback, hook)
-            if getattr(method, "__func__", method) is not getattr(Callback, hook):
+            if getattr(method, "__func__", method) is not getattr(Callback, hook) and self._is_told(callback, hook, recording):
                 told.append(partial(method, trainer, module))
-        if is_overridden(hook, module, LightningModule):
+        if is_overridden(hook, module, LightningModule) and self._is_told(module, hook, recording):
             told.append(getattr(module, hook))
         return told
+
+    def _is_told(self, one: Any, hook: str, recording: bool) -> bool:
+        """What a graph repeats is told while it is recorded; the rest is, around it."""
+        return not self._captured or records(one, hook) is recording
 
 
 def shares_weights(trainer: Trainer) -> bool:

@@ -56,7 +56,7 @@ class OrderedDDP(DistributedDataParallel):
     Buffers that a network moves by itself are rank 0's, as DistributedDataParallel has it; batch norm's are all ranks'.
     """
 
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
+    def __init__(self, module: nn.Module, for_graphs: bool = False, **settings: Any) -> None:
         norms = batch_norms(module)
         kept_equal = [f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)]
         self._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
@@ -68,14 +68,14 @@ class OrderedDDP(DistributedDataParallel):
         on_gpu = bool(settings.get("device_ids"))
         if on_gpu:  # gradients are made where they are sent from, which saves two copies of each; a CPU gains nothing by it
             usual["gradient_as_bucket_view"] = True
-        # Lightning makes it on a stream of its own, for which every gradient would then have to wait.
-        with torch.cuda.stream(torch.cuda.default_stream()) if on_gpu else nullcontext():
+        # Lightning makes it on a stream of its own, for which every gradient would then have to wait. A graph needs that.
+        with torch.cuda.stream(torch.cuda.default_stream()) if on_gpu and not for_graphs else nullcontext():
             super().__init__(module, **{**usual, **settings})
             # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
-        self._shared, self._settings = _learning(module), settings
+        self._shared, self._settings = _learning(module), {**settings, "for_graphs": for_graphs}
         self._hooks: list[tuple[object, Callable[..., Any]]] = []
 
     @property
@@ -100,9 +100,9 @@ class OrderedDDP(DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
-def share_in_order(strategy: DDPStrategy) -> None:
+def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
-    how = _share_with_nobody if strategy.world_size == 1 else partial(_configure, strategy)
+    how = _share_with_nobody if strategy.world_size == 1 else partial(_configure, strategy, for_graphs)
     strategy.configure_ddp = how  # type: ignore[method-assign]
 
 
@@ -121,10 +121,10 @@ def _share_with_nobody() -> None:
     pass
 
 
-def _configure(strategy: DDPStrategy) -> None:
+def _configure(strategy: DDPStrategy, for_graphs: bool) -> None:
     """Lightning's own way, which knows the settings that the user gave the strategy, but for the class that it makes."""
     module: Any = ddp
-    plain, module.DistributedDataParallel = module.DistributedDataParallel, OrderedDDP
+    plain, module.DistributedDataParallel = module.DistributedDataParallel, partial(OrderedDDP, for_graphs=for_graphs)
     try:
         type(strategy).configure_ddp(strategy)
     finally:

@@ -20,6 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
+from project.train.capture import LAST, Kind, one_by_one_next
 from project.train.loop import joins, leaves
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
@@ -71,6 +72,7 @@ class Dashboard(Callback):
             raise UserError(f"dashboard.histograms is a number of steps, not {histograms}.")
         self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
+        self._looks: tuple[int | None, ...] = ()
         self._described = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,6 +82,7 @@ class Dashboard(Callback):
         renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
+        self._looks = trainer.log_every_n_steps, self.histograms  # type: ignore[attr-defined]
         self._described = False
         if not trainer.is_global_zero:
             return
@@ -110,7 +113,7 @@ class Dashboard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradient is the mean over the ranks here, is not scaled any more, and not yet clipped."""
-        self._step += 1
+        self._count(trainer)
         if not self._described:  # now, and not before: a run that fails in its first step is not in the dashboard
             self._described = True
             for board in boards(trainer):
@@ -126,6 +129,18 @@ class Dashboard(Callback):
         norm = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
+
+    recorded: frozenset[str] = frozenset()
+
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        if kind in LAST:
+            self._count(trainer)
+
+    def _count(self, trainer: Trainer) -> None:
+        """A step, on all ranks: at some of them rank 0 looks at the gradient."""
+        self._step += 1
+        if trainer.loggers and any(not (self._step + 1) % every for every in self._looks if every):
+            one_by_one_next(trainer)
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step + 1

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.launcher import host
 from project.train.batch_norm import batch_norms
+from project.train.capture import Kind, one_by_one_next
 from project.train.loop import shares_weights
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
@@ -133,6 +134,11 @@ class Fingerprints(Callback):
             self._modules_due = False
             self._listening = ModuleOutputs(pl_module)
 
+    recorded: frozenset[str] = frozenset()
+
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        pass
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._listening is not None:
             self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
@@ -159,6 +165,7 @@ class Fingerprints(Callback):
         if step // _SELDOM != before // _SELDOM:
             self._look_again(pl_module)
             self._modules_due = True
+            one_by_one_next(trainer)
 
     def _take(self, trainer: Trainer, module: LightningModule, step: int, begins: bool = False) -> None:
         self._step = step

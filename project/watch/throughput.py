@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from project.cluster.group import Group
 from project.cluster.launcher import host
 from project.errors import UserError
+from project.train.capture import Kind, is_recording
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
 from project.watch.flops import flops, peak
@@ -85,15 +87,15 @@ class Throughput(Callback):
             dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
-            self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
+            self._hook(trainer, *(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
         fetching(trainer, self._fetch, self._fetched)
 
-    def _hook(self, *parameters: Tensor) -> None:
+    def _hook(self, trainer: Trainer, *parameters: Tensor) -> None:
         """Only these say when their gradient is there."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient, trainer))  # type: ignore[no-untyped-call]
             for parameter in parameters
         ]
 
@@ -117,14 +119,19 @@ class Throughput(Callback):
         self._begun = self._now()
         self._step.fetches.append((self._fetching, self._begun))
 
-    def _gradient(self, parameter: Tensor) -> None:
+    def _gradient(self, trainer: Trainer, parameter: Tensor) -> None:
         self._last_gradient = parameter
-        if self._step is not None:
+        if self._step is not None and not is_recording(trainer):
             self._step.own_work = self._now()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             self._count_flops(trainer, pl_module, batch)
+
+    recorded: frozenset[str] = frozenset()  # within a step that is a graph there are no moments to tell apart
+
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        pass
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._step is not None:
@@ -157,7 +164,7 @@ class Throughput(Callback):
             self._window.append(self._step)
         else:  # the first step has more to do than those that follow
             self._warm = True
-            self._hook(*([] if self._last_gradient is None else [self._last_gradient]))
+            self._hook(trainer, *([] if self._last_gradient is None else [self._last_gradient]))
         self._step = None
         self._advance(trainer)
 
@@ -235,7 +242,7 @@ class Throughput(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(trainer)
-        self._hook()
+        self._hook(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rows = []

@@ -35,6 +35,7 @@ from project.survive.hang.heartbeats import Channel, Heartbeat, Member, machine,
 from project.survive.hang.verdict import Guilty, Scene, Verdict
 from project.survive.hang.warden import started
 from project.survive.orphans import launched_by
+from project.train.capture import Kind
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,11 @@ class Watchdog(Callback):
             if self._step_began is not None:
                 self._spent["step"].append(now - self._step_began)
             self._step_began = now
+
+    recorded: frozenset[str] = frozenset()  # a step that is a graph is one phase
+
+    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
+        pass
 
     on_fit_start = _marks("start of the fit")
     on_train_start = _marks("start of the training")
