@@ -474,3 +474,15 @@ class EndsAlone(Callback):
         if trainer.global_rank == 1:
             os._exit(3)
         signal.pause()
+
+
+class StepsAsGraphs(Callback):
+    """Steps are recorded and repeated, as CUDA's graphs are; `counted` says how many, at the end."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        from tests.train.recorded import OnCpu
+
+        trainer.fit_loop.epoch_loop.recorder = self.recorder = OnCpu(steps=3)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        print(f"rank {trainer.global_rank} recorded {self.recorder.recorded} and repeated {self.recorder.replayed}")

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -82,7 +83,7 @@ class CudaGraphs:
 class _Graph:
     """A micro-batch that was recorded: where its batch goes, and what comes out."""
 
-    inputs: dict[str, Tensor]
+    inputs: list[Tensor]
     replay: Callable[[], None]
     made: Any
 
@@ -171,6 +172,10 @@ class Captured:
         if not self._may():
             self._left -= 1
             return False
+        if _tensors(batch) is None:
+            self._why_not = "a batch is not only tensors"
+            self._say()
+            return False
         self._set_rates()
         self._goes_on = self._fits(batch, self._kind(0, accumulates))
         return self._goes_on
@@ -181,20 +186,21 @@ class Captured:
             return False
         if self._why_not == "":
             self._why_not = self._reason()
-            if self._why_not and not self._said and self._trainer.is_global_zero:
-                self._said = True
-                log.info("trainer.capture: steps are taken one operation after the other, as %s.", self._why_not)
         if self._why_not:
+            self._say()
             return False
         if (found := self._baked_in()) != self._signature:
             self._graphs, self._signature = {}, found
         return True
 
+    def _say(self) -> None:
+        if not self._said and self._trainer.is_global_zero:
+            log.info("trainer.capture: steps are taken one operation after the other, as %s.", self._why_not)
+        self._said = True
+
     def _fits(self, batch: Any, kind: Kind) -> bool:
-        if not (isinstance(batch, dict) and all(isinstance(one, Tensor) for one in batch.values())):
-            return False
-        known = self._graphs.get(kind)
-        return known is None or _shapes(known.inputs) == _shapes(batch)
+        known, found = self._graphs.get(kind), _tensors(batch)
+        return found is not None and (known is None or list(map(_shape, known.inputs)) == list(map(_shape, found)))
 
     @staticmethod
     def _kind(number: int, accumulates: bool) -> Kind:
@@ -235,22 +241,21 @@ class Captured:
 
     # A micro-batch ---------------------------------------------------------------------------------------------------
 
-    def take(
-        self, batch: dict[str, Tensor], number: int, accumulates: bool, work: Callable[[Any], Any]
-    ) -> tuple[Any, Kind, bool]:
+    def take(self, batch: Any, number: int, accumulates: bool, work: Callable[[Any], Any]) -> tuple[Any, Kind, bool]:
         """What `work` makes of the batch, which the next one of its kind overwrites; and whether it was but repeated."""
         kind = self._kind(number, accumulates)
         if graph := self._graphs.get(kind):
             if kind in FIRST:
                 self._put_back_gradients()
-            for name, place in graph.inputs.items():
-                place.copy_(batch[name], non_blocking=True)
+            for place, tensor in zip(graph.inputs, _tensors(batch) or (), strict=True):
+                place.copy_(tensor, non_blocking=True)
             graph.replay()
             return graph.made, kind, True
-        inputs = {name: one.clone() for name, one in batch.items()}
+        own = apply_to_collection(batch, Tensor, _like)
+        inputs = _tensors(own) or []  # `work` may take them out of the batch
         self.recording = True
         try:
-            replay, made = self._recorder.record(lambda: work(dict(inputs)))
+            replay, made = self._recorder.record(lambda: work(own))
         except RuntimeError as error:
             raise UserError(
                 f"The step can't be recorded as a graph: {' '.join(str(error).split())[:500]} HINT: set trainer.capture=none."
@@ -299,5 +304,23 @@ class Captured:
                     group["capturable"] = capturable
 
 
-def _shapes(batch: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: (one.shape, one.dtype, one.stride()) for name, one in batch.items()}
+def _tensors(batch: Any) -> list[Tensor] | None:
+    """All of a batch; None if there is something else in it."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if not isinstance(batch, (dict, list, tuple)):
+        return None
+    parts = [_tensors(one) for one in (batch.values() if isinstance(batch, dict) else batch)]
+    return None if None in parts else [tensor for part in parts if part is not None for tensor in part]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as it does: a part of another tensor may have gaps."""
+    made = tensor.clone()
+    if made.stride() != tensor.stride() and 0 not in tensor.stride():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return made
+
+
+def _shape(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.stride()
