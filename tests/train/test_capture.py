@@ -236,8 +236,7 @@ def plugged(*more: str) -> str:
 def test_killed_and_gone_on_with_it_is_the_same_run_on_any_ranks(quick, tmp_path, ranks):
     """After a start the first steps are taken one by one, where the other run repeats its graphs."""
     assert quick(*FIT, "--run=alone", ranks=ranks).code == 0
-    fault = '{"class_path": "tests.probes.Fault", "init_args": {"where": "step", "step": 9}}'
-    words = (*FIT, plugged(AS_GRAPHS, fault), "--run=graphs")
+    words = (*FIT, plugged(AS_GRAPHS[:-1] + ', "init_args": {"kill": 9}}'), "--run=graphs")
     killed = quick(*words, ranks=ranks)
     assert killed.code != 0, killed.output
     resumed = quick(*words, ranks=ranks)
