@@ -91,7 +91,7 @@ class Elsewhere(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.embedding, self.norm, self.head = nn.Embedding(50, 8), nn.BatchNorm1d(8), nn.Linear(8, 50)
         self.register_buffer("seen", torch.zeros(50))
 
     def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
@@ -100,8 +100,8 @@ class Elsewhere(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, following = batch
         self.seen.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
-        hidden = nn.functional.dropout(self.embedding(tokens), 0.1)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), following.flatten())
+        hidden = nn.functional.dropout(self.norm(self.embedding(tokens).flatten(0, 1)), 0.1)
+        return nn.functional.cross_entropy(self.head(hidden), following.flatten())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
