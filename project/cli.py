@@ -375,9 +375,9 @@ def main() -> None:
         )
     except Exception as error:
         if ProjectCLI.running is not None:
-            _report_of_run(error, ProjectCLI.running)
+            code = _report_of_run(error, ProjectCLI.running)
             say = log.debug  # the error is the last word
-            raise SystemExit(1) from None
+            raise SystemExit(code) from None
         if (isinstance(error, (LaunchError, UsageError)) and rank > 0) or early_start.undecided():
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
@@ -393,12 +393,12 @@ def main() -> None:
                 end_at_once(why)
 
 
-def _report_of_run(error: Exception, trainer: Trainer) -> None:
-    """Once, by the rank at fault."""
+def _report_of_run(error: Exception, trainer: Trainer) -> int:
+    """Once, by the rank at fault; the exit code."""
     observed = getattr(trainer.strategy.launcher, "procs", [])
     launched = [*early_start.processes, *observed]
     observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-    report_error(error, trainer.global_rank, host(), launched)
+    return report_error(error, trainer.global_rank, host(), launched)
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:

@@ -152,6 +152,26 @@ class ClosesNever(Callback):
         atexit.register(_disconnect)
 
 
+class Deaf(Callback):
+    """At a step, all ranks but one wait in a call that notices nothing, as for a device; the one raises an error ('raise'),
+    or a thread of it aborts ('abort'), as that of NCCL does after an error of its own.
+    """
+
+    def __init__(self, rank: int = 1, step: int = 3, how: str = "raise") -> None:
+        self.rank, self.step, self.how = rank, step, how
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self.step:
+            return
+        if trainer.global_rank == self.rank:
+            time.sleep(1)  # the others have come to their call meanwhile
+            Path("struck").touch()
+            if self.how == "raise":
+                raise KeyError("this device is broken")
+            threading.Thread(target=os.abort).start()
+        os.read(os.pipe()[0], 1)
+
+
 class Fault(Callback):
     """Signals its own process, once in the life of a run: Fault(rank=1, step=7, where="validation", number=9).
 
@@ -291,8 +311,9 @@ class Remover(Callback):
 class Stuck(Callback):
     """One rank goes no further at a step: Stuck(rank=1, step=3, where="step").
 
-    `where`: before the forward pass ('step'), in a collective that the others know nothing of ('collective'), or in
-    validation ('validation'). `signal`: it sends itself this one (SIGSTOP, say) instead of waiting.
+    `where`: before the forward pass ('step'), in a collective that the others know nothing of ('collective'), within the
+    backward pass ('backward'), or in validation ('validation'). `signal`: it sends itself this one (SIGSTOP, say) instead of
+    waiting.
     """
 
     def __init__(self, rank: int = 1, step: int = 3, where: str = "step", signal: int = 0) -> None:
@@ -315,6 +336,9 @@ class Stuck(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._strike(trainer, "step")
             self._strike(trainer, "collective")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        loss.register_hook(lambda gradient: self._strike(trainer, "backward"))
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:

@@ -25,6 +25,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.errors import UserError
 from project.survive.hang.warden import Memory
+from project.survive.news import NEWS
 from project.survive.signals import EXIT_CODES, SIGNALS
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _LOST = re.compile(r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pip
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
-_NEWS = 2.0  # for the warden of a rank that was killed
 
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))")
@@ -79,6 +79,12 @@ def _loader(error: BaseException | None) -> str:
     return f"Loader process {pids} of this rank was killed by {how}. HINT: {hint.get(number, crashed)}"
 
 
+def in_short(error: BaseException) -> str:
+    """In one line, for the other ranks."""
+    text = f"{type(error).__name__}: {error}" if kind(error) == "crash" else message(error)
+    return text.strip().partition("\n")[0]
+
+
 def message(error: BaseException) -> str:
     """What to print of an error."""
     which = kind(error)
@@ -95,17 +101,19 @@ def message(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> None:
-    """Says what there is to say about the error that ends this process. `children`: the ranks that this one launched."""
+def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> int:
+    """Says what there is to say about the error that ends this process, and gives its exit code. `children`: the ranks that
+    this one launched."""
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
-        return  # told to end before the ranks were connected: another one has said what is wrong
+        return 1  # told to end before the ranks were connected: another one has said what is wrong
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     which = kind(error)
+    _failed.set()
     if which == "lost":
         if not _say_lost(error, rank, host, children):
             _wait(children, _LINGER)
-        return
+        return NEWS.code
     if not alone:
         hang_up(_FIRST)
     if not alone or rank > 0:
@@ -122,28 +130,10 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     log.error(text)
     for child in children:
         child.send_signal(signal.SIGTERM)
+    return 1
 
 
 # The death of another rank -------------------------------------------------------------------------------------------
-
-_deaths: dict[int, str] = {}
-_heard = threading.Event()
-
-
-def hear_of_death(rank: int, text: str) -> None:
-    """What the warden of a rank that was killed tells the others."""
-    _deaths.setdefault(rank, text)
-    hear()
-
-
-def hear() -> None:
-    """A rank is about to fail, and says why itself."""
-    _heard.set()
-
-
-def await_news() -> None:
-    """A connection is closed a moment before a warden knows why."""
-    _heard.wait(_NEWS)
 
 
 def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
@@ -152,13 +142,13 @@ def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Pop
     for number, child in enumerate(children, rank + 1):
         code = child.poll() or 0
         if code < 0 and -code not in EXIT_CODES:
-            hear_of_death(number, f"rank {number} on {host} was killed by signal {-code}{_MEMORY}.")
-    if not _deaths:
+            NEWS.of_death(number, f"rank {number} on {host} was killed by signal {-code}{_MEMORY}.")
+    if not NEWS.deaths:
         log.warning("lost another rank: %s", message(error).splitlines()[0])
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        why = " ".join(_deaths.values())
+        why = " ".join(NEWS.deaths.values())
         log.error("lost another rank: %s The same command goes on from the newest checkpoint.", why)
-    return bool(_deaths)
+    return bool(NEWS.deaths)
 
 
 def hang_up(seconds: float = 10) -> bool:
@@ -166,17 +156,24 @@ def hang_up(seconds: float = 10) -> bool:
 
     They hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python has gone
     aborts the process. One that waits for a dead rank is not waited for longer than so many seconds; then this is False.
+
+    NCCL's are aborted where the run has failed: to destroy them is agreed on with ranks that may be gone. They leave threads
+    and memory behind for the process to end with, and so this is False, too. (By torch's sources; not run on a GPU.)
     """
     if not dist.is_initialized():
         return True
     gc.collect()  # what holds a connection in a circle of references lets go of it
-    if not _closing or not _closing[-1].is_alive():
-        _closing.append(threading.Thread(target=dist.destroy_process_group, daemon=True))
+    aborts = _failed.is_set() and dist.get_backend() == "nccl"
+    close = dist.group.WORLD.abort if aborts and dist.group.WORLD else dist.destroy_process_group
+    name = "abort" if aborts else "hang up"
+    if not _closing or _closing[-1].name != name or not (aborts or _closing[-1].is_alive()):
+        _closing.append(threading.Thread(target=close, name=name, daemon=True))
         _closing[-1].start()
     _closing[-1].join(seconds)
-    return not _closing[-1].is_alive()
+    return not (aborts or _closing[-1].is_alive())
 
 
+_failed = threading.Event()
 _closing: list[threading.Thread] = []
 
 

@@ -1,5 +1,6 @@
 """One rank fails: all end, and what is printed last is that rank's error, once."""
 
+import json
 import re
 import socket
 
@@ -47,7 +48,8 @@ def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
     never = "--trainer.callbacks=tests.probes.ClosesNever"
     run = cli(*BROKEN, f"--data.source.train.init_args.on={on}", "--trainer.devices=2", never, timeout=60)
     assert run.code == 1
-    assert run.output.count("KeyError: 'this dataset is broken'") == 1
+    assert run.output.count("\nKeyError: 'this dataset is broken'") == 1
+    assert run.output.count("Traceback") == 1
     assert_ended_soon(run)
 
 
@@ -63,6 +65,36 @@ def test_nor_one_that_has_finished(cli):
     )
     assert run.code == 0, run.output
     assert run.output.rstrip().splitlines()[-1].endswith("report.html")
+
+
+def deaf(*more, **how):
+    """Three ranks whose connections are not closed: one fails, and the others would not notice if they were."""
+    probes = [("ClosesNever", {}), ("Deaf", how), *more]
+    callbacks = json.dumps([{"class_path": f"tests.probes.{name}", "init_args": words} for name, words in probes])
+    sizes = "--data.batch_size=8", "--data.global_batch_size=24"
+    return "fit", "--config=configs/ddp.yaml", *TINY, *sizes, f"--trainer.callbacks={callbacks}"
+
+
+@pytest.mark.parametrize(("launcher", "on"), [("python", 1), ("torchrun", 0), ("torchrun", 1)])
+def test_ranks_that_wait_for_a_device_are_told_of_a_failure_and_end(cli, launcher, on):
+    """Stands for NCCL: who waits for its device sees no closed connection."""
+    launched = {"torchrun": 3} if launcher == "torchrun" else {}
+    run = cli(*deaf(rank=on), *([] if launched else ["--trainer.devices=3"]), timeout=60, **launched)
+    seconds = since_struck(run.folder)
+    took(f"rank {on} of 3 fails, and the others wait for a device, {launcher}: all have ended after", seconds)
+    assert run.code == 1
+    assert run.output.count(f"lost another rank: rank {on} on {HOST} has failed: KeyError: 'this device is broken'") == 1
+    assert f"[rank {1 if on == 0 else 0}, {HOST}] lost another rank" in run.output
+    assert f"ERROR   [rank {on}, {HOST}] " in run.output
+    assert seconds < 10
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(cli):
+    words = deaf(("SlowDisk", {"seconds": 9.0}), rank=1, step=4)
+    run = cli(*words, "--checkpoints.every_n_steps=3", "--trainer.devices=3", timeout=60)
+    assert run.code == 1
+    assert run.output.count("lost another rank: rank 1") == 1
+    assert [file.name for file in run.folder.glob("lightning_logs/*/checkpoints/*.ckpt")] == ["step-000000003.ckpt"]
 
 
 def test_a_rank_0_that_is_slow_to_end_is_not_killed_for_the_failure_of_another(cli):
@@ -126,7 +158,7 @@ def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
     seconds = since_struck(run.folder)
     took("SIGKILL of rank 1 of 3: all have ended after", seconds)
     assert seconds < 10
-    assert run.code != 0
+    assert run.code == 75
     assert run.output.count(f"rank 1 on {HOST} was killed by signal 9.") == 2  # its warden, and rank 0, which is the last
     assert f"[rank 0, {HOST}] lost another rank: rank 1 on {HOST} was killed by signal 9." in run.output.splitlines()[-1]
     assert run.output.count("lost another rank") == 1

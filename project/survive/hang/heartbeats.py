@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _LARGEST = 60_000  # bytes in a datagram
 _REST = 200  # of a packet, for its headers and what else a message says
@@ -37,6 +37,26 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Flight:
+    """How far a rank's collectives are: which is the oldest that has not ended, and how far that one is."""
+
+    number: int
+    stage: int
+    name: str = ""
+
+    ABSENT: ClassVar[int] = 0
+    """The rank's host has not asked for it."""
+    SCHEDULED: ClassVar[int] = 1
+    """It has, and the device has not got to it."""
+    STARTED: ClassVar[int] = 2
+    """The device is in it, and waits for the others'."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.number, self.stage
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """How far a rank is. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
 
@@ -53,7 +73,9 @@ class Heartbeat:
     own: float
     """And if it does something itself that may take long, as writing a checkpoint does."""
     collective: bool = False
-    """Whether it waits in a call of torch.distributed; looked at only when it waits too long."""
+    """Whether it waits in a collective; looked at only when it waits too long."""
+    flight: Flight | None = None
+    """How far its collectives are, if that is known; looked at when it waits."""
 
     @property
     def waits(self) -> bool:
@@ -122,4 +144,5 @@ class Channel:
 
 
 def unpacked(content: dict[str, Any]) -> Heartbeat:
-    return Heartbeat(**{**content, "at": tuple(content["at"])})
+    flight = content["flight"] and Flight(**content["flight"])
+    return Heartbeat(**{**content, "at": tuple(content["at"]), "flight": flight})

@@ -6,37 +6,29 @@ hangs.
 
 import json
 import logging
-import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from project.cluster import reachability
-from project.cluster.launcher import detect
-from project.survive.agent import agent
-from project.survive.hang import stacks
-from project.survive.hang.heartbeats import Heartbeat, Member, unpacked
-from project.survive.hang.warden import dumped, end_with_children, started
-from project.train.flight_recorder import record
+from project.survive.hang import flights, stacks
+from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
+from project.survive.hang.leaving import Scene, flush, leave, within
+from project.survive.hang.warden import dumped, started
+from project.survive.news import TRY_AGAIN
 
 log = logging.getLogger(__name__)
 
-EXIT_CODE = 75
-"""A temporary failure, says sysexits.h: try again."""
+EXIT_CODE = TRY_AGAIN
 
 SHOWN = 2  # ranks whose stacks are part of the message
 _LONGEST = 20_000  # characters of a rank's stacks in a message
 _PATIENCE = 5.0  # seconds for a write
-_GRACE = 2.0  # seconds in which the others write their stacks before rank 0 ends, which may be their parent
 _AGENT = 10.0  # seconds for a torchrun agent that is cut off
 _SLOW_AGENT = 30.0  # for one that may only be busy
 
@@ -56,7 +48,9 @@ class Guilty:
     def testify(self, dump: str) -> "Guilty":
         """With what only the rank itself knows."""
         text = f"{stacks.threads()}\n{stacks.loaders(dump)}".rstrip()
-        return replace(self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(record()), stacks=text[:_LONGEST])
+        return replace(
+            self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(flights.recorded()), stacks=text[:_LONGEST]
+        )
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,6 +98,8 @@ class Verdict:
         lines += [f"And: {one}." for one in self.guilty[1:SHOWN]]
         if (more := len(self.guilty) - SHOWN) > 0:
             lines.append(f"And {more} more in the same place.")
+        if not self.silent and (said := flights.said([one.beat for one in self.guilty])):
+            lines.append(f"{said}.")
         if self.network:
             lines.append(f"{self.network}.")
         if self.waiting:
@@ -121,6 +117,10 @@ class Verdict:
             return reachability.HINT
         if first.quiet is not None:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
+        if first.beat.flight and first.beat.flight.stage == Flight.SCHEDULED:
+            return f"see dmesg (NVRM, Xid) and nvidia-smi on {first.host}: a GPU that hangs needs a reset, or another host."
+        if flights.said([one.beat for one in self.guilty]):
+            return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
         if "data" in first.beat.phase:
@@ -147,24 +147,6 @@ def waiting(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
 # The report ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What a rank knows when the run ends: all ranks, which of them it is, and the run's folder, if they were connected."""
-
-    members: Sequence[Member]
-    me: Member
-    beat: Heartbeat
-    folder: Path | None
-    local_rank: int
-
-    def speaks(self, silent: set[int]) -> bool:
-        """One rank on each host; before the ranks are connected, the one that does not just wait for others, too."""
-        if self.folder is None:
-            return self.local_rank == 0 or not stacks.in_collective(stacks.main_frames())
-        here = [one.rank for one in self.members if one.machine == self.me.machine and one.rank not in silent]
-        return self.me.rank == min(here, default=self.me.rank)
-
-
 def end(judged: Verdict, scene: Scene) -> None:
     """Writes, says it, and ends this process and those at fault on this host."""
     speaks, here = scene.speaks(judged.silent), _silent_here(judged, scene)
@@ -174,15 +156,17 @@ def end(judged: Verdict, scene: Scene) -> None:
     if scene.folder is not None:
         folder = scene.folder
         written = [mine, *(one for one in judged.guilty if speaks and one.rank in here)]
-        _within(_PATIENCE, lambda: _write(folder, judged, written))
+        within(_PATIENCE, lambda: _write(folder, judged, written))
     if speaks:
         where = f"\nThe stacks of all ranks: {scene.folder}/hang-rank*.txt" if scene.folder else ""
         again = f"All ranks end, with exit code {EXIT_CODE}. The same command goes on from the newest checkpoint."
         text = f"{judged}{where}\n{again} HINT: {judged.hint}"
-        _within(_PATIENCE, lambda: log.error(text))
-        _within(_PATIENCE, lambda: _tell_torchrun(f"{judged.guilty[0]}", scene))
-    _within(_PATIENCE, _flush)
-    _leave(judged, scene, here)
+        within(_PATIENCE, lambda: log.error(text))
+        within(_PATIENCE, lambda: _tell_torchrun(f"{judged.guilty[0]}", scene))
+    within(_PATIENCE, flush)
+    cut_off = _cut_off(judged, scene)
+    seconds = _AGENT if cut_off else _SLOW_AGENT if scene.speaks(judged.silent) else None
+    leave(scene, EXIT_CODE, list(here.values()), seconds)
 
 
 def _silent_here(judged: Verdict, scene: Scene) -> dict[int, Member]:
@@ -205,7 +189,7 @@ def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
     for one in ranks:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {one}.\n\n"
         (folder / f"hang-rank{one.rank}.txt").write_text(f"{head}{one.stacks}\n")
-    if entries := record():
+    if entries := flights.recorded():
         (folder / f"hang-rank{ranks[0].rank}-collectives.json").write_text(json.dumps(entries))
 
 
@@ -214,44 +198,6 @@ def _tell_torchrun(text: str, scene: Scene) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))
-
-
-def _flush() -> None:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _within(seconds: float, act: Callable[[], Any]) -> None:
-    """Does something that may hang, and waits for it only so long."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            act()
-
-    thread = threading.Thread(target=attempt, daemon=True, name="watchdog's report")
-    thread.start()
-    thread.join(seconds)
-
-
-# The exit ------------------------------------------------------------------------------------------------------------
-
-
-def _leave(judged: Verdict, scene: Scene, here: dict[int, Member]) -> None:
-    for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
-        child.kill()
-    launch = detect()
-    agent().wake()
-    if launch.kind == "torchrun" and (_cut_off(judged, scene) or scene.speaks(judged.silent)):
-        end_agent_later(os.getppid(), _AGENT if _cut_off(judged, scene) else _SLOW_AGENT)
-    if scene.me.rank == 0:
-        time.sleep(_GRACE)
-    elif launch.kind == "python" and scene.local_rank > 0 and 0 not in here:
-        time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
-    for one in here.values():
-        end_with_children(one.pid)
-    os._exit(EXIT_CODE)
 
 
 def _cut_off(judged: Verdict, scene: Scene) -> bool:
@@ -265,38 +211,3 @@ def _cut_off(judged: Verdict, scene: Scene) -> bool:
         return False
     except OSError:
         return True
-
-
-_END = """
-import os, signal, sys, time
-pid, started, rank, last, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "last", float(sys.argv[5])
-def stat(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
-    except OSError:
-        return []
-def lives():
-    return stat(pid)[19:20] == [started]
-def waits():
-    return last or stat(rank)[:2] == ["Z", str(pid)]  # it has not even noticed that its rank is dead
-end = time.monotonic() + seconds
-while lives() and time.monotonic() < end:
-    time.sleep(0.2)
-if lives() and waits():
-    print("torchrun waits for a host that it can't talk to, for a quarter of an hour or longer: it is ended.", file=sys.stderr)
-    os.kill(pid, signal.SIGKILL)
-"""
-
-
-def end_agent_later(pid: int, seconds: float) -> None:
-    """Leaves a process behind that ends torchrun's agent if that has neither ended by itself nor started its ranks again.
-
-    An agent that is cut off from its store asks it in a call that neither a signal nor a timeout ends, for 15 minutes.
-    """
-    starts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-    last = "last" if starts[0] == starts[1] else ""
-    with suppress(OSError):
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _END, str(pid), started(pid), str(os.getpid()), last, str(seconds)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip

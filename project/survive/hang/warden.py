@@ -161,6 +161,15 @@ def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | N
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
 
+_ABORTED = 75  # see abort.py; who ends with it by itself has said so
+
+
+def _aborted(status: int) -> bool:
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status) == signal.SIGABRT
+    return os.WEXITSTATUS(status) == _ABORTED
+
+
 QUIET = "quiet"
 
 
@@ -207,6 +216,8 @@ class Watch:
             return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.memory}."
         if status is None:
             return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.memory}."
+        if _aborted(status) and not self.ending:
+            return f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.memory}."
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in _ASKED:
             return ""
         return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.memory}."

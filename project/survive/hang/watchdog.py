@@ -6,19 +6,15 @@ furthest behind. Then every rank writes its stacks into the run's folder, one on
 with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it goes on from its checkpoint.
 """
 
-import json
 import logging
 import math
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +25,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.cluster.interfaces import mtu, own_address
 from project.errors import UserError
 from project.survive import failure
+from project.survive.abort import exit_on_abort
 from project.survive.agent import agent
-from project.survive.hang import stacks, verdict, warden
-from project.survive.hang.heartbeats import Channel, Heartbeat, Member, machine, unpacked
-from project.survive.hang.verdict import Guilty, Scene, Verdict
+from project.survive.checkpoints import checkpoints_of
+from project.survive.hang import flights, stacks, told, verdict
+from project.survive.hang.beside import Beside
+from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, machine, unpacked
+from project.survive.hang.leaving import Scene
+from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.warden import started
+from project.survive.news import NEWS
 from project.survive.orphans import launched_by
 from project.train.capture import Kind
 
@@ -44,6 +45,7 @@ _HEARD = 50  # ranks that rank 0 hears in a second, at most
 _SILENT = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
 _LAST_RESORT = 3  # times the deadline: then this rank's warden ends it
+_NEWS = 2.0  # seconds in which who ended says why, after its connections were closed
 _HISTORY = 50  # times of a phase that are kept
 
 
@@ -80,7 +82,7 @@ class Watchdog(Callback):
         self._dump: tuple[Any, str] = (None, "")
         self.life: Path | None = None
         """The file of starts and stops, from who writes it."""
-        self._warden: subprocess.Popen[bytes] | None = None
+        self._warden: Beside | None = None
         self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._batches = 0
         self._step_began: float | None = None
@@ -147,9 +149,13 @@ class Watchdog(Callback):
         self._stopping.clear()
         self._now = ("start-up", time.monotonic(), (0, 0, 0))
         self._batches, self._step_began = 0, None
+        NEWS.clear()
         if not self._dump[1]:
             self._dump = stacks.open_dump()
-        self._watch_over()
+        flights.prepare(trainer.strategy.root_device)
+        if trainer.world_size > 1:
+            exit_on_abort()
+        self._warden = Beside(self._self())
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -170,28 +176,16 @@ class Watchdog(Callback):
         self._answered = now = time.monotonic()
         self._heard = {member.rank: (now, self._beat()) for member in members}
         others = [member.address for member in members if member.rank != self._rank]
-        known = {"rank": self._rank, "secret": channel.secret, "addresses": others}
-        self._tell_warden(json.dumps({**known, "file": f"{self._folder}/hang-rank{self._rank}.txt"}))
+        assert self._warden is not None
+        file = f"{self._folder}/hang-rank{self._rank}.txt"
+        self._warden.tell(rank=self._rank, secret=channel.secret, addresses=others, file=file)
         self._tell_of_life()
         self._channel = channel
 
     def _tell_of_life(self) -> None:
         """Where the warden writes how the run ended, if rank 0 can't."""
-        if self._rank == 0 and self.life is not None:
-            self._tell_warden(json.dumps({"life": str(self.life.absolute())}))
-
-    def _watch_over(self) -> None:
-        """Starts this rank's warden."""
-        me = self._self()
-        words = [str(me.pid), me.started, me.dump, f"rank {me.rank} on {me.host}", launched_by(me.host)]
-        with suppress(OSError):
-            self._warden = subprocess.Popen([sys.executable, "-I", "-S", warden.__file__, *words], stdin=subprocess.PIPE)
-
-    def _tell_warden(self, line: str) -> None:
-        if self._warden is not None and self._warden.stdin is not None:
-            with suppress(OSError):
-                self._warden.stdin.write(f"{line}\n".encode())
-                self._warden.stdin.flush()
+        if self._rank == 0 and self.life is not None and self._warden is not None:
+            self._warden.tell(life=str(self.life.absolute()))
 
     def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
         pid = os.getpid()
@@ -208,21 +202,17 @@ class Watchdog(Callback):
         if self._channel is not None and not thread.is_alive():
             self._channel.close()
         if self._warden is not None:
-            self._tell_warden("end")
-            with suppress(subprocess.TimeoutExpired, OSError):
-                self._warden.communicate(timeout=_TICK)
+            self._warden.dismiss(_TICK)
             self._warden = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._channel is not None and isinstance(exception, Exception):
-            if failure.kind(exception) == "lost":
-                failure.await_news()
-            else:  # the others need not wait for the news of a death
-                for member in self._members:
-                    self._channel.send(member.rank, "fails")
+        heard = isinstance(exception, Exception) and failure.kind(exception) == "lost" and NEWS.wait(_NEWS)
+        if isinstance(exception, Exception) and not heard:
+            text = f"rank {self._rank} on {socket.gethostname()} has failed: {failure.in_short(exception)}"
+            self._tell_all("fails", rank=self._rank, text=text)
         self.stop()
 
     # What the thread does --------------------------------------------------------------------------------------------
@@ -241,8 +231,11 @@ class Watchdog(Callback):
             looked = now
             beat = self._beat()
             agent().look()
-            if self._channel is not None:  # how long the warden may hear nothing
-                self._tell_warden(f"{_LAST_RESORT * beat.own:g}")
+            saved = checkpoints_of(self._trainer)
+            if told.due(saved is not None and saved.writing) and not self._stopping.is_set():
+                told.end(self._scene(), self._warden)
+            if self._channel is not None and self._warden is not None:
+                self._warden.allow(_LAST_RESORT * beat.own)
             if self._channel is None:
                 if beat.stuck:
                     self._verdict = Verdict([self._me(beat)])
@@ -271,16 +264,17 @@ class Watchdog(Callback):
         phase, since, at = self._now
         idle, allowed = time.monotonic() - max(since, self._floor), self._allowed(phase)
         own, collective = allowed, False
+        flight = flights.flight(flights.recorded()) if idle > self.at_least else None
         if idle > allowed:  # a closer look, which costs more
             frames = stacks.main_frames()
             if stacks.debugged(frames):
                 allowed = own = math.inf
-            elif stacks.in_collective(frames):
+            elif stacks.in_collective(frames) or (flight and flight.stage == Flight.STARTED):
                 collective = True
             elif stacks.in_checkpoint(frames):
                 phase, own = "checkpoint", max(allowed, self.startup)
         step, epoch = self._trainer.global_step, self._trainer.current_epoch
-        return Heartbeat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective)
+        return Heartbeat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective, flight)
 
     def _listen(self, seconds: float) -> None:
         if self._channel is None:
@@ -303,9 +297,9 @@ class Watchdog(Callback):
             elif message["kind"] == "filled":
                 self._filled.add(message["rank"])
             elif message["kind"] == "died":
-                failure.hear_of_death(message["rank"], message["text"])
+                NEWS.of_death(message["rank"], message["text"])
             elif message["kind"] == "fails":
-                failure.hear()
+                NEWS.of_failure(message["rank"], message["text"])
             elif message["kind"] == "hang":
                 self._verdict = verdict.verdict(message["verdict"])
                 return
@@ -321,10 +315,9 @@ class Watchdog(Callback):
         silent = [rank for rank, seconds in quiet.items() if seconds > _SILENT + between]
         if not silent and any(seconds > 2 * _TICK + between for seconds in quiet.values()):
             return  # not heard any more, or just a datagram that got lost? The next looks will tell
-        last = min(beat.at for _, beat in self._heard.values())
-        behind = [rank for rank, (_, beat) in sorted(self._heard.items()) if beat.at == last]
-        # In the same hook, those that are in a collective wait for those that are not.
-        behind = [rank for rank in behind if not self._heard[rank][1].collective] or behind
+        behind = flights.behind(beats := {rank: beat for rank, (_, beat) in self._heard.items()})
+        if not silent and flights.undecided(beats.values()):
+            return
         if silent or all(self._heard[rank][1].stuck for rank in behind):
             network = "" if silent else self._swallowed()
             guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
@@ -383,14 +376,22 @@ class Watchdog(Callback):
     # The end ---------------------------------------------------------------------------------------------------------
 
     def _end(self, judged: Verdict) -> None:
+        brief = judged.brief() if judged.network else judged
+        if self._warden is not None:
+            self._warden.tell(why=str(brief).splitlines()[0])
+            self._warden.ends()
+        if self._rank == 0 or 0 in judged.silent:
+            self._tell_all("hang", judged.silent, verdict=brief.packed())
+        verdict.end(judged, self._scene())
+
+    def _scene(self) -> Scene:
         me = self._self()
-        told = judged.brief() if judged.network else judged
-        self._tell_warden(json.dumps({"why": str(told).splitlines()[0]}))
-        self._tell_warden("end")
-        if self._channel is not None and (self._rank == 0 or 0 in judged.silent):
-            for _ in range(3):  # a datagram may get lost
-                for other in self._members:
-                    if other.rank != self._rank and other.rank not in judged.silent:
-                        self._channel.send(other.rank, "hang", verdict=told.packed())
-                time.sleep(0.1)
-        verdict.end(judged, Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank))
+        return Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank)
+
+    def _tell_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
+        """Three times: a datagram may get lost."""
+        for _ in range(3 if self._channel is not None else 0):
+            for member in self._members:
+                if self._channel is not None and member.rank not in (self._rank, *but):
+                    self._channel.send(member.rank, kind, **content)
+            time.sleep(0.1)

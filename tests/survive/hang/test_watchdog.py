@@ -58,11 +58,11 @@ def members(folder: Path) -> list[int]:
     return found
 
 
-def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None) -> Ended:
-    """Two ranks; `watch(process)` is called when the training has begun."""
+def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None, ranks: int = 2) -> Ended:
+    """`watch(process)` is called when the training has begun."""
     folder.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
-    words = (*words, "--trainer.devices=2", "--run=hang")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
+    words = (*words, f"--trainer.devices={ranks}", "--run=hang")
     output = folder / "output.txt"
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
@@ -120,6 +120,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "loader": ((*BROKEN, *LOADER), {}),
     "collective": (stuck(where="collective", step=4), {"torchrun": True}),
     "validation": (stuck(where="validation", step=5), {}),
+    "backward": ((*stuck(where="backward", step=4), "--data.global_batch_size=24", "--data.batch_size=8"), {"ranks": 3}),
     "paused": (stuck(step=-1), {"watch": pause_rank_1}),
 }
 
@@ -183,6 +184,14 @@ def test_a_collective_that_the_others_do_not_take_part_in(runs: Runs) -> None:
 
 def test_a_validation_that_hangs(runs: Runs) -> None:
     assert_named(runs["validation"].result(), 1, "validation, step 5", "in sit_and_wait")
+
+
+def test_a_rank_within_the_pass_in_which_the_others_wait_for_it(runs: Runs) -> None:
+    """All main threads are in the backward pass, and no frame tells them apart: torch's flight recorder does."""
+    ended = runs["backward"].result()
+    assert_named(ended, 1, "backward and gradient sync, step 4", "in sit_and_wait")
+    assert "ranks wait for each other" not in ended.output
+    assert f"Waiting for it: rank 0 on {HOST} and 1 more in: backward and gradient sync" in ended.output
 
 
 def test_a_rank_that_is_stopped_for_a_while(runs: Runs) -> None:

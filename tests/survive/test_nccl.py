@@ -1,0 +1,113 @@
+"""What NCCL does to ranks, without a GPU: connections that can't be closed, and a thread that aborts the process."""
+
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from project.survive import failure
+from tests.conftest import environment, since_struck, took
+from tests.survive.test_failure import deaf
+
+HOST = socket.gethostname()
+RANK = "import ctypes, os, signal, sys, threading\nfrom project.survive.abort import exit_on_abort\nexit_on_abort()\n"
+
+
+class Group:
+    """A group whose abort is noted."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """This process is connected by NCCL, and `destroy_process_group` would wait for ever."""
+    found, never = Group(), threading.Event()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=found))
+    monkeypatch.setattr(dist, "destroy_process_group", never.wait)
+    monkeypatch.setattr(failure, "_closing", [])
+    monkeypatch.setattr(failure, "_failed", threading.Event())
+    monkeypatch.setattr(failure, "_FIRST", 0.1)
+    monkeypatch.setattr(failure, "_SECOND", 0.1)
+    return found
+
+
+def test_where_the_run_has_failed_connections_are_aborted_once_and_not_destroyed(group: Group) -> None:
+    assert failure.report_error(KeyError("this device is broken"), 1, "h1") == 1
+    assert group.aborted == 1
+    assert not failure.hang_up(0.1)  # the process is to end at once
+    assert group.aborted == 1
+
+
+def test_where_it_has_not_they_are_destroyed(group: Group) -> None:
+    assert not failure.hang_up(0.1)
+    assert group.aborted == 0
+
+
+def ended(program: str, **extra: str) -> int:
+    def with_core_dumps() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+
+    done = subprocess.run(
+        [sys.executable, "-c", RANK + program], env=environment(**extra), preexec_fn=with_core_dumps, timeout=60
+    )
+    return done.returncode
+
+
+WAITS = "; os.read(os.pipe()[0], 1)"
+LOCKED = "; ctypes.PyDLL(None).pause()"  # with Python's lock held: no Python code can run any more
+
+
+@pytest.mark.parametrize("wait", [WAITS, LOCKED])
+def test_a_thread_that_aborts_ends_its_process_with_a_code_and_without_a_core_dump(
+    tmp_path: Any, wait: str, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    abort = "threading.Timer(0.5, ctypes.CDLL(None).abort).start()"
+    if wait == LOCKED:  # in a handler of C's, as no thread of Python's could
+        abort = (
+            "ctypes.CDLL(None).alarm(1); ctypes.CDLL(None).signal(14, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p))"
+        )
+    assert ended(abort + wait) == 75
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_it_forks_is_killed_by_the_signal_as_ever() -> None:
+    forks = "child = os.fork()\nif not child: os.abort()\nsys.exit(os.WTERMSIG(os.waitpid(child, 0)[1]))"
+    assert ended(forks) == signal.SIGABRT
+
+
+def test_another_handler_stays() -> None:
+    assert ended("os.abort()", PYTHONFAULTHANDLER="1") == -signal.SIGABRT
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("launcher", "on"), [("python", 0), ("python", 1), ("torchrun", 1)])
+def test_a_rank_that_aborts_is_named_and_all_end_with_75(cli: Any, launcher: str, on: int) -> None:
+    launched = {"torchrun": 3} if launcher == "torchrun" else {}
+    run = cli(*deaf(rank=on, how="abort"), *([] if launched else ["--trainer.devices=3"]), timeout=60, **launched)
+    seconds = since_struck(run.folder)
+    took(f"rank {on} of 3 aborts, and the others wait for a device, {launcher}: all have ended after", seconds)
+    aborted = f"rank {on} on {HOST} was ended by SIGABRT: NCCL or another library gave up."
+    assert aborted in run.output
+    assert run.code == (1 if launched else 75)  # torchrun's own
+    if on == 1:
+        assert run.output.count(f"[rank 0, {HOST}] lost another rank: {aborted}") == 1
+    if launched:
+        assert "exitcode  : 75" in run.output
+        assert "exitcode  : -6" not in run.output
+    assert seconds < 10
