@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -52,7 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, what takes long is left out, unless it was asked for by its file or its name."""
+    """What needs a GPU is skipped without one. Without --all, what takes long is left out, unless it was asked for by its
+    file or its name.
+    """
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none here: scripts/gpu_check runs it on one"))
     asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
     if config.getoption("--all") or config.getoption("--faults") or asked:
         return

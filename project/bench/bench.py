@@ -1,7 +1,8 @@
 """The benchmark: our training against the loop of project/bench/plain_ddp.py, with the same network, batch and ranks.
 
-Three programs take turns for each number of ranks: the plain loop, ours in fp32 with the plain loop's memory format, and ours
-as the config has it. Two more show what the framework alone costs, and two loaders what the data alone does.
+Programs take turns for each number of ranks: the plain loop in fp32, ours in fp32 with the plain loop's memory format, and ours
+as the config has it; where that computes in 16 bits, the plain loop does so beside it. Two more show what the framework alone
+costs, and two loaders what the data alone does.
 """
 
 import os
@@ -16,12 +17,21 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from project.bench.clock import clock
 from project.bench.interleaved import Measured, Program, interleaved
 from project.bench.worker import load
+from project.errors import UserError
 
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
 PLAIN_LOOP = Path(__file__).with_name("plain_ddp.py")
 _FRAMEWORK_STEPS = 60  # times as many as of the real thing: they are short
+_LEAST = 0.5  # seconds of a turn: five steps of a GPU are over in ten milliseconds
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def plain_in(precision: str) -> str:
+    """What the plain loop is called in the table."""
+    return f"{PLAIN} in {precision}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Comparison:
     turns: int
     steps: int
 
-    def plain(self, ranks: int, *words: str) -> Program:
+    def plain(self, ranks: int, precision: str, *words: str, name: str | None = None) -> Program:
         command = (
             sys.executable,
             "-m",
@@ -46,10 +56,11 @@ class Comparison:
             str(PLAIN_LOOP),
             "--epochs=1000000",
             f"--size={self.images}",
+            f"--precision={precision}",
             *words,
         )
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())} if ranks > 1 else {}
-        return Program(PLAIN, ranks, (command,) * ranks, {**self._environment(ranks), **rendezvous})
+        return Program(name or plain_in(precision), ranks, (command,) * ranks, {**self._environment(ranks), **rendezvous})
 
     def ours(self, name: str, ranks: int, *words: str) -> Program:
         command = (
@@ -73,7 +84,7 @@ class Round:
     ranks: int
     batch_size: int
     programs: dict[str, Measured]
-    peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of this machine, by data type
+    peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of this machine, by precision
 
     def speed(self, name: str) -> float:
         """Samples a second."""
@@ -81,30 +92,39 @@ class Round:
 
 
 def training(comparison: Comparison, ranks: int, dtypes: Sequence[torch.dtype]) -> Round:
-    batch, workers = f"{comparison.batch_size}", f"{comparison.workers(ranks)}"
-    programs = [
-        comparison.plain(ranks, "--batch-size", batch, "--workers", workers),
-        comparison.ours(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false"),
-        comparison.ours(OURS, ranks),
-    ]
-    peaks: dict[str, list[float]] = {str(dtype).removeprefix("torch."): [] for dtype in dtypes}
+    """Measures on so many ranks; `dtypes` are fp32 and, where the config computes in another, that."""
+    precisions = [_SHORT[dtype] for dtype in dtypes]
+    words = ("--batch-size", f"{comparison.batch_size}", "--workers", f"{comparison.workers(ranks)}")
+    plain = [comparison.plain(ranks, precision, *words) for precision in precisions]
+    same = comparison.ours(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false")
+    programs = [plain[0], same, *plain[1:], comparison.ours(OURS, ranks)]
+    peaks: dict[str, list[float]] = {precision: [] for precision in precisions}
 
     def product() -> None:
         for dtype in dtypes:
-            peaks[str(dtype).removeprefix("torch.")].append(peak(dtype))
+            peaks[_SHORT[dtype]].append(peak(dtype))
 
-    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps, product)
+    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps, product, _LEAST)
+    compute_alike(measured)
     return Round(ranks, comparison.batch_size, measured, {name: max(values) for name, values in peaks.items()})
+
+
+def compute_alike(measured: dict[str, Measured]) -> None:
+    """Refuses to compare TF32 with fp32."""
+    ways = {str(one.fp32): name for name, one in measured.items()}
+    if len(ways) > 1:
+        said = "; ".join(f"{name}: {way}" for way, name in ways.items())
+        raise UserError(f"The programs compute otherwise in fp32, so their speeds don't compare: {said}.")
 
 
 def framework(comparison: Comparison, ranks: int) -> Round:
     """A network that is nothing, on images that are nothing: what is left of a step."""
     small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.crop_padding=0")
     programs = [
-        comparison.plain(ranks, "--trivial", "--batch-size=2"),
+        comparison.plain(ranks, "fp32", "--trivial", "--batch-size=2", name=PLAIN),
         comparison.ours(OURS, ranks, "--model.network=project.bench.worker.Trivial", "--trainer.precision=32-true", *small),
     ]
-    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps * _FRAMEWORK_STEPS)
+    measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps * _FRAMEWORK_STEPS, None, _LEAST)
     return Round(ranks, 2, measured)
 
 
@@ -146,18 +166,29 @@ def _pace(batches: Iterator[int], seconds: float = 0.5) -> float:
 
 
 def peak(dtype: torch.dtype, repeats: int = 3) -> float:
-    """FLOP/s of a matrix product, on all of this machine's cores or on its first GPU; the best of a few."""
+    """FLOP/s of a matrix product, on all of this machine's cores or on its first GPU; the best of a few.
+
+    On a GPU several are timed in a row, so that the time of a launch and of a wait is in none of them; and where convolutions
+    may compute in TF32 this product does, too, or the share that is taken of it could be more than the whole.
+    """
     cuda = torch.cuda.is_available()
-    size = 8192 if cuda else 2048
-    left, right = (torch.randn(size, size, device="cuda" if cuda else "cpu").to(dtype) for _ in range(2))
+    size, row, device = (8192, 10, "cuda") if cuda else (2048, 1, "cpu")
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times, before = clock(), torch.get_float32_matmul_precision()
     best = float("inf")
-    for number in range(repeats + 1):
-        start = time.perf_counter()
-        torch.mm(left, right)
-        if cuda:
-            torch.cuda.synchronize()
-        if number:
-            best = min(best, time.perf_counter() - start)
+    if cuda and torch.backends.cudnn.allow_tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        for number in range(repeats + 1):
+            start = times.now()
+            for _ in range(row):
+                torch.mm(left, right)
+            end = times.now()
+            times.wait(end)
+            if number:
+                best = min(best, times.seconds(start, end) / row)
+    finally:
+        torch.set_float32_matmul_precision(before)
     return 2 * size**3 / best
 
 
@@ -170,6 +201,7 @@ def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float
         "training": [_training_results(one, comparison.flops) for one in rounds],
         "framework": {
             "ranks": alone.ranks,
+            "steps": {name: value.steps for name, value in alone.programs.items()},
             "us_a_step": {name: 1e6 * value.step for name, value in alone.programs.items()},
             "us_more": [
                 1e6 * (ours - plain)
@@ -187,18 +219,25 @@ def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float
 
 
 def _training_results(one: Round, flops: float) -> dict[str, Any]:
+    found = {
+        name: {
+            "samples_per_s": [one.batch_size * one.ranks / value for value in measured.seconds],
+            "steps": measured.steps,
+            "ratio": measured.against(one.programs[plain_in("fp32")]),
+            "cpu_s_per_1000": 1e3 * median(measured.cpu) / (one.batch_size * one.ranks),
+            "peak_memory": measured.memory,
+            "phases_ms": {phase: 1e3 * value for phase, value in measured.phases.items()},
+            "flops": flops * one.speed(name),
+        }
+        for name, measured in one.programs.items()
+    }
+    # Like beside like: ours as the config has it against the plain loop in its precision.
+    for precision in (name for name in one.peaks if name != "fp32"):
+        for name in (plain_in(precision), OURS):
+            found[name][f"ratio_in_{precision}"] = one.programs[name].against(one.programs[plain_in(precision)])
     return {
         "ranks": one.ranks,
+        "fp32": one.programs[OURS].fp32,
         "peak_flops": one.peaks,
-        "programs": {
-            name: {
-                "samples_per_s": [one.batch_size * one.ranks / value for value in measured.seconds],
-                "ratio": measured.against(one.programs[PLAIN]),
-                "cpu_s_per_1000": 1e3 * median(measured.cpu) / (one.batch_size * one.ranks),
-                "peak_memory": measured.memory,
-                "phases_ms": {phase: 1e3 * value for phase, value in measured.phases.items()},
-                "flops": flops * one.speed(name),
-            }
-            for name, measured in one.programs.items()
-        },
+        "programs": found,
     }

@@ -1,12 +1,13 @@
 """Programs that train in turns, one at a time, on a machine that is otherwise still: A B A B ... in one call."""
 
 import json
+import math
 import os
 import signal
 import socket
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class Measured:
     cpu: list[float] = field(default_factory=list)  # processor seconds a step, of all its processes
     phases: dict[str, float] = field(default_factory=dict)  # seconds a step, mean over the ranks
     memory: int = 0  # bytes at the peak, of all its processes
+    steps: int = 0  # in a turn
+    fp32: dict[str, Any] = field(default_factory=dict)  # how it computes in fp32
 
     @property
     def step(self) -> float:
@@ -79,15 +82,15 @@ class Running:
                     )
                 )
 
-    def ready(self) -> None:
-        """Until all its ranks have taken their first step."""
+    def ready(self) -> dict[str, Any]:
+        """Waits until all its ranks have taken their first step, and says how they compute in fp32."""
         self._door.settimeout(0.2)
         while len(self._lines) < self._ranks:
             with suppress(TimeoutError):
                 self._lines.append(self._door.accept()[0].makefile("rw"))
             if any(process.poll() is not None for process in self._processes):
                 self._complain()
-        self._hear()
+        return dict(self._hear()[0]["fp32"])
 
     def turn(self, steps: int, phases: bool = False) -> dict[str, Any]:
         before = self._cpu()
@@ -156,23 +159,44 @@ class Running:
         self._place.cleanup()
 
 
-def interleaved(programs: Sequence[Program], folder: Path, turns: int, steps: int, between: Any = None) -> dict[str, Measured]:
-    """Starts them one after the other, leaves a turn of each out as its warm-up, and lets them take turns."""
+def _warm_up(program: Running, steps: int, least: float) -> int:
+    """Leaves turns out until one lasts long enough: so many steps it takes. The first steps may be slow, as they compile."""
+    while (seconds := steps * program.turn(steps)["seconds"]) < least:
+        steps = math.ceil(steps * min(1.2 * least / seconds, 10))
+    return steps
+
+
+def interleaved(
+    programs: Sequence[Program],
+    folder: Path,
+    turns: int,
+    steps: int,
+    between: Callable[[], None] | None = None,
+    least_seconds: float = 0.0,
+) -> dict[str, Measured]:
+    """Starts them one after the other, leaves a turn of each out as its warm-up, and lets them take turns.
+
+    Args:
+        steps: in a turn, at least.
+        between: called after each round.
+        least_seconds: that a turn lasts; a program whose steps are shorter takes more of them.
+    """
     measured = {program.name: Measured() for program in programs}
     with ExitStack() as stack:
         running = []
         for program in programs:  # one at a time: several that start at once would only be in each other's way
             running.append(stack.enter_context(Running(program, folder)))
-            running[-1].ready()
-        for number in range(turns + 1):
+            measured[program.name].fp32 = running[-1].ready()
+        for one in running:
+            measured[one.name].steps = _warm_up(one, steps, least_seconds)
+        for _ in range(turns):
             for one in running:
-                turn = one.turn(steps)
-                if number:
-                    measured[one.name].seconds.append(turn["seconds"])
-                    measured[one.name].cpu.append(turn["cpu"])
+                turn = one.turn(measured[one.name].steps)
+                measured[one.name].seconds.append(turn["seconds"])
+                measured[one.name].cpu.append(turn["cpu"])
             if between is not None:
                 between()
         for one in running:  # apart from the others, because to look is to disturb
-            measured[one.name].phases = one.turn(steps, phases=True)["phases"]
+            measured[one.name].phases = one.turn(measured[one.name].steps, phases=True)["phases"]
             measured[one.name].memory = one.memory()
     return measured

@@ -1,16 +1,16 @@
 """Where the time of a step goes, seen from outside: the same marks in our training and in the plain loop."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from project.bench.clock import Clock, clock
 from project.data.dealing import DealtLoader
 
 NAMES = ("data", "copy", "forward", "backward", "sync", "optimiser", "logging")
@@ -48,39 +48,71 @@ def _answers(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
+class LastGradient:
+    """Finds out in one step which parameter's gradient comes last, so that in all others only that one is heard."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+        self._hooks: list[Any] = []
+        self._hooks.append(nn.modules.module.register_module_forward_pre_hook(self._begins))
+
+    def _begins(self, module: nn.Module, inputs: Any) -> None:
+        """The first module that learns is the whole network. A metric is a module, too, and so is the twin without values by
+        which operations are counted."""
+        learning = [one for one in module.parameters() if one.requires_grad and not one.is_meta]
+        if learning:
+            self.end()
+            self._hooks = [one.register_post_accumulate_grad_hook(self._note) for one in learning]  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._last = parameter
+
+    def end(self) -> Tensor | None:
+        """The parameter, after that step."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        return self._last
+
+
 class Phases:
-    """Seconds that this process spends in each phase, from now until `end`.
+    """Seconds that this process spends in each phase, from now until `end`; on a GPU, that the GPU does.
 
     A phase lasts from one mark to the next: the loader is asked and answers (data), the network begins (copy, which is the
     way to the device and what is done there first), the backward pass begins (forward, with the loss), the last gradient is
     there (backward), DDP has summed it up (sync), the optimiser is through (optimiser); the rest, until the loader is asked
-    again, is for logging, metrics and whatever a framework does. On a GPU every mark waits for the device.
+    again, is for logging, metrics and whatever a framework does. A step that is replayed from a CUDA graph calls nothing that
+    could be marked: all of it is in the last phase.
+
+    Args:
+        last_gradient: the parameter whose gradient comes last, from `LastGradient`.
+        clock_: what a mark notes; nobody waits for the device before `end`.
     """
 
-    def __init__(self) -> None:
-        self._spent: dict[str, float] = defaultdict(float)
-        self._now = time.perf_counter()
+    def __init__(self, last_gradient: Tensor | None, clock_: Clock | None = None) -> None:
+        self._clock = clock_ or clock()
+        self._marks: list[tuple[str, Any]] = []
         self._undo: list[Callable[[], None]] = []
-        self._deep, self._hooked = 0, False
-        self._watch()
+        self._deep = 0
+        self._watch(last_gradient)
+        self.mark("")
 
     def end(self) -> dict[str, float]:
         self.mark("logging")
         for undo in reversed(self._undo):
             undo()
-        return {name: self._spent[name] for name in NAMES}
+        self._clock.wait(self._marks[-1][1])  # the only time, and the turn is over
+        spent: dict[str, float] = defaultdict(float)
+        for (_, start), (phase, end) in pairwise(self._marks):
+            spent[phase] += self._clock.seconds(start, end)
+        return {name: spent[name] for name in NAMES}
 
     def mark(self, phase: str) -> None:
         """What was since the last mark was this."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self._spent[phase] += now - self._now
-        self._now = now
+        self._marks.append((phase, self._clock.now()))
 
-    def _watch(self) -> None:
+    def _watch(self, last_gradient: Tensor | None) -> None:
         _measuring.append(self)
-        self._around(torch.Tensor, "backward", "forward", "sync")
+        self._around(Tensor, "backward", "forward", "sync")
         networks = nn.modules.module
         self._undo += [
             partial(_measuring.remove, self),
@@ -88,6 +120,9 @@ class Phases:
             networks.register_module_forward_hook(self._end_forward, always_call=True).remove,
             register_optimizer_step_post_hook(lambda *_: self.mark("optimiser")).remove,
         ]
+        if last_gradient is not None:
+            there = last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))  # type: ignore[no-untyped-call]
+            self._undo.append(there.remove)
 
     def _around(self, owner: Any, name: str, before: str, after: str) -> None:
         """Marks where a method begins and ends."""
@@ -106,11 +141,6 @@ class Phases:
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._deep:
             self.mark("copy")
-            if not self._hooked:
-                self._hooked = True
-                for parameter in module.parameters():  # whichever gradient comes last
-                    hook = parameter.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))  # type: ignore[no-untyped-call]
-                    self._undo.append(hook.remove)
         self._deep += 1
 
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:

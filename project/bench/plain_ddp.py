@@ -94,7 +94,8 @@ def train(args: argparse.Namespace, network: nn.Module, after_step=lambda: None)
         model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
-    scaler = torch.amp.GradScaler("cuda", enabled=cuda)
+    lower = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     for epoch in range(args.epochs):
         if isinstance(loader.sampler, DistributedSampler):
@@ -104,7 +105,7 @@ def train(args: argparse.Namespace, network: nn.Module, after_step=lambda: None)
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", enabled=cuda):
+            with torch.autocast(device.type, dtype=lower, enabled=lower is not None):
                 logits = model(images)
                 loss = F.cross_entropy(logits, labels)
             scaler.scale(loss).backward()
@@ -130,6 +131,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=64, help="of each process")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.01)
+    usual = "fp16" if torch.cuda.is_available() else "fp32"
+    parser.add_argument(
+        "--precision", choices=["fp32", "fp16", "bf16"], default=usual, help="of the network; here: %(default)s"
+    )
     return parser
 
 

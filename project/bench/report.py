@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 _COLOURS = {"plain": "#9aa0a6", "ours in fp32": "#7aa6da", "ours": "#1a5fb4"}
+_UNSEEN = ("copy", "forward", "backward", "sync", "optimiser")  # of a step that is replayed from a CUDA graph
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -26,15 +27,24 @@ def show(results: dict[str, Any], console: Console) -> None:
             table.add_column(name, justify="right")
         rows: dict[str, list[str]] = {
             "samples/s": [spread(each["samples_per_s"], ",.0f") for each in programs.values()],
-            "times the plain loop": [spread(each["ratio"], ".2f") for each in programs.values()],
+            "times the plain loop in fp32": [spread(each["ratio"], ".2f") for each in programs.values()],
+            **{
+                f"times the plain loop in {precision}": [
+                    spread(each[f"ratio_in_{precision}"], ".2f") if f"ratio_in_{precision}" in each else ""
+                    for each in programs.values()
+                ]
+                for precision in one["peak_flops"]
+                if precision != "fp32"
+            },
+            "steps a turn": [f"{each['steps']:,}" for each in programs.values()],
             "CPU seconds per 1,000 samples": [f"{each['cpu_s_per_1000']:.2f}" for each in programs.values()],
             "peak memory": [f"{each['peak_memory'] / 2**30:.2f} GiB" for each in programs.values()],
             "TFLOP/s": [f"{each['flops'] / 1e12:.3f}" for each in programs.values()],
         }
-        for dtype, flops in one["peak_flops"].items():
-            rows[f"share of a {dtype} matrix product"] = [f"{each['flops'] / flops:.0%}" for each in programs.values()]
+        for precision, flops in one["peak_flops"].items():
+            rows[f"share of a matrix product in {precision}"] = [f"{each['flops'] / flops:.0%}" for each in programs.values()]
         for phase in next(iter(programs.values()))["phases_ms"]:
-            rows[f"  {phase}, ms a step"] = [f"{each['phases_ms'][phase]:.2f}" for each in programs.values()]
+            rows[f"  {phase}, ms a step"] = [_phase(each["phases_ms"], phase) for each in programs.values()]
         for name, cells in rows.items():
             table.add_row(name, *cells)
         console.print(table)
@@ -57,6 +67,14 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def _colour(name: str) -> str:
+    return _COLOURS.get(name, _COLOURS["plain"])
+
+
+def _phase(spent: dict[str, float], phase: str) -> str:
+    return "in logging" if phase in _UNSEEN and not spent["forward"] else f"{spent[phase]:.2f}"
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """Bars: samples a second of each program, for each number of ranks."""
     bars = [
@@ -77,7 +95,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         low, high = (left + width * value / longest for value in (min(values), max(values)))
         lines += [
             f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{label}</text>',
-            f'<rect x="{left}" y="{top}" width="{width * at / longest:.0f}" height="18" fill="{_COLOURS[name]}"/>',
+            f'<rect x="{left}" y="{top}" width="{width * at / longest:.0f}" height="18" fill="{_colour(name)}"/>',
             f'<line x1="{low:.0f}" x2="{high:.0f}" y1="{top + 9}" y2="{top + 9}" stroke="black"/>',
             f'<text x="{left + width + 8}" y="{top + 14}">{at:,.0f}  ({median(ratios):.2f} x)</text>',
         ]

@@ -19,9 +19,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from project.bench.phases import Phases, watch_loaders
+from project.bench.phases import LastGradient, Phases, watch_loaders
 
 SOCKET = "BENCH_SOCKET"
+
+
+def fp32() -> dict[str, str | bool]:
+    """How this process computes in fp32; TF32 is several times as fast, and less exact."""
+    return {"products": torch.get_float32_matmul_precision(), "tf32 in convolutions": torch.backends.cudnn.allow_tf32}
 
 
 class Worker:
@@ -33,6 +38,8 @@ class Worker:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(path)
             self._lines = connection.makefile("rw")
+            self._first_step: LastGradient | None = LastGradient()
+        self._last_gradient: torch.Tensor | None = None
         self._left, self._start = 0, 0.0
         self._phases: Phases | None = None
 
@@ -42,13 +49,16 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a turn is over when the device is
         told = {"seconds": time.perf_counter() - self._start, "phases": {}}
+        if self._first_step is not None:
+            self._last_gradient, self._first_step = self._first_step.end(), None
+            told["fp32"] = fp32()
         if self._phases is not None:
             told["phases"], self._phases = self._phases.end(), None
         self._say(told)
         wanted = json.loads(self._lines.readline())
         self._left = wanted["steps"]
         if wanted["phases"]:
-            self._phases = Phases()
+            self._phases = Phases(self._last_gradient)
         self._start = time.perf_counter()
 
     def _goes_on(self) -> bool:

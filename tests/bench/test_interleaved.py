@@ -39,6 +39,17 @@ def test_one_after_the_other_in_each_round(tmp_path):
     assert measured["b"].step > measured["a"].step
     assert all(ratio > 1 for ratio in measured["a"].against(measured["b"]))
     assert measured["a"].memory > 2**20
+    assert measured["a"].fp32 == {"products": "highest", "tf32 in convolutions": True}  # torch's own defaults
+
+
+def test_a_turn_lasts_long_enough(tmp_path):
+    """Five steps of a GPU are over in ten milliseconds: the warm-up finds out how many each program takes."""
+    measured = interleaved([program("a", 0.0), program("b", 0.02)], tmp_path, turns=2, steps=2, least_seconds=0.3)
+    for one in measured.values():
+        assert min(one.seconds) * one.steps > 0.2
+    assert measured["b"].steps < 30 < measured["a"].steps
+    long = interleaved([program("b", 0.2)], tmp_path, turns=1, steps=2, least_seconds=0.3)
+    assert long["b"].steps == 2  # these last long enough as they are
 
 
 def test_a_program_that_ends_is_shown(tmp_path):

@@ -91,7 +91,7 @@ def test_with_a_fused_optimiser_nobody_waits_for_the_device_in_fp16_either(tmp_p
     assert operators.count.get("_local_scalar_dense", 0) <= LAST - FIRST  # 2 a step, where the optimiser is not fused
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("num_workers", [0, "auto"])
 def test_the_host_never_waits_for_a_gpu_between_log_points(tmp_path, precision, num_workers):

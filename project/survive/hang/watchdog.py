@@ -35,7 +35,6 @@ from project.survive.hang.leaving import Scene
 from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.warden import started
 from project.survive.news import NEWS
-from project.survive.orphans import launched_by
 from project.train.capture import Kind
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,251 @@
+"""The checks of scripts/gpu_check, each a function. gpu.py runs each in a process and a folder of its own:
+
+    python scripts/measure/gpu_checks.py NAME cuda      prints what it found as JSON, in its last line
+
+Every fact comes from a program of this project that was started as a user would. `cpu` in place of `cuda` takes the same ways
+on a small scale, and says nothing about a GPU.
+"""
+
+import gzip
+import json
+import os
+import pickle
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from gpu_speed import BAD, OK, ROOT, Found, against_plain, share_of_peak
+
+SMALL = (
+    *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=512", "--data.num_workers=0"),
+    *("--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1", "--data.global_batch_size=16"),
+    *("--data.batch_size=8", "--watchdog.at_least=6"),
+)
+"""configs/ddp.yaml on a CPU, in seconds."""
+
+
+@dataclass
+class Done:
+    """A program that has ended."""
+
+    code: int
+    said: str
+    seconds: float
+
+
+def start(*command: str) -> Done:
+    """A program, in this check's folder; what it says is shown, too."""
+    begun = time.monotonic()
+    path = os.pathsep.join((str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(f"$ {' '.join(command)}\n{process.stdout}(exit code {process.returncode})", flush=True)
+    return Done(process.returncode, process.stdout, time.monotonic() - begun)
+
+
+def project(*words: str) -> Done:
+    return start(sys.executable, "-m", "project", *words)
+
+
+def fit(on: str, run: str, *words: str, ranks: int = 1) -> Done:
+    """A training by configs/ddp.yaml that never logs within the steps that are looked at."""
+    place = ("--trainer.accelerator=gpu",) if on == "cuda" else ("--trainer.accelerator=cpu", *SMALL)
+    fixed = (f"--config={ROOT}/configs/ddp.yaml", f"--run={run}", f"--trainer.devices={ranks}", "--trainer.max_steps=60")
+    quiet = ("--trainer.log_every_n_steps=1000", "--trainer.limit_val_batches=0")
+    return project("fit", *fixed, *quiet, *place, *words)
+
+
+def callback(name: str, **settings: Any) -> str:
+    return "--trainer.callbacks+=" + json.dumps({"class_path": f"gpu_probes.{name}", "init_args": settings})
+
+
+def last_line(done: Done) -> str:
+    lines = [line for line in done.said.strip().splitlines() if line.strip()]
+    return lines[-1][-200:] if lines else f"exit code {done.code}, and not a word"
+
+
+# 1: what there is ----------------------------------------------------------------------------------------------------
+
+
+def environment(on: str) -> Found:
+    import torch
+
+    found: dict[str, Any] = {
+        "host": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "torchvision", "lightning", "numpy")},
+        "cuda": torch.version.cuda,
+    }
+    if on == "cpu":
+        return Found(OK, f"{found['cores']} cores, torch {found['torch']}", found)
+    count = torch.cuda.device_count()
+    found["devices"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
+    found["capability"] = [list(torch.cuda.get_device_capability(number)) for number in range(count)]
+    found["peers"] = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    found["cudnn"] = torch.backends.cudnn.version()
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    questions = {"driver": ("--query-gpu=driver_version", "--format=csv,noheader"), "links": ("topo", "-m")}
+    for key, words in questions.items():
+        with suppress(OSError):
+            found[key] = start("nvidia-smi", *words).said.strip()
+    product = torch.randn(256, 256, device="cuda") @ torch.eye(256, device="cuda")  # does the driver fit this torch?
+    computes = bool(product.isfinite().all())
+    name = torch.cuda.get_device_name()
+    figure = f"{count} x {name}, driver {found.get('driver', 'unknown').splitlines()[0]}, NCCL {found.get('nccl', 'none')}"
+    return Found(OK if computes else BAD, figure, found)
+
+
+# 2: the tests that need a GPU ----------------------------------------------------------------------------------------
+
+
+def gpu_tests(on: str) -> Found:
+    words = ("-m", "gpu", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"{ROOT}/tests")
+    done = start(sys.executable, "-m", "pytest", "--all", *words)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))}
+    # Tests that are skipped leave the exit code 0, and have shown nothing.
+    fine = done.code == 0 and counts.get("passed", 0) > 0 and not counts.get("skipped")
+    return Found(OK if fine else BAD, ", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done))
+
+
+# 3: a run, and whether the host waits --------------------------------------------------------------------------------
+
+
+def fits(on: str, precision: str) -> Found:
+    """Within one epoch, at whose end the host waits, and without progress lines, which read the loss."""
+    long = ("--data.source.init_args.train_size=16384", "--trainer.enable_progress_bar=false")
+    done = fit(on, "it", f"--trainer.precision={precision}", *long, callback("NoWaits"))
+    looked = Path("looked.json")
+    if done.code or not looked.exists():
+        return Found(BAD, last_line(done))
+    seen = json.loads(looked.read_text())
+    right = seen["device"].startswith(on) and seen["steps"] == 30 and f"instead of {precision}" not in done.said
+    waits = "no wait" if on == "cuda" else "whether it waits can't be seen on a CPU;"
+    return Found(OK if right else BAD, f"{waits} in {seen['steps']} steps on {seen['device']}", seen)
+
+
+# 4: to the last bit --------------------------------------------------------------------------------------------------
+
+
+def same(*runs: str) -> Found:
+    done = project("same", *runs)
+    return Found(OK if done.code == 0 else BAD, next(iter(done.said.splitlines()), "nothing was said")[:100])
+
+
+def twice(on: str) -> Found:
+    for run in ("one", "other"):
+        if (done := fit(on, run)).code:
+            return Found(BAD, last_line(done))
+    return same("one", "other")
+
+
+def resumed(on: str) -> Found:
+    """Saved every 10 steps and killed after 25: steps 21 to 25 are computed twice. Compared with a run that went through."""
+    if (done := fit(on, "whole")).code:
+        return Found(BAD, last_line(done))
+    words = ("--checkpoints.every_n_steps=10", callback("Fault", step=25))
+    killed, again = fit(on, "killed", *words), fit(on, "killed", *words)
+    if killed.code != -9 or again.code:
+        return Found(BAD, f"killed: exit code {killed.code}, resumed: {again.code}: {last_line(again)}")
+    if "Goes on from" not in again.said:
+        return Found(BAD, "it did not go on from a checkpoint")
+    return same("whole", "killed")
+
+
+def exact(on: str) -> Found:
+    for ranks in (1, 2):
+        if (done := fit(on, f"on-{ranks}", "--trainer.exact=true", ranks=ranks)).code:
+            return Found(BAD, last_line(done))
+    return same("on-1", "on-2")
+
+
+# 5: profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profile(on: str) -> Found:
+    done = fit(on, "it", "--profile.step=20", "--profile.steps=3", "--profile.memory=true")
+    if done.code:
+        return Found(BAD, last_line(done))
+    folder = Path("lightning_logs/it/profiles")
+    (trace,) = folder.glob("*.json.gz")
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if on == "cuda" else ("cpu_op",)
+    count = sum(event.get("cat") in wanted for event in events)
+    seen = {"events": count, "files": sorted(one.name for one in folder.iterdir())}
+    figure = f"{count:,} {'device' if on == 'cuda' else 'CPU'} events in 3 steps"
+    if on == "cuda":
+        snapshots = [pickle.loads(one.read_bytes()) for one in folder.glob("*.pickle")]  # this run has just written it
+        segments = sum(len(one.get("segments", ())) for one in snapshots)
+        figure += f", a memory snapshot of {segments} segments"
+        count = min(count, segments)
+    return Found(OK if count else BAD, figure, seen)
+
+
+# 6: failures on two --------------------------------------------------------------------------------------------------
+
+
+BLAMED = {
+    "kill": "rank 1 on {host} was killed by signal 9",
+    "hang": "The run hangs: rank 1 on {host}",
+    "abort": "lost another rank: rank 1 on {host}",
+}
+
+
+def fault(on: str, how: str, code: int | None, within: float) -> Found:
+    """Rank 1 of 2 breaks: the run ends in time, with this code (None: any but 0), and says which rank it was, and no other."""
+    words = ("--watchdog.at_least=10", "--trainer.max_steps=100000", "--trainer.max_epochs=100000")
+    done = fit(on, "it", callback("Fault", rank=1, how=how), *words, ranks=2)
+    struck, host = Path("struck"), socket.gethostname()
+    if not struck.exists():
+        return Found(BAD, f"the fault was not reached: {last_line(done)}")
+    seconds = time.time() - float(struck.read_text())
+    named = BLAMED[how].format(host=host) in done.said and f"The run hangs: rank 0 on {host}" not in done.said
+    right = done.code == code if code is not None else done.code != 0
+    state = OK if named and right and seconds <= within else BAD
+    return Found(state, f"rank 1 {'named' if named else 'not named'}, exit code {done.code}, {seconds:.0f} s")
+
+
+# 7: the doctor -------------------------------------------------------------------------------------------------------
+
+
+def doctor(on: str) -> Found:
+    place = ("--trainer.accelerator=gpu",) if on == "cuda" else ("--trainer.accelerator=cpu", *SMALL)
+    done = project("doctor", f"--config={ROOT}/configs/ddp.yaml", *place)
+    rows = re.findall(r"^│ (\S.*?) +│ (good|warning|bad) ", done.said, re.MULTILINE)
+    not_good = [f"{name}: {verdict}" for name, verdict in rows if verdict != "good"]
+    return Found(OK if done.code == 0 and rows else BAD, f"exit code {done.code}; {', '.join(not_good) or 'all is good'}")
+
+
+CHECKS: dict[str, Callable[[str], Found]] = {
+    "environment": environment,
+    "fit in 32-true": lambda on: fits(on, "32-true"),
+    "fit in 16-mixed": lambda on: fits(on, "16-mixed"),
+    "fit in bf16-mixed": lambda on: fits(on, "bf16-mixed"),
+    "speed at 64": against_plain,
+    "speed at 1,024": lambda on: share_of_peak(on, "none", *(("default",) if on == "cuda" else ())),
+    "GPU tests": gpu_tests,
+    "the same YAML twice": twice,
+    "killed and resumed": resumed,
+    "exact on 1 and on 2": exact,
+    "a rank is killed": lambda on: fault(on, "kill", None, 30),
+    "a device hangs": lambda on: fault(on, "hang", 75, 60),
+    "NCCL gives up": lambda on: fault(on, "abort", 75, 60),
+    "profile": profile,
+    "doctor": doctor,
+    "max-autotune at 1,024": lambda on: share_of_peak(on, "max-autotune"),
+}
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(CHECKS[sys.argv[1]](sys.argv[2]))))

@@ -1,0 +1,103 @@
+"""The speeds of scripts/gpu_check: our training against the plain loop, and against what the GPU could do."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+OK, BAD = "ok", "bad"
+TIMES_PLAIN, SHARE_OF_PEAK = 5.0, 0.35
+
+
+@dataclass
+class Found:
+    """What a check has to say: its state, the figure, and whatever else belongs into gpu.json."""
+
+    state: str
+    figure: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def captures(*wanted: str) -> list[tuple[str, ...]]:
+    """Words for `trainer.capture`, one set for each; a single empty one where the Trainer doesn't have that setting."""
+    from project import Trainer
+
+    known = "capture" in inspect.signature(Trainer.__init__).parameters
+    return [(f"--trainer.capture={one}",) for one in wanted] if known else [()]
+
+
+def speeds(on: str, batch: int, programs: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
+    """Samples a second of programs that take turns, and how the first one's time is spent."""
+    from project.bench.bench import Comparison
+    from project.bench.interleaved import interleaved
+    from project.cluster.cores import cores
+
+    place, folder = on == "cuda", Path("programs").absolute()
+    folder.mkdir()
+    comparison = Comparison(
+        config=ROOT / "configs/bench.yaml", folder=folder, batch_size=batch, images=50_000, workers=lambda _: 0,
+        threads=cores, flops=0.0, turns=3 if place else 1, steps=5 if place else 1,
+    )  # fmt: skip
+    measured = interleaved(programs(comparison), folder, comparison.turns, comparison.steps, None, 0.5 if place else 0.0)
+    return {
+        name: {"samples_per_s": [batch / one for one in each.seconds], "steps_a_turn": each.steps, "phases": each.phases}
+        for name, each in measured.items()
+    }
+
+
+def against_plain(on: str) -> Found:
+    """At batch 64: as the config is (fp16), captured and not, against the plain loop in fp32, which has loader processes."""
+    from project.cluster.cores import cores
+
+    batch = 64 if on == "cuda" else 4
+    workers = max(0, min(8, cores() - 2))
+    ways = captures("auto", "none")
+
+    def programs(comparison: Any) -> list[Any]:
+        plain = comparison.plain(1, "fp32", f"--batch-size={batch}", f"--workers={workers}")
+        ours = [comparison.ours(_named(way), 1, f"--data.batch_size={batch}", *way) for way in ways]
+        return [plain, *ours]
+
+    found = speeds(on, batch, programs)
+    speed = {name: median(each["samples_per_s"]) for name, each in found.items()}
+    plain = speed.pop("plain in fp32")
+    spent = found["plain in fp32"]["phases"]
+    data = spent["data"] / (sum(spent.values()) or 1)
+    best = max(speed.values()) / plain
+    said = ", ".join(f"{name} {one / plain:.2f} times" for name, one in speed.items())
+    state = OK if on == "cpu" or best >= TIMES_PLAIN else BAD
+    return Found(state, f"{said}; plain {plain:,.0f} samples/s, {data:.0%} of it waiting for data", found)
+
+
+def share_of_peak(on: str, *compiles: str) -> Found:
+    """At batch 1,024 in bf16, channels_last: the best of these ways to run it counts."""
+    import torch
+
+    from project.model import MiniResNet
+    from project.watch.flops import flops
+    from project.watch.peaks import peak_of
+
+    batch = 1024 if on == "cuda" else 4
+    ways = [(*way, f"--model.compile={one}") for one in compiles for way in captures("auto")]
+    if "none" in compiles and captures("none") != [()]:
+        ways.append(("--trainer.capture=none", "--model.compile=none"))
+    words = (f"--data.batch_size={batch}", "--trainer.precision=bf16-mixed", "--model.channels_last=true")
+    found = speeds(on, batch, lambda comparison: [comparison.ours(_named(way), 1, *words, *way) for way in ways])
+    speed = {name: median(each["samples_per_s"]) for name, each in found.items()}
+    if on == "cpu":
+        return Found(OK, ", ".join(f"{name} {one:,.0f} samples/s" for name, one in speed.items()), found)
+    device = torch.cuda.get_device_properties(0)
+    peak = peak_of(device.name, device.multi_processor_count, torch.bfloat16, False)
+    if peak is None:
+        return Found(BAD, f"nobody knows the bf16 peak of {device.name}: {speed}", found)
+    shares = {name: flops(MiniResNet(), (3, 32, 32)) * one / peak for name, one in speed.items()}
+    said = ", ".join(f"{name} {share:.0%} ({speed[name]:,.0f}/s)" for name, share in shares.items())
+    return Found(OK if max(shares.values()) >= SHARE_OF_PEAK else BAD, said, found)
+
+
+def _named(words: Sequence[str]) -> str:
+    """What a program is called: by its settings."""
+    return " ".join(word.rpartition(".")[2].replace("=", " ") for word in words) or "ours"
