@@ -38,7 +38,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps limit_val_batches"),
         *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
-        *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite barebones"),
+        *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
         *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
         *_trainer("callbacks model_registry overfit_batches shared_folder fingerprints"),
         *(

@@ -219,6 +219,7 @@ def test_a_run_begins_with_the_weights_of_an_export(tiny):
 # What can't go out ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_network_that_cannot_be_traced_is_one_line(quick, tmp_path):
     def export(name: str, *words: str) -> Run:
         return quick("export", f"--run={name}", *words)
@@ -341,6 +342,7 @@ class OneLess(Callback):
 
 
 @pytest.mark.parametrize("form", ONNX_FIRST)
+@pytest.mark.slow
 def test_a_file_with_other_weights_is_left_out_and_the_one_before_stays(tiny, form):
     assert forked(tiny, "export", "--run=it", f"--to={form}").code == 0
     place = tiny / f"lightning_logs/it/export-{form}"

@@ -52,6 +52,13 @@ def _of_the_libraries(name: str) -> bool:
     return name not in OF_OTHERS and (name in theirs() or name not in ours())
 
 
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except OSError:  # torch.Tensor says that it is defined elsewhere than it is
+        return ""
+
+
 class Reader(ast.NodeVisitor):
     """Finds the private names in a file that are not its own."""
 
@@ -100,7 +107,7 @@ class Reader(ast.NodeVisitor):
         for part in [one for one in (member, *attribute.split(".")) if one]:
             found = getattr(found, part)
         kinds = [one for one in getattr(found, "__mro__", ()) if one.__module__.partition(".")[0] in LIBRARIES]
-        return {name for kind in kinds for name in defined(inspect.getsource(kind)) | vars(kind).keys()}
+        return {name for kind in kinds for name in defined(_source(kind)) | vars(kind).keys()}
 
     def _own(self, name: str) -> None:
         if PRIVATE.fullmatch(name) and name in self.inherited:

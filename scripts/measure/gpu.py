@@ -56,6 +56,7 @@ CHECKS = (
     Check("fit in 16-mixed", "ends well; the host never waits in 30 steady steps", 15, 90, on_cpu=False),
     Check("fit in bf16-mixed", "the same", 15, 90, on_cpu=False),
     Check("fit in 32-true", "the same", 15, 90),
+    Check("a step as a graph", "trainer.capture=auto: the host never waits; project same as without", 40, 120, on_cpu=False),
     Check("speed at 64", "at least 5 times the plain loop in fp32", 60, 150),
     Check("speed at 1,024", "at least 35 % of the bf16 peak (H100: 137,000 samples/s)", 75, 180),
     Check("GPU tests", "pytest -m gpu: all pass, none is skipped", 60, 150, on_cpu=False),

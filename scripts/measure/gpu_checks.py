@@ -135,6 +135,16 @@ def fits(on: str, precision: str) -> Found:
     return Found(OK if right else BAD, f"{waits} in {seen['steps']} steps on {seen['device']}", seen)
 
 
+def as_graph(on: str) -> Found:
+    """Recorded steps are the steps that they were recorded from."""
+    words = ("--trainer.precision=32-true", "--trainer.deterministic=true", "--data.source.init_args.train_size=16384")
+    for run, more in (("alone", ()), ("graph", ("--trainer.capture=auto", callback("NoWaits")))):
+        done = fit(on, run, *words, "--trainer.enable_progress_bar=false", *more)
+        if done.code or "one operation after the other" in done.said:
+            return Found(BAD, last_line(done))
+    return same("alone", "graph")
+
+
 # 4: to the last bit --------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +243,7 @@ CHECKS: dict[str, Callable[[str], Found]] = {
     "fit in 32-true": lambda on: fits(on, "32-true"),
     "fit in 16-mixed": lambda on: fits(on, "16-mixed"),
     "fit in bf16-mixed": lambda on: fits(on, "bf16-mixed"),
+    "a step as a graph": as_graph,
     "speed at 64": against_plain,
     "speed at 1,024": lambda on: share_of_peak(on, "none", *(("default",) if on == "cuda" else ())),
     "GPU tests": gpu_tests,

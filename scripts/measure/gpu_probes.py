@@ -18,13 +18,15 @@ class NoWaits(Callback):
     def __init__(self, first: int = 20, last: int = 50) -> None:
         self.first, self.last, self.seen = first, last, 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         on_gpu = pl_module.device.type == "cuda"
         if trainer.global_step == self.first and on_gpu:
             torch.cuda.set_sync_debug_mode("error")
-        if self.first <= trainer.global_step < self.last:
+        if self.first < trainer.global_step <= self.last:
             self.seen += 1
         if trainer.global_step == self.last:
             if on_gpu:

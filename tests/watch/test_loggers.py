@@ -101,6 +101,7 @@ def learned(curves: Curves) -> dict[str, dict[int, float]]:
     return {name: dict(points) for name, points in curves.items() if not name.startswith(OURS)}
 
 
+@pytest.mark.slow
 def test_killed_on_two_ranks_and_on_three_it_is_one_run_everywhere(quick, tmp_path):
     places = ({"rank": 0, "where": "step", "step": 5}, {"rank": 2, "where": "saved", "step": 6})
     words = (*EXACT, faults(*places))
@@ -164,6 +165,7 @@ class Breaks(Callback):
                     os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_middle_is_said_once_and_training_goes_on(quick):
     begun = time.monotonic()
     run = quick(*EXACT, "--trainer.callbacks=tests.watch.test_loggers.Breaks")
@@ -194,6 +196,7 @@ def test_what_is_wrong_at_the_start_ends_the_run_with_a_line(quick, named, cause
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.slow
 def test_it_may_be_told_by_the_environment_and_no_password_is_written_down(cli, tmp_path):
     words = (*FIT, "--trainer.max_steps=2", f"--trainer.logger={json.dumps(ALL)}")
     refused = cli(*words, "--run=refused", MLFLOW_TRACKING_URI="http://me:secret@127.0.0.1:9", WANDB_MODE="disabled")
@@ -209,6 +212,7 @@ def test_it_may_be_told_by_the_environment_and_no_password_is_written_down(cli, 
     assert not [one for one in tmp_path.rglob("*") if one.is_file() and b"secret" in one.read_bytes()]
 
 
+@pytest.mark.slow
 def test_tensorboard_stays_unless_there_is_to_be_none(quick, tmp_path):
     """Without its events there is no report; and another logger may come later, or go."""
     first = quick(*FIT, "--trainer.max_steps=4", "--trainer.logger=CSVLogger")

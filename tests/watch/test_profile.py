@@ -35,6 +35,7 @@ def names(run: Path) -> list[str]:
     return sorted(one.name for one in (run / "profiles").iterdir())
 
 
+@pytest.mark.slow
 def test_steps_that_the_yaml_names_on_three_ranks_and_the_run_is_the_same(cli, quick, tmp_path):
     wanted = ("--profile.step=4", "--profile.steps=2", "--profile.ranks=[0,2]", "--profile.memory=true")
     words = ("fit", DDP, *TINY, "--data.batch_size=4", "--data.global_batch_size=24", "--trainer.max_steps=8")
@@ -149,6 +150,7 @@ def test_settings_that_make_no_sense(quick, setting, said):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.slow
 def test_what_the_memory_held_when_it_ran_out(quick, tmp_path):
     run = quick("fit", DDP, *TINY, "--run=large", "--trainer.callbacks=tests.watch.slow.TooLarge", ranks=2)
     assert run.code
