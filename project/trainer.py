@@ -199,6 +199,8 @@ class Trainer(pl.Trainer):
         if not exact:  # which refuses any
             gradient_compression, line = fitting(gradient_compression, str(precision), precision_ or "32-true")
             lines += [line] if line else []
+        if capture != "none" and on_cpu(accelerator):
+            lines.append(f"trainer.capture={capture} does nothing: there is no GPU")
         for line in lines:
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)

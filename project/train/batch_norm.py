@@ -196,6 +196,7 @@ class StepStatistics(Callback):
         self._counts = _Together(partial(_counts, norms)) if counting else None
         self._sent_passes: tuple[list[int], Tensor] | None = None
         self._given: tuple[list[float | None], Tensor] | None = None
+        self._read_by_graphs: list[Tensor] = []  # kept as long as the fit
         for row in self._rows:
             row.own.all()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
@@ -254,6 +255,8 @@ class StepStatistics(Callback):
         assert sums is not None
         if self._sent_passes is None or self._sent_passes[0] != self._passes:  # nearly always they are what they were
             self._sent_passes = self._passes, torch.tensor(self._passes).to(sums.device, sums.dtype)
+        if is_recording(trainer):
+            self._read_by_graphs += [self._sent_passes[1], *([] if self._given is None else [self._given[1]])]
         self._sums = torch.cat([sums, self._sent_passes[1]])
         if trainer.world_size > 1:
             self._arriving = dist.all_reduce(self._sums, async_op=True)

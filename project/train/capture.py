@@ -107,6 +107,11 @@ def captures(trainer: Trainer) -> bool:
     return loop.recorder is not None
 
 
+def say_why_not(trainer: Trainer, why: str) -> None:
+    if trainer.is_global_zero:
+        log.info("trainer.capture: steps are taken one operation after the other, as %s.", why)
+
+
 def records(one: Any, hook: str) -> bool:
     """Whether what somebody does in this hook is part of the graph."""
     return declares(one, hook) and hook in one.recorded
@@ -139,7 +144,7 @@ class Captured:
         shared = isinstance(trainer.strategy.model, DistributedDataParallel)
         self._left = recorder.warm_up(shared)
         self._said = self._goes_on = False
-        self._why_not: str | None = ""  # not asked yet
+        self.ask_again()
         self._graphs: dict[Kind, _Graph] = {}
         self._gradients: list[Tensor | None] = []
         self._signature: Any = None
@@ -147,7 +152,7 @@ class Captured:
 
     def begin_epoch(self) -> None:
         """What a callback changes at its start may be part of the graphs."""
-        self._why_not = ""
+        self.ask_again()
         if (found := self._settings()) != self._set_up:
             self._graphs, self._set_up = {}, found
 
@@ -160,7 +165,11 @@ class Captured:
 
     def ask_again(self) -> None:
         """The callbacks are others now."""
-        self._why_not = ""
+        self._why_not: str | None = ""  # not asked yet
+        self._tensors = [*self.module.parameters(), *self.module.buffers()]
+        everybody = (*self._trainer.callbacks, self.module)  # type: ignore[attr-defined]
+        self.told = [one for one in everybody if isinstance(one, InGraph)]
+        """Those that are told of each micro-batch that was taken as a graph."""
 
     # Which micro-batches ---------------------------------------------------------------------------------------------
 
@@ -194,8 +203,8 @@ class Captured:
         return True
 
     def _say(self) -> None:
-        if not self._said and self._trainer.is_global_zero:
-            log.info("trainer.capture: steps are taken one operation after the other, as %s.", self._why_not)
+        if not self._said and self._why_not:
+            say_why_not(self._trainer, self._why_not)
         self._said = True
 
     def _fits(self, batch: Any, kind: Kind) -> bool:
@@ -230,14 +239,13 @@ class Captured:
 
     def _baked_in(self) -> Any:
         """Where the tensors lie, and the numbers that are no tensors: another one is another graph."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
         groups = [
             [value for name, value in group.items() if name not in ("params", "lr", "capturable")]
             for group in self._optimizer.param_groups
         ]
         learning = [id(one) for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
         modes = self.module.training, self._trainer.accumulate_grad_batches, self._trainer.gradient_clip_val
-        return [one.data_ptr() for one in tensors], groups, learning, modes
+        return [one.data_ptr() for one in self._tensors], groups, learning, modes
 
     # A micro-batch ---------------------------------------------------------------------------------------------------
 
@@ -256,6 +264,8 @@ class Captured:
         self.recording = True
         try:
             replay, made = self._recorder.record(lambda: work(own))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise UserError(
                 f"The step can't be recorded as a graph: {' '.join(str(error).split())[:500]} HINT: set trainer.capture=none."
@@ -287,6 +297,9 @@ class Captured:
     @contextmanager
     def rates(self) -> Iterator[None]:
         """The optimiser finds its learning rates on the device; in a step that is not recorded, too, for the same result."""
+        if not self._is_fused:  # it would have to look at them; nor can it be recorded
+            yield
+            return
         groups: Sequence[dict[str, Any]] = self._optimizer.param_groups
         if not self.recording:
             self._set_rates()

@@ -30,7 +30,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.errors import UserError
-from project.train.capture import Captured, InGraph, Recorder, records
+from project.train.capture import Captured, Recorder, records, say_why_not
 from project.train.exact_gradients import ExactGradients
 from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
 from project.train.logged import Results
@@ -236,6 +236,8 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
+        if self.recorder is not None and (why_not or self.exact) and not self.trainer.current_epoch:
+            say_why_not(self.trainer, why_not or "trainer.exact adds up gradients by itself")
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
@@ -410,9 +412,8 @@ class Steps(_TrainingEpochLoop):
                 count.step.increment_completed()
         self._learned, self.loss = True, loss.clone()  # the next one of its kind overwrites it
         outputs = {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}
-        for one in (*self.trainer.callbacks, self._module):
-            if isinstance(one, InGraph):
-                one.on_captured(self.trainer, kind, replayed)
+        for one in self.graphs.told:
+            one.on_captured(self.trainer, kind, replayed)
         return outputs, batch
 
     def _pass_over(self, number: int) -> None:
