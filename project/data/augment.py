@@ -4,6 +4,8 @@ The crop and the flip of an image depend on (seed, epoch, sample) alone, not on 
 The host draws them, from the samples' numbers, which it knows; the device moves the pixels, in few operations.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,10 @@ from project.data.synthetic import scatter
 from project.errors import UserError
 
 Channels = float | tuple[float, ...]
+Flip = bool | Literal["alternate"]
 
 
-def drawn_moves(samples: Tensor, epoch: int, seed: int, padding: int, flip: bool, width: int) -> Tensor:
+def drawn_moves(samples: Tensor, epoch: int, seed: int, padding: int, flip: Flip, width: int) -> Tensor:
     """Where each image's first row and first column come from, and which way its columns go on (1 or -1): (3, B).
 
     It is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
@@ -21,22 +24,24 @@ def drawn_moves(samples: Tensor, epoch: int, seed: int, padding: int, flip: bool
     chance = scatter(scatter(samples + (epoch << 40)) + seed)
     number = 2 * padding + 1
     down, right = (chance & 0xFFFF) * number >> 16, (chance >> 16 & 0xFFFF) * number >> 16
-    mirrored = (chance >> 32 & 1) * flip
+    drawn = (scatter(scatter(samples) + seed) if flip == "alternate" else chance) >> 32 & 1
+    mirrored = drawn ^ (epoch & 1) if flip == "alternate" else drawn * bool(flip)
     return torch.stack([down, right + (width - 1) * mirrored, 1 - 2 * mirrored])
 
 
-def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
-    """Moves and mirrors each image as it was drawn; zeros come in at the edges.
+def crop_and_flip(images: Tensor, moves: Tensor, padding: int, padded: bool = False) -> Tensor:
+    """Moves and mirrors each image as it was drawn; zeros come in at the edges. `padded`: they are there already.
 
     One gather for the whole batch. The result is NHWC in memory, which is what the convolutions want.
     """
-    height, width = images.shape[-2:]
+    if not padded:
+        images = torch.nn.functional.pad(images, (padding,) * 4)
+    height, width = (size - 2 * padding for size in images.shape[-2:])
     row, column, onwards = moves[:, :, None].unbind()
     rows = torch.arange(height, device=images.device) + row
     columns = torch.addcmul(column, onwards, torch.arange(width, device=images.device))
-    padded = torch.nn.functional.pad(images, (padding,) * 4)
     batch = torch.arange(len(images), device=images.device)[:, None, None]
-    return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    return images[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 class Normalise:

@@ -58,8 +58,16 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
 
     in_bulk = True
 
+    padding = 0
+    """Pixels of nothing around each image, put there once for all the crops that are to be taken."""
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
+
+    def padded(self, padding: int) -> "InMemory":
+        made = InMemory(torch.nn.functional.pad(self.images, (padding,) * 4), self.labels)
+        made.padding = padding
+        return made
 
     def __len__(self) -> int:
         return len(self.images)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from project.data.augment import Normalise, crop_and_flip, drawn_moves
+from project.data.augment import Flip, Normalise, crop_and_flip, drawn_moves
 from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, sent, whole
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
@@ -40,7 +40,7 @@ class ImageData(LightningDataModule):
         global_batch_size: samples behind one optimiser step, over all ranks; None takes what batch_size, the number of
             ranks and trainer.accumulate_grad_batches amount to.
         crop_padding: training images are moved by up to so many pixels; 0 switches it off.
-        flip: mirror half of the training images.
+        flip: mirror half of the training images, each epoch others; 'alternate': each image in every other epoch.
         tail: what the last step of an epoch does with fewer samples than a global batch: 'keep' trains on them, each
             with its true weight; 'drop' leaves them out of this epoch.
         num_workers: loader processes for each rank; 'auto' takes what cores the process has to spare, at most 8.
@@ -58,7 +58,7 @@ class ImageData(LightningDataModule):
         batch_size: int = 64,
         global_batch_size: int | None = None,
         crop_padding: int = 0,
-        flip: bool = False,
+        flip: Flip = False,
         tail: Literal["keep", "drop"] = "keep",
         num_workers: int | Literal["auto"] = "auto",
         resident: Literal["auto", "never"] = "auto",
@@ -179,7 +179,18 @@ class ImageData(LightningDataModule):
         device = self.trainer.strategy.root_device
         cuda = device.type == "cuda"
         at_most = torch.cuda.get_device_properties(device).total_memory // 20 if cuda else 256 << 20
-        return whole(self._dataset(split), device, at_most)
+        held = whole(self._dataset(split), device, at_most)
+        if held and split == "train" and self.crop_padding:
+            height, width = held.images.shape[-2:]
+            grown = (height + 2 * self.crop_padding) * (width + 2 * self.crop_padding) / (height * width)
+            if held.images.nbytes * grown <= at_most:
+                return held.padded(self.crop_padding)
+        return held
+
+    def _padding(self) -> int:
+        """That the training images have already."""
+        held = self._whole("train")
+        return held.padding if held else 0
 
     def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
         assert self.trainer is not None
@@ -225,7 +236,8 @@ class ImageData(LightningDataModule):
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None
         if self.trainer.training and (self.crop_padding or self.flip):
-            how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, batch["image"].shape[-1]
+            width = batch["image"].shape[-1] - 2 * self._padding()
+            how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, width
             return {**batch, "moves": drawn_moves(batch["sample"], *how)}
         return batch
 
@@ -242,7 +254,7 @@ class ImageData(LightningDataModule):
         if self._unseen:
             self._look_at(batch)
         if (moves := batch.pop("moves", None)) is not None:
-            images = crop_and_flip(images, moves, self.crop_padding)
+            images = crop_and_flip(images, moves, self.crop_padding, padded=self._padding() > 0)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
         label = batch["label"]
@@ -257,7 +269,10 @@ class ImageData(LightningDataModule):
         if split not in self._unseen or not len(batch["image"]):
             return
         self._unseen.remove(split)
-        doubts = examine(batch["image"], batch["sample"], split, self.source.mean, self.source.std)
+        images, edge = batch["image"], self._padding() if split == "train" else 0
+        if edge:
+            images = images[..., edge:-edge, edge:-edge]
+        doubts = examine(images, batch["sample"], split, self.source.mean, self.source.std)
         if self.trainer.is_global_zero:
             for doubt in doubts:
                 log.warning(doubt)

@@ -18,6 +18,23 @@ def crop_and_flip(images, samples, epoch, seed, padding, flip):
     return augment.crop_and_flip(images, moves, padding)
 
 
+@pytest.mark.parametrize("flip", [True, False, "alternate"])
+def test_padded_once_or_each_time_is_the_same(flip):
+    moves = augment.drawn_moves(SAMPLES, 3, 1, 2, flip, 7)
+    each_time = augment.crop_and_flip(IMAGES, moves, 2)
+    once = augment.crop_and_flip(torch.nn.functional.pad(IMAGES, (2,) * 4), moves, 2, padded=True)
+    assert torch.equal(each_time, once)
+    assert each_time.stride() == once.stride()
+
+
+def test_flipped_alternately_two_epochs_in_a_row_show_both():
+    shown = [crop_and_flip(IMAGES, SAMPLES, epoch, seed=1, padding=0, flip="alternate") for epoch in range(4)]
+    assert torch.equal(shown[0], shown[2])
+    assert torch.equal(shown[1], shown[0].flip(3))
+    mirrored = sum(torch.equal(one, image.flip(2)) for one, image in zip(shown[0], IMAGES, strict=True))
+    assert 8 < mirrored < 24  # of 32
+
+
 def test_a_device_has_little_work_with_it():
     """It was 45 operators, 37 of which a GPU would be sent one by one."""
     moves = augment.drawn_moves(SAMPLES, 0, 1, 2, True, 7)
