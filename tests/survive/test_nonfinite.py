@@ -153,7 +153,7 @@ def test_a_gradient_alone_is_named_by_its_parameters(quick: Cli, tmp_path):
 def test_a_loss_that_is_not_finite_spoils_a_gradient_that_would_be(extra):
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * 2).sum() + extra
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(micro_batch=MicroBatch())))
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(micro_batch=MicroBatch(), graphs=None)))
     NonFinite().on_before_backward(trainer, None, loss)
     loss.backward()
     assert weight.grad is not None

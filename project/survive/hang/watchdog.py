@@ -208,8 +208,8 @@ class Watchdog(Callback):
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        heard = isinstance(exception, Exception) and failure.kind(exception) == "lost" and NEWS.wait(_NEWS)
-        if isinstance(exception, Exception) and not heard:
+        connected = self._channel is not None and isinstance(exception, Exception)  # else there is nobody to tell
+        if connected and not (failure.kind(exception) == "lost" and NEWS.wait(_NEWS)):
             text = f"rank {self._rank} on {socket.gethostname()} has failed: {failure.in_short(exception)}"
             self._tell_all("fails", rank=self._rank, text=text)
         self.stop()
