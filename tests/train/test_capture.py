@@ -84,6 +84,25 @@ def test_the_same_run_to_the_last_bit_and_no_python_in_between(tmp_path, setting
     assert same.main([str(tmp_path / "graphs"), str(tmp_path / "one by one")]) == 0
 
 
+class Compiled(Counting):
+    """What torch.compile makes of a network is recorded like any other operators."""
+
+    recorded: frozenset[str] = frozenset()
+
+    def on_fit_start(self) -> None:
+        torch.compiler.reset()
+        self.network.compile(backend="aot_eager")
+
+
+def test_with_torch_compile_inside(tmp_path):
+    found, recorders = [], (OnCpu(steps=10**6), OnCpu(steps=3))
+    for recorder in recorders:
+        _, module = fit(tmp_path / f"{recorder.steps}", recorder, module=Compiled, max_epochs=1, accumulate_grad_batches=2)
+        found.append(module.network.state_dict())
+    assert recorders[1].replayed >= 4
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
 class Elsewhere(LightningModule):
     """Somebody's own, over texts of all lengths; what it changes in a step are tensors."""
 
