@@ -23,8 +23,8 @@ from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
 from project.train.capture import LAST, Kind, captures, is_recording
 from project.train.finite import not_finite
-from project.train.loop import is_fused
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
+from project.train.usual import is_fused
 
 log = logging.getLogger(__name__)
 

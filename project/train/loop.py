@@ -2,7 +2,7 @@
 
 Lightning passes a micro-batch through forty layers of hooks, profiler contexts, closures and results, which takes longer than
 a small step itself; and before each it tells all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
-What is done here, and in which order, is what Lightning does. Where something is asked for that is not (see `_why_not`),
+What is done here, and in which order, is what Lightning does. Where something is asked for that is not (`train/usual.py`),
 Lightning's own loop does it.
 """
 
@@ -14,19 +14,13 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.data.dealing import DealtLoader
 from project.errors import UserError
@@ -38,14 +32,9 @@ from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
+from project.train.usual import is_fused, why_not_ours
 
 log = logging.getLogger(__name__)
-
-# Hooks of the model that take over a part of the step.
-_TAKES_OVER = (
-    *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
-    "lr_scheduler_step",
-)
 
 
 def _nothing() -> None:
@@ -227,7 +216,7 @@ class Steps(_TrainingEpochLoop):
         self._takes_batches = bool(
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
         )
-        why_not = self._why_not()
+        why_not = why_not_ours(self.trainer, self._takes_batches)
         self._usual, self._out_of_time = why_not is None, None
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()
@@ -288,34 +277,6 @@ class Steps(_TrainingEpochLoop):
         if is_overridden(hook, module, LightningModule):
             rank_zero_warn(f"`{hook}` is the LightningDataModule's. That of the LightningModule is not called.")
         return data
-
-    def _averages(self) -> bool:
-        """Whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
-        callbacks: list[Callback] = self.trainer.callbacks
-        theirs = [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
-        return any(self.trainer.current_epoch > one.swa_end for one in theirs)
-
-    def _why_not(self) -> str | None:
-        """Why the steps are left to Lightning's own loop, if they are."""
-        trainer, module = self.trainer, self.trainer.lightning_module
-        strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
-        own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
-        optimizers = trainer.optimizers
-        reasons = {
-            f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
-            f"{name} has a method {own[0] if own else ''} of its own": own,
-            "StochasticWeightAveraging renews the statistics of batch norm": self._averages(),
-            "trainer.profiler looks on": type(trainer.profiler) is not PassThroughProfiler,
-            f"{type(strategy).__name__} is another strategy than DDP": type(strategy)
-            not in (DDPStrategy, SingleDeviceStrategy),
-            "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
-            f"{type(precision).__name__} is in charge of the precision": type(precision)
-            not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
-            f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
-            "the optimiser may ask for the loss again": not all(map(_steps_once, optimizers)),
-            f"{name}.training_step takes the batches by itself (dataloader_iter)": self._takes_batches,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()
@@ -603,18 +564,3 @@ class Steps(_TrainingEpochLoop):
     def _is_told(self, one: Any, hook: str, recording: bool) -> bool:
         """What a graph repeats is told while it is recorded; the rest is, around it."""
         return not self._captured or records(one, hook) is recording
-
-
-def shares_weights(trainer: Trainer) -> bool:
-    """Whether all ranks have the same weights after each step."""
-    return isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy, "_model_averager", None) is None
-
-
-def _steps_once(optimizer: Optimizer) -> bool:
-    """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the device takes no step where a flag says that the gradient is not finite: the host need not look."""
-    return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))

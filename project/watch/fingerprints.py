@@ -22,9 +22,9 @@ from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.launcher import host
 from project.train.batch_norm import batch_norms
 from project.train.capture import Kind, one_by_one_next
-from project.train.loop import shares_weights
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
+from project.train.usual import shares_weights
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
 from project.watch.module_outputs import ModuleOutputs

@@ -1,0 +1,62 @@
+"""Whether the steps of an epoch are taken by this project's loop: where Lightning's hooks and settings are the usual ones."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+
+# Hooks of the model that take over a part of the step.
+_TAKES_OVER = (
+    *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
+    "lr_scheduler_step",
+)
+
+
+def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
+    """Why the steps are left to Lightning's own loop, if they are. `takes_batches`: the module does so by itself."""
+    module: Any = trainer.lightning_module
+    strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
+    own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
+    optimizers = trainer.optimizers
+    reasons = {
+        f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
+        f"{name} has a method {own[0] if own else ''} of its own": own,
+        "StochasticWeightAveraging renews the statistics of batch norm": _averages(trainer),
+        "trainer.profiler looks on": type(trainer.profiler) is not PassThroughProfiler,  # type: ignore[attr-defined]
+        f"{type(strategy).__name__} is another strategy than DDP": type(strategy) not in (DDPStrategy, SingleDeviceStrategy),
+        "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
+        f"{type(precision).__name__} is in charge of the precision": type(precision)
+        not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
+        f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
+        "the optimiser may ask for the loss again": not all(map(_steps_once, optimizers)),
+        f"{name}.training_step takes the batches by itself (dataloader_iter)": takes_batches,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _averages(trainer: Trainer) -> bool:
+    """Whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    theirs = [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
+    return any(trainer.current_epoch > one.swa_end for one in theirs)
+
+
+def shares_weights(trainer: Trainer) -> bool:
+    """Whether all ranks have the same weights after each step."""
+    return isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy, "_model_averager", None) is None
+
+
+def _steps_once(optimizer: Optimizer) -> bool:
+    """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the device takes no step where a flag says that the gradient is not finite: the host need not look."""
+    return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
