@@ -235,7 +235,7 @@ class ImageData(LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None
-        if self.trainer.training and (self.crop_padding or self.flip):
+        if (self.crop_padding or self.flip) and self.trainer.training:
             width = batch["image"].shape[-1] - 2 * self._padding()
             how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, width
             return {**batch, "moves": drawn_moves(batch["sample"], *how)}

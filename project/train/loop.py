@@ -486,13 +486,19 @@ class Steps(_TrainingEpochLoop):
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        with nullcontext() if self.graphs is None else self.graphs.rates():
-            if self._scaler is None:
-                self._optimizer.step()
-            else:
-                self._scaler.step(self._optimizer)
-                self._scaler.update()
+        if self.graphs is not None:
+            with self.graphs.rates():
+                self._update()
+        else:
+            self._update()
         count.increment_completed()
+
+    def _update(self) -> None:
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
 
     def _clip(self, value: float) -> None:
         """Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are none any more."""

@@ -20,7 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
-from project.train.capture import LAST, Kind, one_by_one_next
+from project.train.capture import LAST, Kind, captures, one_by_one_next
 from project.train.loop import joins, leaves
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
@@ -73,6 +73,7 @@ class Dashboard(Callback):
         self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
         self._looks: tuple[int | None, ...] = ()
+        self._asks = False
         self._described = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,6 +83,7 @@ class Dashboard(Callback):
         renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
         looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
+        self._asks = captures(trainer) and bool(trainer.loggers)
         self._looks = trainer.log_every_n_steps, self.histograms  # type: ignore[attr-defined]
         self._described = False
         if not trainer.is_global_zero:
@@ -139,7 +141,7 @@ class Dashboard(Callback):
     def _count(self, trainer: Trainer) -> None:
         """A step, on all ranks: at some of them rank 0 looks at the gradient."""
         self._step += 1
-        if trainer.loggers and any(not (self._step + 1) % every for every in self._looks if every):
+        if self._asks and any(not (self._step + 1) % every for every in self._looks if every):
             one_by_one_next(trainer)
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
