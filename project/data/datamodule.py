@@ -230,9 +230,6 @@ class ImageData(LightningDataModule):
 
     # On the device ---------------------------------------------------------------------------------------------------
 
-    def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
-        pass
-
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None
         if (self.crop_padding or self.flip) and self.trainer.training:

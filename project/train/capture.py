@@ -42,10 +42,15 @@ WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_
 
 @runtime_checkable
 class InGraph(Protocol):
-    """What can be part of a graph. Its other hooks within a step are left out there: `on_captured` takes their place."""
+    """What can be part of a graph. Its other hooks within a step are left out there."""
 
     recorded: frozenset[str]
     """Hooks that have the device do what belongs to the graph. They are called while it is recorded, and never again."""
+
+
+@runtime_checkable
+class ToldOfGraphs(Protocol):
+    """What has something to do in place of the hooks that are left out."""
 
     def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
         """After each micro-batch that was taken as a graph. `replayed`: and not recorded just now."""
@@ -168,7 +173,7 @@ class Captured:
         self._why_not: str | None = ""  # not asked yet
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
         everybody = (*self._trainer.callbacks, self.module)  # type: ignore[attr-defined]
-        self.told = [one for one in everybody if isinstance(one, InGraph)]
+        self.told = [one for one in everybody if isinstance(one, ToldOfGraphs)]
         """Those that are told of each micro-batch that was taken as a graph."""
 
     # Which micro-batches ---------------------------------------------------------------------------------------------

@@ -135,6 +135,8 @@ class Steps(_TrainingEpochLoop):
     graphs: Captured | None = None
     _captured = False
     """The micro-batch at hand is taken as a graph."""
+    _said_why_not = False
+    """That none is, in this fit."""
 
     before_fetch: Callable[[], None] = staticmethod(_nothing)
     after_fetch: Callable[[], None] = staticmethod(_nothing)
@@ -225,7 +227,8 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
-        if self.recorder is not None and (why_not or self.exact) and not self.trainer.current_epoch:
+        if self.recorder is not None and (why_not or self.exact) and not self._said_why_not:
+            self._said_why_not = True
             say_why_not(self.trainer, why_not or "trainer.exact adds up gradients by itself")
         if self.exact:
             refuse_other_loop(why_not)
@@ -311,10 +314,11 @@ class Steps(_TrainingEpochLoop):
         batch = self._before(self._precision.convert_input(batch), 0)
         batch = self._transfer(batch, self._strategy.root_device, 0)
         within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
-        if self.graphs is None or not self.graphs.with_transfer:
+        graphs = self.graphs
+        if not (within_graph := graphs is not None and graphs.with_transfer):
             batch = self._after(batch, 0)
-        self._captured = self.graphs is not None and self.graphs.takes(batch, within, accumulates)
-        if self.graphs is not None and self.graphs.with_transfer and not self._captured:
+        self._captured = graphs is not None and graphs.takes(batch, within, accumulates)
+        if within_graph and not self._captured:
             batch = self._after(batch, 0)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
@@ -351,17 +355,18 @@ class Steps(_TrainingEpochLoop):
 
     def _as_graph(self, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
         """The same as a graph, which is recorded if it is the first of its kind."""
-        assert self.graphs is not None
+        graphs = self.graphs
+        assert graphs is not None
 
         def work(batch: Any) -> tuple[dict[str, Any], Any, Any]:
-            batch = self._after(batch, 0) if self.graphs is not None and self.graphs.with_transfer else batch
+            batch = self._after(batch, 0) if graphs.with_transfer else batch
             self._tell("on_train_batch_start", batch, number)
             outputs = self._learn(batch, number, accumulates)
             self._tell("on_train_batch_end", outputs, batch, number)
             return outputs, batch, self.loss
 
         within = number % self.trainer.accumulate_grad_batches
-        (outputs, batch, loss), kind, replayed = self.graphs.take(batch, within, accumulates, work)
+        (outputs, batch, loss), kind, replayed = graphs.take(batch, within, accumulates, work)
         if replayed:
             count = self.automatic_optimization.optim_progress.optimizer
             if not within:
@@ -373,7 +378,7 @@ class Steps(_TrainingEpochLoop):
                 count.step.increment_completed()
         self._learned, self.loss = True, loss.clone()  # the next one of its kind overwrites it
         outputs = {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}
-        for one in self.graphs.told:
+        for one in graphs.told:
             one.on_captured(self.trainer, kind, replayed)
         return outputs, batch
 
@@ -419,7 +424,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
-        self._told, self.graphs = {}, None
+        self._told, self.graphs, self._said_why_not = {}, None, False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from project.data.dealing import seed_generators
 from project.data.order import chance
-from project.train.capture import Kind
 from project.train.micro_batch import evaluated, micro_batch
 
 _BETWEEN = 1 << 40  # no micro-batch has this number
@@ -46,9 +45,6 @@ class ChanceByMicroBatch(Callback):
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._between(trainer, _BETWEEN)
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        pass
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # And so is what is added to the gradients, or drawn by the optimiser: all ranks take the same step. A module that steps

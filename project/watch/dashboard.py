@@ -67,6 +67,8 @@ class Dashboard(Callback):
         graph: the network's, from the first micro-batch of a run; the module's forward must take what the batch begins with.
     """
 
+    recorded: frozenset[str] = frozenset()
+
     def __init__(self, histograms: int | None = None, graph: bool = False) -> None:
         if histograms is not None and histograms < 1:
             raise UserError(f"dashboard.histograms is a number of steps, not {histograms}.")
@@ -131,8 +133,6 @@ class Dashboard(Callback):
         norm = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
-
-    recorded: frozenset[str] = frozenset()
 
     def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
         if kind in LAST:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.launcher import host
 from project.train.batch_norm import batch_norms
-from project.train.capture import Kind, one_by_one_next
+from project.train.capture import one_by_one_next
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
 from project.train.usual import shares_weights
@@ -90,6 +90,8 @@ class Fingerprints(Callback):
         exact: whether the run is the same on any number of ranks (`trainer.exact`).
     """
 
+    recorded: frozenset[str] = frozenset()
+
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
         self._forget()
@@ -133,11 +135,6 @@ class Fingerprints(Callback):
         if self._modules_due and micro_batch(trainer).key[2] == 0:
             self._modules_due = False
             self._listening = ModuleOutputs(pl_module)
-
-    recorded: frozenset[str] = frozenset()
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        pass
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._listening is not None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from project.cluster.group import Group
 from project.cluster.launcher import host
 from project.errors import UserError
-from project.train.capture import Kind, is_recording
+from project.train.capture import is_recording
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
 from project.watch.flops import flops, peak
@@ -41,6 +41,8 @@ class Throughput(Callback):
     Args:
         every_n_steps: optimiser steps in a window; None takes trainer.log_every_n_steps, but at least 10.
     """
+
+    recorded: frozenset[str] = frozenset()  # within a step that is a graph there are no moments to tell apart
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
@@ -127,11 +129,6 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             self._count_flops(trainer, pl_module, batch)
-
-    recorded: frozenset[str] = frozenset()  # within a step that is a graph there are no moments to tell apart
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        pass
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._step is not None:

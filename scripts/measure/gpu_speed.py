@@ -1,6 +1,5 @@
 """The speeds of scripts/gpu_check: our training against the plain loop, and against what the GPU could do."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +18,6 @@ class Found:
     state: str
     figure: str
     more: dict[str, Any] = field(default_factory=dict)
-
-
-def captures(*wanted: str) -> list[tuple[str, ...]]:
-    """Words for `trainer.capture`, one set for each; a single empty one where the Trainer doesn't have that setting."""
-    from project import Trainer
-
-    known = "capture" in inspect.signature(Trainer.__init__).parameters
-    return [(f"--trainer.capture={one}",) for one in wanted] if known else [()]
 
 
 def speeds(on: str, batch: int, programs: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
@@ -54,7 +45,7 @@ def against_plain(on: str) -> Found:
 
     batch = 64 if on == "cuda" else 4
     workers = max(0, min(8, cores() - 2))
-    ways = captures("auto", "none")
+    ways = [("--trainer.capture=auto",), ("--trainer.capture=none",)]
 
     def programs(comparison: Any) -> list[Any]:
         plain = comparison.plain(1, "fp32", f"--batch-size={batch}", f"--workers={workers}")
@@ -81,8 +72,8 @@ def share_of_peak(on: str, *compiles: str) -> Found:
     from project.watch.peaks import peak_of
 
     batch = 1024 if on == "cuda" else 4
-    ways = [(*way, f"--model.compile={one}") for one in compiles for way in captures("auto")]
-    if "none" in compiles and captures("none") != [()]:
+    ways = [("--trainer.capture=auto", f"--model.compile={one}") for one in compiles]
+    if "none" in compiles:
         ways.append(("--trainer.capture=none", "--model.compile=none"))
     words = (f"--data.batch_size={batch}", "--trainer.precision=bf16-mixed", "--model.channels_last=true")
     found = speeds(on, batch, lambda comparison: [comparison.ours(_named(way), 1, *words, *way) for way in ways])

@@ -113,9 +113,6 @@ class Elsewhere(LightningModule):
         self.embedding, self.norm, self.head = nn.Embedding(50, 8), nn.BatchNorm1d(8), nn.Linear(8, 50)
         self.register_buffer("seen", torch.zeros(50))
 
-    def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
-        pass
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, following = batch
         self.seen.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
@@ -194,6 +191,16 @@ def test_what_can_not_be_recorded_is_said_once_and_taken_as_ever(tmp_path, caplo
     said = [one.getMessage() for one in caplog.records if "trainer.capture" in one.getMessage()]
     assert len(said) == 1
     assert f"one operation after the other, as {why}" in said[0]
+
+
+def test_that_exact_sums_are_not_recorded_is_said_once(tmp_path, caplog):
+    caplog.set_level("INFO", "project")
+    recorder = OnCpu()
+    fit(tmp_path, recorder, exact=True, max_epochs=2)
+    assert recorder.recorded == 0
+    assert [one.getMessage().partition(", as ")[2] for one in caplog.records if "trainer.capture" in one.getMessage()] == [
+        "trainer.exact adds up gradients by itself."
+    ]
 
 
 class Changes(Callback):

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic, SyntheticImages
 from project.model import ImageClassifier
-from project.survive.nonfinite import NonFinite
 from project.trainer import Trainer
 from tests.operators import Operators
 
@@ -73,15 +72,8 @@ class Fused(ImageClassifier):
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_with_a_fused_optimiser_nobody_waits_for_the_device_in_fp16_either(tmp_path, monkeypatch, clip):
+def test_with_a_fused_optimiser_nobody_waits_for_the_device_in_fp16_either(tmp_path, late, clip):
     """As on a GPU: the flag is read two steps later, and is on the host by then, which is the one look that is counted."""
-    begin = NonFinite.on_train_start
-
-    def late(self: Any, *args: Any) -> None:
-        begin(self, *args)
-        self._late = True
-
-    monkeypatch.setattr(NonFinite, "on_train_start", late)
     operators = Operators()
     looks_on = Between(operators.__enter__, lambda: operators.__exit__(None, None, None))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -46,18 +46,6 @@ class Looks(ImageClassifier):
         return loss
 
 
-@pytest.fixture
-def late(monkeypatch):
-    """As on a GPU: the flag is read later."""
-    begin = NonFinite.on_train_start
-
-    def begin_late(self: Any, *args: Any) -> None:
-        begin(self, *args)
-        self._late = True
-
-    monkeypatch.setattr(NonFinite, "on_train_start", begin_late)
-
-
 def fit(folder: Any, module: Any, *callbacks: Callback, steps: int = 6, **settings: Any) -> None:
     trainer = Trainer(
         max_steps=steps, callbacks=list(callbacks), default_root_dir=folder, logger=False, devices=1, log_every_n_steps=1000,

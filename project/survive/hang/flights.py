@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from project.survive.hang.heartbeats import Flight, Heartbeat
+from project.survive.hang.leaving import within
 from project.train.flight_recorder import record
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
@@ -34,9 +35,7 @@ def recorded() -> list[dict[str, Any]]:
     if _asking and _asking[-1].is_alive():
         return []
     found: list[dict[str, Any]] = []
-    _asking[:] = [threading.Thread(target=lambda: found.extend(record()), name="flight recorder", daemon=True)]
-    _asking[0].start()
-    _asking[0].join(_PATIENCE)
+    _asking[:] = [within(_PATIENCE, lambda: found.extend(record()))]
     return [] if _asking[0].is_alive() else found
 
 

@@ -50,8 +50,8 @@ def flush() -> None:
     sys.stderr.flush()
 
 
-def within(seconds: float, act: Callable[[], Any]) -> None:
-    """Does something that may hang, and waits for it only so long."""
+def within(seconds: float, act: Callable[[], Any]) -> threading.Thread:
+    """Does something that may hang, and waits for it only so long; the thread in which it goes on, if it does."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -60,6 +60,7 @@ def within(seconds: float, act: Callable[[], Any]) -> None:
     thread = threading.Thread(target=attempt, daemon=True, name="watchdog's report")
     thread.start()
     thread.join(seconds)
+    return thread
 
 
 def leave(scene: Scene, code: int, here: Iterable[Member] = (), agent_ends: float | None = None) -> None:

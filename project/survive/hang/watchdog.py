@@ -35,7 +35,6 @@ from project.survive.hang.leaving import Scene
 from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.warden import started
 from project.survive.news import NEWS
-from project.train.capture import Kind
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,8 @@ class Watchdog(Callback):
         factor: or so many times the usual step, or the usual time of what it is doing, if that is longer.
         startup: seconds for what is done for the first time, and for writing checkpoints.
     """
+
+    recorded: frozenset[str] = frozenset()  # a step that is a graph is one phase
 
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
         if (at_least or 0) < 0 or factor < 1 or startup <= 0:
@@ -116,11 +117,6 @@ class Watchdog(Callback):
             if self._step_began is not None:
                 self._spent["step"].append(now - self._step_began)
             self._step_began = now
-
-    recorded: frozenset[str] = frozenset()  # a step that is a graph is one phase
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        pass
 
     on_fit_start = _marks("start of the fit")
     on_train_start = _marks("start of the training")
