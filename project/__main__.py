@@ -11,7 +11,13 @@ from project.survive.output import outlive_the_reader
 from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
-_READERS = {"same": "project.same", "report": "project.report", "watch": "project.watching", "profile": "project.profiling"}
+_READERS = {
+    "same": "project.same",
+    "report": "project.report",
+    "watch": "project.watching",
+    "profile": "project.profiling",
+    "sweep": "project.sweep",
+}
 """Verbs that read files, and need no libraries either."""
 
 

@@ -37,6 +37,7 @@ from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
+from project.sweep import with_trial
 from project.trainer import Trainer
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -56,7 +57,7 @@ take_functions()  # functions behind a class_path, whatever their signatures say
 _ABOUT = (
     "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
     "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
-    "same RUN [RUN ...] says whether they are the same to the last bit."
+    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep."
 )
 
 
@@ -359,7 +360,10 @@ def main() -> None:
     try:
         rank = detect().rank
         open_log(rank, host())
-        sys.argv[1:] = expand(run_config(sys.argv[1:]))
+        words = with_trial(sys.argv[1:])
+        if words != sys.argv[1:] and rank == 0:
+            log.info("Trial: %s", " ".join(word for word in words if word not in sys.argv))
+        sys.argv[1:] = expand(run_config(words))
         Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
         own_model, own_data = brought(sys.argv[1:])
         ProjectCLI(

@@ -34,7 +34,7 @@ def expand(argv: list[str]) -> list[str]:
 
 
 def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
-    path = _find(name, above[-1] if above else None)
+    path = find(name, above[-1] if above else None)
     if path in above:
         raise UserError(f"{above[-1]} and {path} stand on each other: one 'base' must go.")
     try:
@@ -50,7 +50,7 @@ def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
     return [one for base in bases for one in _stack(base, (*above, path))] + [path]
 
 
-def _find(name: str, asking: Path | None) -> Path:
+def find(name: str, asking: Path | None) -> Path:
     """A config beside the one that names it, from here, or one that comes with the project."""
     places = [asking.parent / name] if asking else [Path(name)]
     if not Path(name).is_absolute():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from project.config_files import documents, expand, option, run_config
+from project.sweep import with_trial
 
 _MARK = "PROJECT_EARLY_RANKS"
 _OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -79,7 +80,7 @@ def start(words: list[str]) -> None:
     if any(word.startswith("--print_config") for word in words):
         return
     try:
-        expanded = expand(run_config(list(words)))
+        expanded = expand(run_config(with_trial(list(words))))
         sections = documents(expanded)
         if not starts_ranks(_given(expanded, sections, "strategy")):
             return

@@ -141,6 +141,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     """Reads the launcher's environment variables. What can't work is a ValueError that says what to run instead."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _torchrun(environment)
+    if _number(environment, "SLURM_HET_SIZE", 1) > 1:
+        _refuse_components(environment)
     if "SLURM_STEP_ID" in environment:
         _refuse_idle_nodes(environment)
     if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -149,7 +151,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
         _refuse_forgotten_srun(environment)
     node_rank, local_rank = _number(environment, "NODE_RANK", 0), _number(environment, "LOCAL_RANK", 0)
     # Rank 0 is all that matters before Lightning has made the other processes.
-    return Launch("python", rank=node_rank + local_rank)
+    return Launch("python", rank=node_rank + local_rank, name=_slurm_name(environment))
 
 
 def rank_said(environment: Mapping[str, str] = os.environ) -> int:
@@ -222,7 +224,30 @@ def _srun(environment: Mapping[str, str]) -> Launch:
             f"srun placed {tasks} tasks on {nodes} nodes ({per_node}): every node must have the same number. "
             f"HINT: write{_sbatch(nodes, gpus or -(-tasks // nodes), gpus)}\nand srun without -n and -N"
         )
-    return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes, environment["SLURM_JOB_ID"])
+    return Launch("srun", _number(environment, "SLURM_PROCID", 0), nodes, tasks // nodes, _slurm_name(environment))
+
+
+def _slurm_name(environment: Mapping[str, str]) -> str | None:
+    """A job keeps its number, and a task of an array its own, when it is put back into the queue. Not so for what somebody
+    types into a shell within a job: each of these is another run.
+    """
+    batch = environment.get("ENVIRONMENT") == "BATCH"
+    if not batch and ("SLURM_STEP_ID" not in environment or "SLURM_PTY_PORT" in environment):
+        return None
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def _refuse_components(environment: Mapping[str, str]) -> None:
+    """A heterogeneous job: what Slurm says of nodes, tasks and GPUs may be one component's, or that of all."""
+    count = _number(environment, "SLURM_HET_SIZE", 1)
+    nodes = "; ".join(environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{one}", "?") for one in range(count))
+    raise LaunchError(
+        f"Slurm job {environment.get('SLURM_JOB_ID')} is a heterogeneous job of {count} components ({nodes}), and a run needs "
+        "nodes that are alike. HINT: take '#SBATCH hetjob' out of the batch script, or the ':' out of sbatch's and srun's "
+        "words (or, to train in one of the components: srun --het-group=1 env -u SLURM_HET_SIZE python -m project ...)"
+    )
 
 
 def _refuse_idle_nodes(environment: Mapping[str, str]) -> None:

@@ -37,6 +37,26 @@ def test_launchers_are_read(environment, kind, rank, nodes, processes):
     assert launch.world_size == nodes * processes
 
 
+JOB = {"SLURM_JOB_ID": "8", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({**SRUN, **TASK}, "7_2"),
+        ({**JOB, "SLURM_STEP_ID": "0"}, "8"),
+        ({**JOB, **TASK, "SLURM_STEP_ID": "0"}, "7_2"),
+        ({**JOB, "ENVIRONMENT": "BATCH"}, "8"),
+        (JOB, None),  # typed into the shell that salloc opens
+        ({**JOB, "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "4"}, None),  # or srun --pty bash
+        ({"ENVIRONMENT": "BATCH"}, None),
+    ],
+)
+def test_what_slurm_starts_again_goes_on_with_its_run(environment, name):
+    assert detect(environment).name == name
+
+
 def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tmp_path, monkeypatch):
     """Without an id of the user's the run is called after the agent's start, which the kernel counts back from now."""
     attempts = [tmp_path / f"none_x/attempt_{number}/0" for number in (0, 1)]
@@ -84,6 +104,13 @@ def test_the_launcher_has_its_way_and_says_so():
             "on 1 of the 2 nodes .*\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n",
         ),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "without srun"),
+        (
+            {
+                **{**SRUN, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"},
+                "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+            },
+            r"job 7 is a heterogeneous job of 2 components \(n1; n\[2-3\]\)",
+        ),
         ({"NODE_RANK": "first"}, "NODE_RANK must be a number"),
     ],
 )

@@ -1,14 +1,18 @@
 """A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
 
 import json
+import shlex
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, took
+from tests.conftest import ROOT, environment, forked, took
+from tests.survive.test_resume import same
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +49,56 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
     assert "Exited with exit code 1" in output
     assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
     assert "Traceback" not in output
+
+
+def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, slurm, tmp_path):
+    """Batch scripts with '#SBATCH hetjob': by all of it, and with what the refusal says, by the component of two nodes."""
+    script = tmp_path / "job.sbatch"
+    wants = ("--nodes=1", "--ntasks-per-node=1", "hetjob", "--nodes=2", "--ntasks-per-node=1")
+    head = "#!/bin/bash\n" + "".join(f"#SBATCH {want}\n" for want in wants)
+    program = shlex.join([sys.executable, "-m", "project", *FIT])
+    script.write_text(
+        f"{head}srun --het-group=0,1 {program} > all.txt 2>&1\necho $? >> all.txt\n"
+        f"srun --het-group=1 env -u SLURM_HET_SIZE {program} > one.txt 2>&1\necho $? >> one.txt\n"
+    )
+    job = slurm.submit("--wait", str(script), cwd=tmp_path, env=settings())
+    refused, one = (tmp_path / "all.txt").read_text(), (tmp_path / "one.txt").read_text()
+    assert refused.count(f"Slurm job {job} is a heterogeneous job of 2 components (n1; n[2-3])") == 1, refused
+    assert refused.endswith("\n1\n")
+    assert "Traceback" not in refused
+    assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in one, one
+    assert_same_curve(tmp_path, alone)
+
+
+def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its_trial(slurm, tmp_path):
+    """One process each: what Slurm starts again takes up its own run, and comes to the same weights as by hand."""
+    (tmp_path / "sweep.yaml").write_text("keys: {model.optimizer.init_args.lr: [0.01, 0.02], seed_everything: [5]}")
+    words = [*FIT[1:], "--trainer.threads=1", "--sweep=sweep.yaml"]
+    array = ("--array=1-2", "--nodes=1", "--output=%a.log", str(ROOT / "scripts/slurm.sbatch"))
+    job = slurm.submit(*array, *words, slowly(0.2), cwd=tmp_path, env=settings())
+
+    def why() -> str:
+        said = "".join(file.read_text() for file in tmp_path.glob("?.log"))
+        return f"{[slurm.job(f'{job}_{task}') for task in (1, 2)]}\n{said}\n{slurm.logs()}"
+
+    first, second = (tmp_path / f"lightning_logs/ddp-{job}_{task}" for task in (1, 2))
+    wait_until(lambda: all([*run.glob("checkpoints/step-*.ckpt")] for run in (first, second)), 120, why)
+    slurm.run("scancel", "--signal=USR1", f"{job}_2")
+    wait_until(lambda: slurm.job(f"{job}_2")["Restarts"] == "1", 120, why)
+    (tmp_path / "hurry").touch()
+    wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), 150, why)
+    assert "Trial: --model.optimizer.init_args.lr=0.02 --seed_everything=5" in (tmp_path / "2.log").read_text()
+    assert (tmp_path / "2.log").read_text().count("Goes on from") == 1, why()
+    by_hand = forked(
+        tmp_path, *FIT, "--trainer.threads=1", "--run=by-hand", "--model.optimizer.init_args.lr=0.02", "--seed_everything=5"
+    )
+    assert by_hand.code == 0, by_hand.output
+
+    def weights(folder: Path) -> object:
+        return torch.load(max(folder.glob("checkpoints/*.ckpt")), weights_only=True)["state_dict"]
+
+    assert same(weights(second), weights(tmp_path / "lightning_logs/by-hand"))
+    assert not same(weights(second), weights(first))
 
 
 def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(alone, slurm, tmp_path):
