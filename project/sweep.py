@@ -2,7 +2,10 @@
 
     samples: 3                  # how often what is drawn is drawn, for each combination of the lists (1)
     seed: 0                     # of the drawing (0)
-    metric: val/acc             # what trials are compared by, where an engine compares them (max or min: mode)
+    metric: val/acc             # what trials are compared by, where an engine compares them: Ray
+    mode: max                   # or min
+    together: 4                 # so many at once at most
+    stop_early: {after: 1, factor: 3}     # after so many validations one trial in so many goes on; or false
     keys:
       data.global_batch_size: [64, 128]                       # each of these
       model.optimizer.init_args.lr: {loguniform: [0.01, 1]}   # drawn; also uniform, randint (both ends count), choice
@@ -32,6 +35,7 @@ _DRAWN: dict[str, Callable[[random.Random, list[Any]], Any]] = {
     "randint": lambda rng, ends: rng.randint(*ends),
     "choice": lambda rng, values: rng.choice(values),
 }
+_TAKEN = ("run", "resume", "config", "base", "ckpt_path", "sweep", "trial")
 
 
 def _short(number: float) -> float:
@@ -40,24 +44,39 @@ def _short(number: float) -> float:
 
 
 @dataclass(frozen=True)
+class StopEarly:
+    """ASHA: of the trials that came as far, only one in `factor` goes on."""
+
+    after: int = 1
+    """Validations that each trial may make."""
+    factor: int = 3
+
+
+@dataclass(frozen=True)
 class Sweep:
     """What a sweep's file says; the keys of all its trials, in their order."""
 
     file: str
     trials: list[dict[str, Any]]
+    extremes: dict[str, list[Any]]
+    """Of each key, the values that tell whether it can have them all."""
     metric: str | None = None
     mode: str = "max"
+    together: int | None = None
+    """At most so many trials at once; None: as many as there are places."""
+    stop_early: StopEarly | None = None
 
     def words(self, number: int) -> list[str]:
         """The flags of trial `number`; the first is 1."""
         last = len(self.trials)
         if not 1 <= number <= last:
             raise UserError(f"{self.file} has the trials 1 to {last}, and no {number}. HINT: sbatch --array=1-{last}")
-        return [f"--{key}={_said(value)}" for key, value in self.trials[number - 1].items()]
+        return [flag(key, value) for key, value in self.trials[number - 1].items()]
 
 
-def _said(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def flag(key: str, value: Any) -> str:
+    """As a word on the command line."""
+    return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def read_sweep(file: str) -> Sweep:
@@ -66,19 +85,19 @@ def read_sweep(file: str) -> Sweep:
         content = yaml.safe_load(find(file, None).read_text())
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    known = {"samples": 1, "seed": 0, "metric": None, "mode": "max", "keys": None}
+    known = ("samples", "seed", "metric", "mode", "together", "stop_early", "keys")
     if not isinstance(content, Mapping) or not isinstance(content.get("keys"), Mapping) or not content["keys"]:
         raise UserError(
             f"{file}: a sweep says under 'keys' which values keys of the YAML are to have. HINT: see configs/sweeps/lr.yaml"
         )
     if unknown := [str(key) for key in content if key not in known]:
         raise UserError(f"{file}: a sweep has no {', '.join(unknown)}. HINT: it has {', '.join(known)}")
-    said = {**known, **content}
-    samples = said["samples"]
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise UserError(f"{file}: samples is a number from 1 on, and not {samples!r}.")
-    if said["mode"] not in ("max", "min"):
-        raise UserError(f"{file}: mode is max or min, and not {said['mode']!r}.")
+    if content.get("mode", "max") not in ("max", "min"):
+        raise UserError(f"{file}: mode is max or min, and not {content['mode']!r}.")
+    samples, seed = _whole(file, "samples", content.get("samples", 1)), content.get("seed", 0)
+    together = _whole(file, "together", content["together"]) if content.get("together") is not None else None
+    if taken := [str(key) for key in content["keys"] if str(key).split(".")[0] in _TAKEN]:
+        raise UserError(f"{file}: {taken[0]} can't be tried: each trial has its own, or all have the same.")
     lists = {key: value for key, value in content["keys"].items() if isinstance(value, list)}
     drawn = {key: _drawn(file, key, value) for key, value in content["keys"].items() if not isinstance(value, list)}
     if empty := [key for key, values in lists.items() if not values]:
@@ -92,9 +111,27 @@ def read_sweep(file: str) -> Sweep:
         number = len(trials) + 1
         chosen = dict(zip(lists, combination, strict=True))
         # Of its own for each key and trial: another key, or one more sample, leaves what there is.
-        chosen |= {key: draw(random.Random(f"{said['seed']} {key} {number}")) for key, draw in drawn.items()}
+        chosen |= {key: draw(random.Random(f"{seed} {key} {number}")) for key, draw in drawn.items()}
         trials.append({key: chosen[key] for key in content["keys"]})
-    return Sweep(file, trials, said["metric"], said["mode"])
+    extremes = {key: value if isinstance(value, list) else next(iter(value.values())) for key, value in content["keys"].items()}
+    metric, mode = content.get("metric"), content.get("mode", "max")
+    return Sweep(file, trials, extremes, metric, mode, together, _stop_early(file, content.get("stop_early", True)))
+
+
+def _whole(file: str, name: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{file}: {name} is a number from {least} on, and not {value!r}.")
+    return value
+
+
+def _stop_early(file: str, wanted: Any) -> StopEarly | None:
+    if wanted in (None, False):
+        return None
+    given = {} if wanted is True else wanted
+    if not isinstance(given, dict) or not given.keys() <= {"after", "factor"}:
+        raise UserError(f"{file}: stop_early is true, false, or {{after: VALIDATIONS, factor: N}}, and not {wanted!r}.")
+    after, factor = given.get("after", 1), given.get("factor", 3)
+    return StopEarly(_whole(file, "stop_early.after", after), _whole(file, "stop_early.factor", factor, 2))
 
 
 def _drawn(file: str, key: str, value: Any) -> Callable[[random.Random], Any]:
@@ -104,7 +141,7 @@ def _drawn(file: str, key: str, value: Any) -> Callable[[random.Random], Any]:
             f"{file}: {key} has {value!r}. HINT: a list of values, or one of {ways}, as in {{loguniform: [0.01, 1]}}"
         )
     ends = next(iter(value.values()))
-    numbers = isinstance(ends, list) and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in ends)
+    numbers = isinstance(ends, list) and all(type(one) in (int, float) and math.isfinite(one) for one in ends)
     if way == "choice":
         if not isinstance(ends, list) or not ends:
             raise UserError(f"{file}: {key}: choice takes a list of values, and not {ends!r}.")
