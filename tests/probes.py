@@ -23,6 +23,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
+from project.survive import preemption
 from project.train.micro_batch import micro_batch
 from project.trainer import _disconnect
 from tests.cluster.machine import wait_until
@@ -85,10 +86,22 @@ class Threads(Callback):
 
     def __init__(self) -> None:
         atexit.register(self._write)
+        preemption._MOST = 1  # the last step, too, begins a comparison that no step reads
 
     def _write(self) -> None:
-        names = [(one / "comm").read_text() for one in Path("/proc/self/task").iterdir()]
-        Path(f"threads-{os.getpid()}.txt").write_text("".join(names))
+        # The kernel lists a thread for a moment longer than it takes to join it, and on a busy machine that is a long moment.
+        deadline = time.monotonic() + 5
+        while "gloo" in (names := self._names()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        Path(f"threads-{os.getpid()}.txt").write_text(names)
+
+    @staticmethod
+    def _names() -> str:
+        names = []
+        for one in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended meanwhile
+                names.append((one / "comm").read_text())
+        return "".join(names)
 
 
 class SlowToEnd(Callback):

@@ -129,6 +129,12 @@ class StopTogether(Callback):
         if trainer.is_global_zero:
             REQUEUE.forget()
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """What the last step has started holds Gloo's threads as long as it is held, and they must not outlive Python."""
+        if self._answer is not None:
+            self._answer.wait()
+            self._answer = None
+
     def _warn_of_a_short_lead(self, seconds: float | None) -> None:
         """A checkpoint takes so many seconds; said once, and long before a signal comes."""
         if self._lead is not None and seconds is not None and seconds > self._lead[0]:
