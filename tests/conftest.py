@@ -60,6 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none here: scripts/gpu_check runs it on one"))
+    if not config.getoption("--faults"):
+        for item in items:
+            if item.get_closest_marker("faults"):
+                item.add_marker(pytest.mark.skip(reason="one of many, or of the longest: scripts/test --faults"))
     asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
     if config.getoption("--all") or config.getoption("--faults") or asked:
         return

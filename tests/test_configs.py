@@ -70,6 +70,7 @@ def test_the_main_config_reaches_the_accuracy_that_its_difficulty_allows(cli):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_digits_reach_98_percent(quick, tmp_path):
     fitted = quick("fit", "--config=configs/digits.yaml", "--run=digits")
     checkpoint = max((tmp_path / "lightning_logs/digits/checkpoints").glob("*.ckpt"))

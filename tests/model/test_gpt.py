@@ -71,6 +71,7 @@ def test_lightnings_own_trainer_trains_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_it_learns_more_than_pairs_of_bytes(quick):
     run = quick("fit", "--config=configs/gpt.yaml")
     assert run.code == 0, run.output

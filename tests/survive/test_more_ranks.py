@@ -32,10 +32,15 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-PLACES = [(3, "accumulation", signal.SIGKILL), (3, "step", signal.SIGTERM), (4, "step", signal.SIGKILL)]
+PLACES = [
+    (3, "accumulation", signal.SIGKILL),
+    pytest.param(3, "step", signal.SIGTERM, marks=pytest.mark.faults),
+    (4, "step", signal.SIGKILL),
+    pytest.param(6, "accumulation", signal.SIGTERM, marks=pytest.mark.faults),
+]
 
 
-@pytest.mark.parametrize(("ranks", "where", "number"), [*PLACES, (6, "accumulation", signal.SIGTERM)])
+@pytest.mark.parametrize(("ranks", "where", "number"), PLACES)
 def test_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, number):
     fault = faults({"rank": ranks - 1, "where": where, "step": 7, "number": int(number)})
     struck = quick(*FIT, fault, ranks=ranks)

@@ -80,16 +80,11 @@ def assert_same_bits(folder, other):
     return files
 
 
-OURS = [("minires", ranks) for ranks in (2, 3, 4, 6)] + [("gpt", ranks) for ranks in (2, 3, 4, 6)]
+MARKS = {2: (pytest.mark.slow, pytest.mark.faults), 3: (), 4: (pytest.mark.slow, pytest.mark.faults), 6: pytest.mark.slow}
+OURS = [pytest.param(name, ranks, marks=marks) for name in ("minires", "gpt") for ranks, marks in MARKS.items()]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        *(pytest.param(*one, marks=[] if one[1] == 3 else pytest.mark.slow) for one in OURS),
-        *(("regression", 3), ("talkative", 3)),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks"), [*OURS, ("regression", 3), ("talkative", 3)])
 def test_any_number_of_ranks(trained, name, ranks):
     whole = trained(name)
     folder = whole.parent / f"{name}-{ranks}"
