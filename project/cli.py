@@ -24,7 +24,8 @@ from rich.console import Console
 from project import early_start
 from project.bench import report
 from project.class_paths import take_functions
-from project.cluster.launcher import Launch, LaunchError, detect, host, rank_said
+from project.cluster.launcher import Launch, LaunchError, detect, rank_said
+from project.cluster.place import host
 from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, save_config
 from project.config_files import EVALUATING, RUNS, checked, expand, run_config
 from project.data import ImageData

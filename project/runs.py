@@ -7,6 +7,7 @@ others are told.
 import fcntl
 import json
 import logging
+import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -93,7 +94,10 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / ".lock").open("a+")
         except OSError as error:
-            raise UserError(f"The run's folder {folder} can't be made: {error}. HINT: set trainer.default_root_dir.") from error
+            raise UserError(
+                f"The run's folder {folder} can't be made: {error}. HINT: user {os.geteuid()} must be able to write there "
+                "(into a container, mount a folder that it can), or set trainer.default_root_dir."
+            ) from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -43,8 +43,9 @@ from project.callbacks import with_ours
 from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
 from project.cluster.interfaces import Route, use, use_loopback
-from project.cluster.launcher import Launch, detect, host
+from project.cluster.launcher import Launch, detect
 from project.cluster.memory import keep_freed_memory
+from project.cluster.place import host
 from project.cluster.rendezvous import Rendezvous
 from project.config_files import RUNS
 from project.data import ImageData

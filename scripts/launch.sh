@@ -91,11 +91,11 @@ if [ "$most" -gt 1 ]; then
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
-  this="$(uname -n), $address"
+  this="$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}, $address"
   clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else
   rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
-  this=$(uname -n)
+  this=$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}
   clock=()
 fi
 

@@ -1,5 +1,6 @@
 """The scripts: launch.sh checks what it is given; a wheel brings the configs along."""
 
+import hashlib
 import os
 import re
 import signal
@@ -58,15 +59,15 @@ def test_launch_checks_its_environment(extra, cause):
     assert cause in done.stderr
 
 
-def batch(tmp_path, code: int, **extra: str) -> list[str]:
+def batch(tmp_path, code: int, *words: str, **extra: str) -> list[str]:
     """What slurm.sbatch starts, where srun ends with this code: the commands, by line."""
     for name, ends in (("srun", code), ("scontrol", 0)):
         program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho "{name} $*"\nexit {ends}\n')
+        program.write_text(f'#!/bin/sh\necho "{name} $*${{PROJECT_IMAGE:+ in $PROJECT_IMAGE}}"\nexit {ends}\n')
         program.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "--run=it"],
+        ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words, "--run=it"],
         cwd=tmp_path,
         env=environment(PATH=path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path), **extra),
         capture_output=True,
@@ -80,16 +81,38 @@ def batch(tmp_path, code: int, **extra: str) -> list[str]:
     ("container", "command"),
     [
         ("", "python -m project fit --run=it"),
-        ("image.sif", "apptainer exec --nv --bind {0} --pwd {0} image.sif python -m project fit --run=it"),
+        (
+            "images/my.sif",
+            "apptainer exec --nv --bind {0} --pwd {0} images/my.sif python -m project fit --run=it in my.sif@sha256:{1}",
+        ),
+        (
+            "docker://team/image@sha256:12",
+            "apptainer exec --nv --bind {0} --pwd {0} docker://team/image@sha256:12 python -m project fit --run=it "
+            "in docker://team/image@sha256:12",
+        ),
         (
             "team/image:1",
-            "--container-image=team/image:1 --container-mounts={0}:{0} --container-workdir={0} python -m project fit --run=it",
+            "--container-image=team/image:1 --container-mounts={0}:{0} --container-workdir={0} python -m project fit --run=it "
+            "in team/image:1",
         ),
     ],
 )
 def test_a_batch_job_may_run_in_a_container(tmp_path, container, command):
-    lines = batch(tmp_path, 0, CONTAINER=container, PROJECT_PYTHON="python")
-    assert lines == [f"srun --kill-on-bad-exit=1 {command.format(tmp_path)}"]
+    """By an option or by the environment; the run is told its image."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/my.sif").write_bytes(b"image")
+    expected = [f"srun --kill-on-bad-exit=1 {command.format(tmp_path, hashlib.sha256(b'image').hexdigest())}"]
+    assert batch(tmp_path, 0, CONTAINER=container, PROJECT_PYTHON="python") == expected
+    if container:
+        assert batch(tmp_path, 0, "--container", container) == expected
+        assert batch(tmp_path, 0, f"--container={container}", CONTAINER="another.sif") == expected
+        (line,) = batch(tmp_path, 0, "--container", container, PROJECT_IMAGE="told@sha256:34")
+        assert line.endswith(" in told@sha256:34")
+
+
+def test_a_container_that_is_not_there_or_comes_too_late_ends_the_job(tmp_path):
+    assert batch(tmp_path, 2, "--container", "no.sif") == []
+    assert batch(tmp_path, 2, "--config", "mine.yaml", "--container", "no.sif") == []
 
 
 def test_a_batch_job_that_sigusr1_ended_is_put_back(tmp_path):

@@ -6,10 +6,8 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +15,16 @@ import lightning
 import torch
 
 import project
+from project.cluster.cgroups import memory_left
+from project.cluster.code import commit, sources
 from project.cluster.cores import cores
+from project.cluster.place import image
 from project.cluster.settings import flat
 
-_PACKAGE = Path(project.__file__).parent
-
-SAME = ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "configuration")
+SAME = ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "image", "configuration")
 """Facts that must be the same on every rank: otherwise they train different things, or can't talk to each other."""
 ALIKE = ("device", "devices", "memory", "driver", "CPU", "cores")
 """Facts that should be: otherwise the fastest wait for the slowest."""
-
-
-@cache
-def _commit() -> str:
-    """The commit of a checkout ('+' for changed files); an installed package has none."""
-    git = ["git", "-C", str(_PACKAGE)]
-    try:
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=5)
-        if top.returncode or Path(top.stdout.strip()) != _PACKAGE.parent:
-            return "none"
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5)
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return "none"
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def _sources() -> str:
-    """A hash of this package's code as it lies here."""
-    files = sorted(_PACKAGE.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _nccl() -> str:
@@ -83,8 +61,9 @@ def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict
         "NCCL": _nccl() if device.type == "cuda" else "none",
         "lightning": lightning.__version__,
         "project": project.__version__,
-        "commit": _commit(),
-        "sources": _sources(),
+        "commit": commit(),
+        "sources": sources(),
+        "image": image(),
         "configuration": digest(configuration),
         "CPU": _cpu(),
         "cores": cores(),
@@ -122,21 +101,15 @@ def _available_memory() -> int | None:
                 found.append(int(line.split()[1]) * 1024)
     except OSError:
         pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # not here, or 'max'
-            continue
+    if (left := memory_left()) is not None:
+        found.append(left)
     return min(found, default=None)
 
 
 def odd_ones(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, dict[int, Any]]:
-    """What most ranks have under a name, and the ranks that have something else."""
-    usual = Counter(str(one[name]) for one in facts).most_common(1)[0][0]
-    return usual, {rank: one[name] for rank, one in enumerate(facts) if str(one[name]) != usual}
+    """What most ranks have under a name, and the ranks that have something else. Another version may not know the name."""
+    usual = Counter(str(one.get(name, "none")) for one in facts).most_common(1)[0][0]
+    return usual, {rank: value for rank, one in enumerate(facts) if str(value := one.get(name, "none")) != usual}
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:

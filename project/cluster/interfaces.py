@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from project.cluster.place import host
 from project.errors import UserError
 
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
@@ -88,7 +89,7 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
     if mine is None or (name := interface_of(mine)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
         raise UserError(
-            f"{socket.gethostname()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
+            f"{host()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
             f"{GLOO} and {NCCL} name the interface to use."
         )
     return Route(name, mine, chosen=True)
@@ -105,7 +106,7 @@ def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> N
         missing = [] if any(name.startswith(part) for part in names for name in ours) else names
     if missing:
         raise UserError(
-            f"{variable}={given}, and {socket.gethostname()} has no interface {', '.join(missing)}. It has "
+            f"{variable}={given}, and {host()} has no interface {', '.join(missing)}. It has "
             f"{', '.join(name for name, held in ours.items() if held)}. HINT: unset {variable}, and the right one is chosen."
         )
 
@@ -141,7 +142,7 @@ def towards(name: str) -> tuple[str, bool]:
     target = next(iter(resolve(name)), None)
     own = source(target) if target else None
     if target is None or own is None:
-        raise UserError(f"{socket.gethostname()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
+        raise UserError(f"{host()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
     here = own == target or is_loopback(target)
     if is_loopback(own) and name != "localhost" and name != target:  # Debian's own name for itself leads nobody else here
         own = next((one for held in addresses().values() for one in held if not is_loopback(one)), own)

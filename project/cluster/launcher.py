@@ -299,7 +299,3 @@ def _reachable(node: str) -> str:
         )
     log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", found[1], node)
     return found[1]
-
-
-def host() -> str:
-    return socket.gethostname()

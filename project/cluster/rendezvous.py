@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from project.cluster import reachability
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
+from project.cluster.place import host
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class ToldByRankZero(SystemExit):
 
 def reach(address: str, port: int, seconds: float) -> None:
     """Returns once something listens there; ValueError says what is in the way."""
-    here, end = socket.gethostname(), time.monotonic() + seconds
+    here, end = host(), time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((address, port), timeout=reachability.ATTEMPT).close()
@@ -83,7 +84,7 @@ def _free(port: int) -> None:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise UserError(
-                f"Port {port} on {socket.gethostname()} is in use by another program. HINT: set another MASTER_PORT, on "
+                f"Port {port} on {host()} is in use by another program. HINT: set another MASTER_PORT, on "
                 "every node the same; and only one rank 0 may be started."
             ) from None
 
@@ -117,7 +118,7 @@ class Rendezvous:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
         self.store = PrefixStore(f"rendezvous/{attempt}", store)
-        listener = reachability.Listener("", f"{socket.gethostname()} 0") if rank == 0 else None
+        listener = reachability.Listener("", f"{host()} 0") if rank == 0 else None
         try:
             if listener is not None:
                 self.store.set("listener", str(listener.port))
@@ -135,15 +136,15 @@ class Rendezvous:
         found = next((one for one in probes if one.error is None), reachability.Probe())
         if found.limit is None:
             return
-        here = socket.gethostname()
-        text = reachability.lost(found, here, found.name.split()[0])
+        here = host()
+        text = reachability.lost(found, here, found.name.rpartition(" ")[0])
         self.store.set("problem", text)  # which is short enough
         if self.store.add(f"said/{here}", 1) > 1:
             raise ToldByRankZero(1)
         raise UserError(f"{text}. HINT: {reachability.HINT}")
 
     def _sign_in(self) -> None:
-        here = socket.gethostname()
+        here = host()
         if self.rank == 0:
             self.store.set("size", str(self.size))
         size = int(self.store.get("size"))

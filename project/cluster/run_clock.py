@@ -7,7 +7,6 @@ the time from the one that holds the store, when they start, and count on from t
 That is also the first time that this host talks to that one: packets that are too long for the way are found here.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from project.cluster import reachability
 from project.cluster.interfaces import resolve
+from project.cluster.place import host
 from project.cluster.rendezvous import reach
 from project.errors import UserError
 
@@ -43,7 +43,7 @@ def _store(address: str, port: int, seconds: float) -> PrefixStore:
 
 def _publish(port: int, seconds: float, over: threading.Event) -> None:
     """On the host of the store, beside its agent, which makes the store."""
-    listener = reachability.Listener("", socket.gethostname())
+    listener = reachability.Listener("", host())
     with suppress(dist.DistError):
         store = _store("127.0.0.1", port, seconds)
         store.set("listener", str(listener.port))
@@ -71,7 +71,7 @@ def _greet(address: str, store: PrefixStore) -> None:
     probes = (reachability.probe(one, port) for one in resolve(address))
     found = next((one for one in probes if one.error is None), reachability.Probe())
     if found.limit is not None:
-        raise UserError(f"{reachability.lost(found, socket.gethostname(), found.name)}. HINT: {reachability.HINT}")
+        raise UserError(f"{reachability.lost(found, host(), found.name)}. HINT: {reachability.HINT}")
     before = store.get("now")
     while (now := store.get("now")) == before:  # it is new at the moment when it changes
         time.sleep(_TICK / 50)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from project.cluster.environment import named
+from project.cluster.place import node_of
 
 Gather = Callable[[Any], list[Any]]
 Problem = tuple[str, list[int]]
@@ -71,7 +72,7 @@ def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Prob
         before = note.read_text()
     except OSError:
         before = ""
-    other = next((host for host in gather(before) if host not in ("", hosts[0])), None)
+    other = next((host for host in gather(before) if node_of(host) not in ("", node_of(hosts[0]))), None)
     if other is None:
         return None
     return f"Only {other} has this run's folder, {note.parent}, and rank 0 is on {hosts[0]} now", [0]

@@ -5,10 +5,15 @@ processes, pinned memory, whether the samples are shuffled, and whether what is 
 is replaced is the sampler, as Lightning replaces it by a DistributedSampler.
 """
 
+import errno
+import os
 import random
+import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
@@ -30,6 +35,8 @@ class DealtLoader(DataLoader[Any]):
     """
 
     def __init__(self, keys: MicroBatchSampler, seed: int, **settings: Any) -> None:
+        if settings.get("num_workers"):
+            settings["worker_init_fn"] = partial(_in_worker, settings.get("worker_init_fn"))
         super().__init__(**settings)
         self.keys, self.seed = keys, seed
         self.taken: deque[Key] = deque()
@@ -47,6 +54,28 @@ class DealtLoader(DataLoader[Any]):
             self.taken.append(key)
             yield apply_to_collection(batch, torch.Tensor, _aligned) if self.aligned else batch
         self.keys.start_over()
+
+
+def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
+    """What a loader's process does first. A batch that it can't send on is its end.
+
+    Python's queue prints the error and drops the batch, and the rank would wait for that one for ever.
+    """
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
+    Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
+    if theirs is not None:
+        theirs(number)
+
+
+_feeder_error = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+def _lost(error: Exception, batch: object) -> None:
+    """A full /dev/shm ends this process as it does where it is noticed later: by SIGBUS, which the rank takes for that."""
+    if getattr(error, "errno", None) == errno.ENOSPC or "allocate shared memory" in str(error):
+        os.kill(os.getpid(), signal.SIGBUS)
+    _feeder_error(error, batch)
+    os._exit(1)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

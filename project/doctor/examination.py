@@ -5,7 +5,6 @@ to do. What raises on one rank becomes a finding about that rank; the others don
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from project.cluster.environment import named
 from project.cluster.interfaces import Route
+from project.cluster.place import host
 from project.cluster.rendezvous import Rendezvous
 from project.doctor.findings import Finding, Trouble, row
 from project.doctor.network import NetworkCost
@@ -65,7 +65,7 @@ class Examination:
     def __init__(self, run: ExaminedRun, rendezvous: Rendezvous | None, route: Route | None, fast: bool) -> None:
         self.run, self.rendezvous, self.route, self.fast = run, rendezvous, route, fast
         self.findings: list[Finding] = []
-        self.hosts = rendezvous.hosts if rendezvous else [os.uname().nodename]
+        self.hosts = rendezvous.hosts if rendezvous else [host()]
         # Its own groups, with a deadline: a collective that hangs must not take the default half hour.
         limit = timedelta(seconds=30)
         self.control: Any = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None

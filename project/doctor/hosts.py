@@ -8,6 +8,7 @@ import torch.distributed as dist
 from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
 from project.cluster.environment import named
+from project.cluster.place import MORE_SHARED_MEMORY
 from project.doctor.examination import Examination
 from project.doctor.findings import Trouble, in_bytes
 
@@ -20,7 +21,7 @@ def versions(this: Examination) -> None:
     odd = environment.compare(this.run.environment, this.run.configuration, this.hosts, this.gather)
     here = this.run.environment
     shown = ", ".join(
-        f"{name} {here[name]}" for name in ("Python", "torch", "lightning", "CUDA", "commit") if here[name] != "none"
+        f"{name} {here[name]}" for name in ("Python", "torch", "lightning", "CUDA", "commit", "image") if here[name] != "none"
     )
     fix = "Install the same versions everywhere (scripts/setup), and start every rank with the same words."
     this.add("versions", [Trouble(text, ranks) for text, ranks in odd.items()], shown, fix, environments=all_of_them)
@@ -52,29 +53,33 @@ def run_folder(this: Examination) -> None:
 def limits(this: Examination) -> None:
     run = this.run
     all_limits = this.gather(environment.limits(run.folder))
-    troubles = []
+    troubles, fixes = [], []
     need = run.checkpoint_bytes * (run.checkpoints + 1)
     free = all_limits[0]["disk"]
     if free is not None and free < need:
         kept = f"{run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
         troubles.append(Trouble(f"{named([0], this.hosts)}: {in_bytes(free)} of disk are left for {kept}", [0]))
+        fixes.append("Free disk, or keep fewer checkpoints.")
     few = [rank for rank, one in enumerate(all_limits) if one["open files"] < _FEW_FILES + 4 * run.world_size]
     if few:
         number = all_limits[few[0]]["open files"]
         troubles.append(Trouble(f"{named(few, this.hosts)}: at most {number} open files", few, bad=False))
-    batches = run.micro_batch * run.workers * 2 * run.processes * this.sample_bytes
+        fixes.append("ulimit -n 65536.")
+    # Each process is two batches ahead, and one is in use.
+    batches = run.micro_batch * (run.workers * 2 + 1) * run.processes * this.sample_bytes if run.workers else 0
     small = [rank for rank, one in enumerate(all_limits) if one["/dev/shm"] is not None and one["/dev/shm"] < batches]
     if small:
         text = f"{in_bytes(all_limits[small[0]]['/dev/shm'])} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
         troubles.append(Trouble(f"{named(small, this.hosts)}: {text}", small))
+        fixes.append(f"/dev/shm: {MORE_SHARED_MEMORY}")
     loaded = this.gather((run.workers + 1) * run.processes > cores(1) and run.workers > 0)
     over = [rank for rank, too_many in enumerate(loaded) if too_many]
     if over:
         text = f"{run.processes} process(es) with {run.workers} workers each on {cores(1)} core(s)"
         troubles.append(Trouble(f"{named(over, this.hosts)}: {text}", over, bad=False))
+        fixes.append("data.num_workers=auto.")
     good = f"{in_bytes(free)} of disk for {in_bytes(need)} of checkpoints" if free is not None else "the disk is not there yet"
-    fix = "Free disk, or keep fewer checkpoints; ulimit -n 65536; docker --shm-size=8g; data.num_workers=auto."
-    this.add("limits", troubles, good, fix, limits=all_limits)
+    this.add("limits", troubles, good, " ".join(fixes), limits=all_limits)
 
 
 def clocks(this: Examination) -> None:

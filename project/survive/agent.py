@@ -7,13 +7,13 @@ import atexit
 import logging
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from project.cluster.launcher import detect
+from project.cluster.place import host
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Agent:
 
     @property
     def _name(self) -> str:
-        return f"torchrun on {socket.gethostname()} (process {self._pid})"
+        return f"torchrun on {host()} (process {self._pid})"
 
     def look(self) -> None:
         """Says it once if the agent is stopped. Called now and then."""

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.cluster.place import image
 from project.errors import UserError
 from project.survive.readable import check, plain_values
 from project.train.position import out_of_time, position, within_epoch
@@ -369,6 +370,7 @@ class Checkpoints(Checkpoint):
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "world_size": trainer.world_size,
             "versions": {name: version(name) for name in ("torch", "lightning")},
+            "image": image(),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         # The host waits for the device here: the copy must hold this step's values, not a later one's.

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import UserError
 from project.survive.hang.warden import Memory
 from project.survive.news import NEWS
@@ -36,6 +37,8 @@ _LOST = re.compile(r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pip
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
 
+# torch.compile's, on a CPU and on a GPU, where it finds no compiler.
+_NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))")
 
@@ -48,7 +51,7 @@ def kind(error: BaseException) -> Kind:
     """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
-    if isinstance(error, (UserError, MisconfigurationException)):
+    if isinstance(error, (UserError, MisconfigurationException)) or _NO_COMPILER.search(str(error)):
         return "mendable"
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _LOST.search(str(error))):
         return "mendable" if "EADDRINUSE" in str(error) else "lost"
@@ -72,7 +75,7 @@ def _loader(error: BaseException | None) -> str:
     number = next((int(one) for one in signal.valid_signals() if signal.strsignal(one) == name.strip()), 0)
     hint: dict[int, str] = {
         signal.SIGKILL: "see who ended it; where it was for memory, set data.num_workers or data.batch_size lower.",
-        signal.SIGBUS: "/dev/shm may be full: make it larger (docker run --shm-size), or set data.num_workers lower.",
+        signal.SIGBUS: f"{shared_memory()} may be full: {MORE_SHARED_MEMORY}",
     }
     crashed = "it crashed in what the dataset calls: --data.num_workers 0 shows where."
     how = f"signal {number}{_MEMORY}" if number else name
@@ -95,6 +98,11 @@ def message(error: BaseException) -> str:
         if isinstance(error, torch.OutOfMemoryError):
             text += "\nHINT: the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
         return text
+    if _NO_COMPILER.search(str(error)):
+        return (
+            "model.compile needs a C++ compiler, and there is none here. HINT: install g++ (into an image: "
+            "--build-arg PACKAGES=g++), or set model.compile=none."
+        )
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from project.cluster.launcher import host
+from project.cluster.place import host
 from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
 from project.train.capture import LAST, Kind, captures, is_recording

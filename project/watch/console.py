@@ -4,7 +4,6 @@
 """
 
 import logging
-import socket
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
+from project.cluster.place import host
 from project.train.micro_batch import micro_batch
 from project.train.position import planned_steps
 from project.watch.history import longest
@@ -117,7 +117,7 @@ class RankLogs(Callback):
         folder = Path(trainer.strategy.broadcast(trainer.default_root_dir))
         log_to(folder / f"rank-{trainer.global_rank}.log", logging.DEBUG)
         logging.getLogger().setLevel(logging.DEBUG)
-        log.debug("%s is rank %d of %d", socket.gethostname(), trainer.global_rank, trainer.world_size)
+        log.debug("%s is rank %d of %d", host(), trainer.global_rank, trainer.world_size)
 
 
 class Progress(ProgressBar):

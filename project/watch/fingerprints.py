@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from project.cluster.environment import hardware, named, odd_ones
-from project.cluster.launcher import host
+from project.cluster.place import host
 from project.train.batch_norm import batch_norms
 from project.train.capture import one_by_one_next
 from project.train.micro_batch import loss_at_hand, micro_batch

@@ -19,9 +19,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import __version__
+from project.cluster import code
+from project.cluster.place import image
 from project.errors import UserError
 from project.train.position import planned_steps
-from project.watch.history import FILE
+from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,20 @@ class Life(Callback):
                 "lightning": version("lightning"),
                 "python": platform.python_version(),
             },
-            commit=_commit() if trainer.is_global_zero else None,
+            **self._made_of(trainer),
         )
+
+    def _made_of(self, trainer: Trainer) -> dict[str, str | None]:
+        """The commit and the image; a run may go on with others, and then that is said."""
+        if not trainer.is_global_zero:
+            return {}
+        now = {"commit": _commit(), "image": named if (named := image()) != "none" else None}
+        before = lives_of(Path(trainer.default_root_dir) / FILE)
+        for name, value in now.items():
+            # A run of a version that did not write it down has no such entry.
+            if before and name in before[-1].known and (last := before[-1].known[name]) != value:
+                log.warning("The run goes on with another %s: %s -> %s", name, last or "none", value or "none")
+        return now
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer, "finished", None)
@@ -102,10 +116,12 @@ def _signal(exception: BaseException) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the code in the working directory; with a plus sign, if something is changed."""
+    """Of the code in the working directory, with a plus sign if something is changed; else of the project's own code."""
     git = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        found = done.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):  # in most images there is no git
+        found = ""
+    found = found or code.commit()
+    return found if found != "none" else None

@@ -110,6 +110,7 @@ def facts(history: History) -> dict[str, str]:
         "device": str(known.get("device", "")),
         "versions": ", ".join(f"{name} {value}" for name, value in known.get("versions", {}).items()),
         "commit": str(known.get("commit") or ""),
+        "image": str(known.get("image") or ""),
         "newest checkpoint": str(history.checkpoints[0][0]) if history.checkpoints else "",
     }
 

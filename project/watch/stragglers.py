@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Literal
 
+from project.cluster.place import short
+
 log = logging.getLogger(__name__)
 
 Cause = Literal["data", "compute"]
@@ -95,7 +97,7 @@ class Stragglers:
     def by_rank(self, ranks: Sequence[Times]) -> dict[str, float]:
         """Curves of each rank's own work, with its host in their names; of many ranks those that are the slowest now."""
         slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].own)[:_CURVES]
-        named = {f"{rank}.{self.hosts[rank]}": ranks[rank] for rank in sorted(slowest)}
+        named = {f"{rank}.{short(self.hosts[rank])}": ranks[rank] for rank in sorted(slowest)}
         data = {f"ranks/data_ms/{name}": 1e3 * times.data for name, times in named.items()}
         return data | {f"ranks/compute_ms/{name}": 1e3 * times.compute for name, times in named.items()}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.cluster.group import Group
-from project.cluster.launcher import host
+from project.cluster.place import host
 from project.errors import UserError
 from project.train.capture import is_recording
 from project.train.loop import fetching

@@ -70,7 +70,7 @@ def test_it_examines_any_module_and_data(quick):
 
 
 def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
-    """Two batches for each of four loader processes, of 64 images of 3 x 256 x 256 bytes, are 96 MiB."""
+    """Two batches for each of four loader processes and the one in use, of 64 images of 3 x 256 x 256 bytes, are 108 MiB."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     large = ("--data.num_workers=4", "--data.batch_size=64", "--data.source.init_args.image_size=256", "--fast=true")
@@ -79,7 +79,23 @@ def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
     done = subprocess.run([*small, *program], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     found = findings(Run(done.returncode, done.stdout + done.stderr, tmp_path))["limits"]
     assert (done.returncode, found["verdict"]) == (1, "bad"), done.stderr
-    assert "64 MiB of /dev/shm, and the loaders' workers take 96 MiB" in found["text"]
+    assert "64 MiB of /dev/shm, and the loaders' workers take 108 MiB" in found["text"]
+    assert "docker run --shm-size" in found["fix"]
+    assert "Free disk" not in found["fix"]
+
+
+def test_a_fit_that_finds_dev_shm_full_says_so_and_does_not_wait(tmp_path):
+    """A batch of 24 MiB, and 16 MiB to send it in: Python's queue drops it, and nobody is told."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    words = ("fit", *HEALTHY[1:], "--data.num_workers=1", "--data.batch_size=128", "--data.source.init_args.image_size=256")
+    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16m none /dev/shm; exec "$@"', "sh"]
+    program = [*small, sys.executable, "-m", "project", *words]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "was killed by signal 7. HINT: /dev/shm (16 MiB) may be full: give it more (docker run --shm-size" in said
+    assert "Traceback" not in said
 
 
 def test_ranks_are_named_by_host():
@@ -106,7 +122,7 @@ def test_only_what_differs_is_sent_in_full():
         return [mine, mine]
 
     environments = dict.fromkeys(
-        ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "configuration"), "same"
+        ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "image", "configuration"), "same"
     )
     assert compare(environments, {"large": "configuration"}, ["h1", "h2"], gather) == {}
     assert sent == [environments]

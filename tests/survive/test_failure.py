@@ -175,3 +175,13 @@ def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
     assert run.output.count("was killed by") == 1
     last = run.output.rstrip().splitlines()[-1]
     assert last == f"rank 0 on {HOST} was killed by signal 9, and its cgroup reports an OOM kill."
+
+
+@pytest.mark.slow
+def test_no_compiler_is_one_message(cli, tmp_path):
+    """As in an image without one."""
+    words = ("--config=configs/ddp.yaml", *TINY, "--model.compile=default")
+    run = cli("fit", *words, PATH="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert run.code == 1
+    assert run.output.splitlines()[-1].endswith("or set model.compile=none.")
+    assert "Traceback" not in run.output

@@ -9,7 +9,6 @@ with exit code 75, 'try again': torchrun and Slurm can start the run anew, and i
 import logging
 import math
 import os
-import socket
 import statistics
 import threading
 import time
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.interfaces import mtu, own_address
+from project.cluster.place import host
 from project.errors import UserError
 from project.survive import failure
 from project.survive.abort import exit_on_abort
@@ -184,7 +184,7 @@ class Watchdog(Callback):
 
     def _self(self, address: tuple[str, int] = ("", 0)) -> Member:
         pid = os.getpid()
-        return Member(self._rank, socket.gethostname(), machine(), pid, started(pid), address, self._dump[1])
+        return Member(self._rank, host(), machine(), pid, started(pid), address, self._dump[1])
 
     def stop(self) -> None:
         thread, self._thread = self._thread, None
@@ -206,7 +206,7 @@ class Watchdog(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         connected = self._channel is not None and isinstance(exception, Exception)  # else there is nobody to tell
         if connected and not (failure.kind(exception) == "lost" and NEWS.wait(_NEWS)):
-            text = f"rank {self._rank} on {socket.gethostname()} has failed: {failure.in_short(exception)}"
+            text = f"rank {self._rank} on {host()} has failed: {failure.in_short(exception)}"
             self._tell_all("fails", rank=self._rank, text=text)
         self.stop()
 
@@ -366,7 +366,7 @@ class Watchdog(Callback):
             self._verdict = Verdict([Guilty(0, self._members[0].host, unknown, quiet)], verdict.waiting([(me, beat)]))
 
     def _me(self, beat: Heartbeat) -> Guilty:
-        return Guilty(self._rank, socket.gethostname(), beat).testify(self._dump[1])
+        return Guilty(self._rank, host(), beat).testify(self._dump[1])
 
     # The end ---------------------------------------------------------------------------------------------------------
 

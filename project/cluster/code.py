@@ -1,0 +1,58 @@
+"""Which code this is: the commit of a checkout, or the one that an image was built from, and a hash of what lies here.
+
+An image has no .git: where it is built,
+
+    python -m project.cluster.code COMMIT        writes the commit into a file beside the package
+
+together with that hash, so that code which was changed afterwards, or mounted over it, is not taken for it.
+"""
+
+import hashlib
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import project
+
+_PACKAGE = Path(project.__file__).parent
+_NOTE = "COMMIT"  # the file, in the folder that holds the package
+
+
+def sources(package: Path = _PACKAGE) -> str:
+    """A hash of the package's code as it lies here."""
+    files = sorted(package.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+@cache
+def commit(package: Path = _PACKAGE) -> str:
+    """The commit of a checkout or of an image ('+' for changed files); an installed package has none."""
+    git = ["git", "-C", str(package)]
+    try:
+        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=5)
+        if top.returncode or Path(top.stdout.strip()) != package.parent:
+            return _noted(package)
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5)
+        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return _noted(package)
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _noted(package: Path) -> str:
+    with suppress(OSError, ValueError):
+        name, hashed = (package.parent / _NOTE).read_text().split()
+        return name if hashed == sources(package) else f"{name}+"
+    return "none"
+
+
+def note(name: str, package: Path = _PACKAGE) -> None:
+    """Writes down which commit the package's code is of."""
+    (package.parent / _NOTE).write_text(f"{name} {sources(package)}\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1]:
+        note(sys.argv[1])

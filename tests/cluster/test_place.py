@@ -1,0 +1,88 @@
+"""What a process says of where it is, and of the code that it runs."""
+
+import json
+import socket
+import subprocess
+
+import pytest
+
+from project.cluster import code, place
+from project.cluster.environment import SAME, different
+from project.cluster.rendezvous import _apart
+from project.cluster.shared_folder import moved
+from project.watch.stragglers import Stragglers, Times
+from tests.conftest import TINY
+
+HOST = socket.gethostname()
+
+
+def test_a_container_s_host_says_its_node():
+    assert place.host({}) == place.host({"PROJECT_NODE": HOST}) == HOST
+    said = place.host({"PROJECT_NODE": "node-7"})
+    assert said == f"{HOST} (on node-7)"
+    assert (place.short(said), place.node_of(said)) == (HOST, "node-7")
+    assert (place.short("h1#2"), place.node_of("h1#2")) == ("h1#2", "h1#2")
+    again = _apart([["train-1 (on n)", "boot a"], ["train-1 (on n)", "boot b"]])[1]
+    assert (again, place.node_of(again)) == ("train-1 (on n)#2", "n")
+
+
+def test_two_pods_of_a_node_are_two_hosts_and_a_figure_has_the_short_name():
+    hosts = ["train-0 (on n)", "train-0 (on n)", "train-1 (on n)"]
+    assert len(set(_apart([[host, host] for host in hosts]))) == 2
+    curves = Stragglers(hosts, 1).by_rank([Times(0.1, 0.1, 0.1)] * 3)
+    assert "ranks/data_ms/0.train-0" in curves
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fine"),
+    [
+        ("4f1c (on node-7)", "9ab2 (on node-7)", True),  # a container that was started again on the same machine
+        ("train-0 (on node-7)", "train-0 (on node-8)", False),  # the same pod on another one, which has another folder
+        ("4f1c", "9ab2", False),
+        ("h1", "h1", True),
+    ],
+)
+def test_rank_0_stays_on_its_machine(tmp_path, before, now, fine):
+    (tmp_path / ".rank-0").write_text(before)
+    problem = moved(tmp_path, 0, [now], lambda mine: [mine])
+    assert (problem is None) == fine, problem
+
+
+def test_ranks_on_different_images_differ_by_name():
+    ranks = [dict.fromkeys(SAME, "same") for _ in range(3)]
+    ranks[1]["image"] = "project@sha256:b"
+    assert different(ranks, ["h1", "h2", "h3"], SAME) == {"rank 1 on h2: image project@sha256:b, elsewhere same": [1]}
+    del ranks[1]["image"]  # a version of the project that does not know images
+    assert list(different(ranks, ["h1", "h2", "h3"], SAME)) == ["rank 1 on h2: image none, elsewhere same"]
+
+
+def test_an_image_s_commit_is_that_of_its_code_only(tmp_path):
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "a.py").write_text("1")
+    assert code.commit.__wrapped__(package) == "none"
+    code.note("abc1234", package)
+    assert code.commit.__wrapped__(package) == "abc1234"
+    (package / "a.py").write_text("2")
+    assert code.commit.__wrapped__(package) == "abc1234+"
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert code.commit.__wrapped__(package) != "abc1234+"  # a checkout speaks for itself
+
+
+@pytest.mark.slow
+def test_a_run_says_its_image_and_that_it_goes_on_with_another(cli, tmp_path):
+    words = ("fit", "--config=configs/ddp.yaml", *TINY, "--run=it", "--checkpoints.every_n_steps=1")
+    first = cli(*words, "--trainer.max_steps=1", PROJECT_IMAGE="project@sha256:a")
+    assert first.code == 0, first.output
+    folder = tmp_path / "lightning_logs/it"
+    (start,) = [one for one in map(json.loads, (folder / "life.jsonl").open()) if one["event"] == "start"]
+    assert start["image"] == "project@sha256:a"
+    assert "project@sha256:a" in (folder / "report.html").read_text()
+    assert json.loads(next(folder.glob("checkpoints/*.json")).read_text())["image"] == "project@sha256:a"
+    again = cli(*words, "--trainer.max_steps=2", PROJECT_IMAGE="project@sha256:a")
+    assert again.code == 0, again.output
+    assert "another image" not in again.output
+    assert "another commit" not in again.output
+    other = cli(*words, "--trainer.max_steps=3")
+    assert other.code == 0, other.output
+    assert other.output.count("goes on with another image: project@sha256:a -> none") == 1
