@@ -30,6 +30,7 @@ from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, con
 from project.config_files import EVALUATING, RUNS, checked, expand, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
+from project.engines.command import command
 from project.errors import UserError
 from project.export.export import SETTINGS, exportable
 from project.model import ImageClassifier
@@ -108,6 +109,7 @@ class ProjectCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench", "export")}}
+        verbs["manifest"] = {"model", "datamodule", "run", "words", "configs"}
         asked = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
         return {asked: verbs[asked]} if asked in verbs else verbs
 
@@ -190,7 +192,7 @@ class ProjectCLI(LightningCLI):
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand == "bench":  # its programs have as many as it says
             kwargs.update(devices=1, num_nodes=1)
-        elif self.subcommand == "export":
+        elif self.subcommand in ("export", "manifest"):
             kwargs.update(SETTINGS)
         places = trainer_settings.devices, trainer_settings.accelerator
         early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
@@ -228,6 +230,8 @@ class ProjectCLI(LightningCLI):
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
         how = (settings.checkpoints.monitor, settings.checkpoints.mode)
+        if verb == "manifest":  # leaves nothing
+            return None
         if verb == "fit":
             self._run = open_run(root, settings.run, self._kind(), launch)
         else:
@@ -291,6 +295,14 @@ class ProjectCLI(LightningCLI):
         report.draw(found, self.folder / "bench.svg")
         report.show(found, Console(width=None if sys.stdout.isatty() else 130))
         log.info("The figures: %s, the picture: bench.svg beside it", self.folder / "bench.json")
+
+    def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+        """Prints it, or writes it where it is to go."""
+        words, configs = command(sys.argv[2:])
+        run = self.config[self.subcommand].run or self._kind()
+        text = self.trainer.manifest(model, datamodule, **settings, run=run, words=words, configs=configs)
+        if settings["out"] is None:
+            print(text, end="")
 
     def _kind(self) -> str:
         """The name of the config, or of the run that it was saved by."""

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, partial
 from itertools import count
@@ -53,6 +53,10 @@ from project.doctor.doctor import examine
 from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
+from project.engines.kubernetes import written
+from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
+from project.engines.manifest import name as name_of
+from project.engines.needs import needs
 from project.errors import UserError
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
@@ -446,6 +450,68 @@ class Trainer(pl.Trainer):
         capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
         checkpoint = Path(ckpt_path) if ckpt_path else None
         return export(self, model, datamodule, capture, of, form, checkpoint, target, batch_size)
+
+    def manifest(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        engine: Engine = "k8s",
+        nodes: str = "1",
+        gpus: int = 8,
+        cpus: int | None = None,
+        image: str | None = None,
+        claim: str | None = None,
+        out: Path | None = None,
+        run: str = "run",
+        words: Sequence[str] = (),
+        configs: Mapping[str, str] | None = None,
+    ) -> str:
+        """Writes a manifest for Kubernetes that fits this run: its memory, disk, /dev/shm and grace. Nothing is started.
+
+        Args:
+            model: the model of the run.
+            datamodule: its data; where it is not here, some figures are guessed.
+            engine: 'k8s', a Job and a service, or 'trainjob', for Kubeflow Trainer v2.
+            nodes: pods, one a node; MIN:MAX goes on while at least MIN are there.
+            gpus: of each pod; 0 trains on the CPU, with one process a pod.
+            cpus: cores of each pod; None: 8 for each GPU, or 4.
+            image: the image with its digest, REPOSITORY@sha256:DIGEST.
+            claim: an existing volume claim for the runs; None writes one of the size that the checkpoints take.
+            out: the file to write; None: it is printed.
+            run: the run's name, and that of all that the manifest makes.
+            words: after `python -m project fit`, in the container.
+            configs: those that are not in the image, by name.
+        """
+        if gpus < 0 or (cpus is not None and cpus < 1):
+            raise UserError(f"--gpus {gpus} --cpus {cpus}: these are numbers of a pod. HINT: --gpus 0 is none.")
+        count = cpus or (8 * gpus or 4)
+        root = Path(APP, self.configuration.get("trainer", {}).get("default_root_dir") or ".")
+        wanted = Wanted(
+            engine,
+            name_of(run),
+            *pods(nodes, engine),
+            gpus,
+            count,
+            image_of(image),
+            claim,
+            list(words),
+            dict(configs or {}),
+            root,
+        )
+        self._as_for_a_fit(model, datamodule)
+        if isinstance(datamodule, ImageData):
+            datamodule.spare_cores = max(1, count // wanted.processes) - 1
+        examined = examined_run(self, model, datamodule, Path(self.default_root_dir), wanted.processes)
+        found = needs(examined, wanted)
+        if isinstance(datamodule, ImageData):
+            refuse_odd_batches(wanted, datamodule.global_batch_size, datamodule.batch_size, "data.global_batch_size")
+        else:
+            refuse_odd_batches(wanted, self._wanted_global_batch, examined.micro_batch, "trainer.global_batch_size")
+        self.training = False
+        text = written(wanted, found)
+        if out is not None:
+            out.write_text(text)
+        return text
 
     def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:
         """Weights and batches from within an evaluation of the validation set, else of the test set."""

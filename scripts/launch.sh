@@ -18,6 +18,8 @@
 # JOIN_TIMEOUT   (300; for the doctor 30) seconds that the nodes wait for each other; who is missing then is named.
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT  (300) seconds from a signal (Ctrl-C, SIGTERM) to SIGKILL: what a checkpoint may take.
 # RDZV_CONF      more settings of torchrun's rendezvous, or other values: last_call_timeout=60,keep_alive_interval=5
+# PET_...        what Kubeflow's TrainJob says, and torchrun's own: PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
+#                PET_MASTER_ADDR and PET_MASTER_PORT are taken where the names above are not set.
 # PROJECT_PYTHON a Python that has the project's libraries already; otherwise scripts/setup makes .venv.
 #
 # Words after the script's name go to python -m project.
@@ -27,7 +29,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 fail() { echo "launch.sh: $1" >&2; exit 2; }
 number() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1 must be a number, and is '$2'."; }
 
-NNODES=${NNODES:-1}
+NNODES=${NNODES:-${PET_NNODES:-1}}
+NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-}}
+MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-}}
+MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
+NPROC_PER_NODE=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
+unset PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_NPROC_PER_NODE  # torchrun gets them as words
 elastic=
 if [[ $NNODES == *:* ]]; then
   elastic=1
@@ -52,7 +59,6 @@ if [ -n "${NODE_RANK:-}" ]; then
 fi
 [[ ${RUN_ID:-a} =~ ^[A-Za-z0-9_.-]+$ ]] || fail "RUN_ID is made of letters, digits, '.', '_' and '-', and '$RUN_ID' is not."
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-MASTER_PORT=${MASTER_PORT:-29500}
 number MASTER_PORT "$MASTER_PORT"
 [ "$MASTER_PORT" -ge 1 ] && [ "$MASTER_PORT" -le 65535 ] || fail "MASTER_PORT=$MASTER_PORT is no port."
 MAX_RESTARTS=${MAX_RESTARTS:-${elastic:+10}}
@@ -69,10 +75,15 @@ if [ -z "$python" ]; then
   python=$root/.venv/bin/python
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-if [ -z "${NPROC_PER_NODE:-}" ]; then
-  NPROC_PER_NODE=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
-fi
-number NPROC_PER_NODE "$NPROC_PER_NODE"
+case $NPROC_PER_NODE in
+  auto) NPROC_PER_NODE=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))') ;;
+  gpu)
+    NPROC_PER_NODE=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    [ "$NPROC_PER_NODE" -ge 1 ] || fail "NPROC_PER_NODE=gpu, and there is no GPU here."
+    ;;
+  cpu) NPROC_PER_NODE=$("$python" -c 'from project.cluster.cores import cores; print(cores())') ;;
+esac
+[[ $NPROC_PER_NODE =~ ^[0-9]+$ ]] || fail "NPROC_PER_NODE is a number, auto, gpu or cpu, and not '$NPROC_PER_NODE'."
 [ "$NPROC_PER_NODE" -ge 1 ] || fail "NPROC_PER_NODE must be at least 1."
 
 # Without this a restart hangs or fails: workers would find the last attempt's keys in the agents' store.
@@ -82,7 +93,10 @@ export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 if [ "$most" -gt 1 ]; then
   # torchrun would guess both from the host's name: wrongly where it resolves to 127.0.1.1, or not at all.
-  mine=$("$python" -m project.cluster.interfaces "$MASTER_ADDR") || exit 2
+  # In Kubernetes a name is known only when its pod has been started: there it is waited for, and being late is no usage error.
+  patience=0
+  [ -z "${KUBERNETES_SERVICE_HOST:-}" ] || patience=$JOIN_TIMEOUT
+  mine=$("$python" -m project.cluster.interfaces "$MASTER_ADDR" "$patience") || exit $((patience ? 1 : 2))
   read -r address is_master <<<"$mine"
   [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
   # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come.

@@ -267,11 +267,11 @@ class Slow(torch.nn.Module):
 
 class Ledger(Callback):
     """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down,
-    until there is a file 'hurry'.
+    until there is a file 'hurry'. Both lie in `folder`.
     """
 
-    def __init__(self, pause: float = 0.0, rank: int | None = None) -> None:
-        self.pause, self.rank = pause, rank
+    def __init__(self, pause: float = 0.0, rank: int | None = None, folder: str = ".") -> None:
+        self.pause, self.rank, self.folder = pause, rank, Path(folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         line = {
@@ -280,9 +280,9 @@ class Ledger(Callback):
             "key": micro_batch(trainer).key,
             "samples": _samples(trainer, batch),
         }
-        with Path(f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
+        with (self.folder / f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.rank in (None, trainer.global_rank) and not Path("hurry").exists():
+        if self.rank in (None, trainer.global_rank) and not (self.folder / "hurry").exists():
             time.sleep(self.pause)
 
 

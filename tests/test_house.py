@@ -10,13 +10,14 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
-ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "bench", "export"}
+ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "bench", "export", "engines"}
 MAY_ALSO = {
     "train": {"cluster", "data"},  # the order of the samples and its loaders; the name of a host
     "watch": {"cluster", "train"},  # the topology, and a step's typed records
     "survive": {"cluster", "train"},
     "doctor": {"cluster", "data", "survive", "train"},  # these look at a whole run
     "bench": {"cluster", "data", "watch"},
+    "engines": {"config_files", "doctor"},  # which configs come with the project; what a run needs
     "export": {"data", "survive"},  # the names of the classes; the manifest of a checkpoint
 }
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone

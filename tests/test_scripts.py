@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from project.cluster.agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
@@ -57,6 +59,76 @@ def test_launch_checks_its_environment(extra, cause):
     done = launch(*(["fit"] if extra else []), **extra)
     assert done.returncode == 2
     assert cause in done.stderr
+
+
+_PYTHON = """#!/bin/sh
+case "$*" in
+  *interfaces*) echo 10.0.0.9 0 ;;
+  *agent*) echo "agent $*"; env | grep ^PET_ ;;
+  *device_count*) echo 8 ;;
+  -c*) echo 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "--nnodes 1 --nproc-per-node 8 --master-addr 127.0.0.1 --master-port 29500"),
+        ({"PET_NPROC_PER_NODE": "auto"}, "--nproc-per-node 8"),
+        ({"PET_NPROC_PER_NODE": "gpu"}, "--nproc-per-node 8"),
+        ({"PET_NPROC_PER_NODE": "cpu"}, "--nproc-per-node 3"),
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_NPROC_PER_NODE": "4",
+                "PET_NODE_RANK": "1",
+                "PET_MASTER_ADDR": "a",
+                "PET_MASTER_PORT": "1",
+            },
+            "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint a:1",
+        ),
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_MASTER_ADDR": "a",
+                "NNODES": "1:3",
+                "MASTER_ADDR": "b",
+                "RUN_ID": "c",
+                "PET_NODE_RANK": "0",
+            },
+            "--nnodes 1:3 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint b:29500",
+        ),
+    ],
+)
+def test_launch_takes_what_kubeflow_says_where_nothing_else_does(tmp_path, extra, words):
+    """A Python that only tells what it is asked to do."""
+    python = tmp_path / "python"
+    python.write_text(_PYTHON)
+    python.chmod(0o755)
+    done = launch("fit", PROJECT_PYTHON=str(python), **extra)
+    assert words in done.stdout, done
+    assert "PET_" not in done.stdout  # torchrun would take them, too
+
+
+def test_launch_ends_with_the_code_of_its_worker_and_does_not_repeat_what_is_wrong(tmp_path):
+    """Two restarts are allowed, and none is spent on a wrong key."""
+    port = str(find_free_network_port())
+    setting = {"PROJECT_PYTHON": sys.executable, "NPROC_PER_NODE": "2", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
+    done = launch("fit", "--config=configs/ddp.yaml", "--trainer.max_epoch=1", **setting)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("Did you mean trainer.max_epochs?") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_the_exit_code_is_that_of_the_worker_that_failed_first():
+    def failed(timestamp: int, code: int) -> SimpleNamespace:
+        return SimpleNamespace(timestamp=timestamp, exitcode=code)
+
+    assert exit_code({0: failed(7, 1), 1: failed(6, 75)}) == 75
+    assert exit_code({0: failed(7, 75), 1: failed(7, 1)}) == 1  # who lost another was not the first
+    assert exit_code({3: failed(7, -9)}) == 137
+    assert exit_code({0: failed(7, 143)}) == 143
 
 
 def batch(tmp_path, code: int, *words: str, **extra: str) -> list[str]:
@@ -135,7 +207,7 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path):
     assert "processes a node   2" in done.stdout
     assert "OMP_NUM_THREADS" not in done.stderr
     assert done.stderr.count("trainer.max_epochs: Expected an int") == 1
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path):

@@ -3,7 +3,8 @@
 gloo asks the host's own name for its address, and on Debian that answers 127.0.1.1; NCCL takes the first interface it likes.
 Here the interface is the one through which the other hosts are reached. For scripts/launch.sh,
 
-    python -m project.cluster.interfaces host1        prints "10.0.0.2 0": my address towards host1, and whether I am host1
+    python -m project.cluster.interfaces host1 60     prints "10.0.0.2 0": my address towards host1, and whether I am host1;
+                                                      waits for so many seconds until host1 is known
 """
 
 import fcntl
@@ -12,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,7 +151,17 @@ def towards(name: str) -> tuple[str, bool]:
     return own, here
 
 
+def known(name: str, seconds: float) -> None:
+    """Waits until a name stands for an address, or so long: a pod's does once the pod has been started."""
+    end = time.monotonic() + seconds
+    if seconds and not resolve(name):
+        print(f"launch.sh: waiting for the name {name}, {seconds:g} s at most", file=sys.stderr, flush=True)
+    while not resolve(name) and time.monotonic() < end:
+        time.sleep(0.5)  # nobody tells when a name becomes known
+
+
 if __name__ == "__main__":
+    known(sys.argv[1], float((sys.argv[2:] or ["0"])[0]))
     try:
         print("{} {:d}".format(*towards(sys.argv[1])))
     except ValueError as error:

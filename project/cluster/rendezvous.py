@@ -36,6 +36,7 @@ _PORTS = (
     "all ports must be open between the hosts, and the interface must be the one that leads there (GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME)."
 )
+_TRY_AGAIN = 75  # as in project/survive/news.py: the same command goes on
 _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has something to say
 
 
@@ -352,6 +353,9 @@ def main() -> None:
     except ValueError as error:
         print(f"launch.sh: {error}", file=sys.stderr)
         sys.exit(1)
+    except dist.DistError:
+        print(f"launch.sh: node 0, at {words.address}:{words.port}, has gone while the nodes met. Try again.", file=sys.stderr)
+        sys.exit(_TRY_AGAIN)
 
 
 if __name__ == "__main__":

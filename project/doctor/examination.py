@@ -23,6 +23,8 @@ from project.doctor.network import NetworkCost
 
 log = logging.getLogger(__name__)
 
+_PAGES = 1 << 16  # bytes of /dev/shm that a micro-batch takes besides: each of its tensors, and each lock, has pages of its own
+
 
 @dataclass
 class ExaminedRun:
@@ -57,6 +59,17 @@ class ExaminedRun:
     """Samples in a micro-batch and processes of its loader, of data that was opened."""
     micro_batch: int = 1
     workers: int = 0
+
+    @property
+    def disk_needed(self) -> int:
+        """Bytes of the checkpoints that lie there at once: those that are kept, and the one that is being written."""
+        return self.checkpoint_bytes * (self.checkpoints + 1)
+
+    def shared_memory_needed(self, sample_bytes: int) -> int:
+        """Bytes of /dev/shm on this host: each of the loaders' workers is two micro-batches ahead, and one is in use."""
+        if not self.workers:
+            return 0
+        return (self.micro_batch * sample_bytes + _PAGES) * (self.workers * 2 + 1) * self.processes
 
 
 class Examination:

@@ -54,7 +54,7 @@ def limits(this: Examination) -> None:
     run = this.run
     all_limits = this.gather(environment.limits(run.folder))
     troubles, fixes = [], []
-    need = run.checkpoint_bytes * (run.checkpoints + 1)
+    need = run.disk_needed
     free = all_limits[0]["disk"]
     if free is not None and free < need:
         kept = f"{run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
@@ -65,8 +65,7 @@ def limits(this: Examination) -> None:
         number = all_limits[few[0]]["open files"]
         troubles.append(Trouble(f"{named(few, this.hosts)}: at most {number} open files", few, bad=False))
         fixes.append("ulimit -n 65536.")
-    # Each process is two batches ahead, and one is in use.
-    batches = run.micro_batch * (run.workers * 2 + 1) * run.processes * this.sample_bytes if run.workers else 0
+    batches = run.shared_memory_needed(this.sample_bytes)
     small = [rank for rank, one in enumerate(all_limits) if one["/dev/shm"] is not None and one["/dev/shm"] < batches]
     if small:
         text = f"{in_bytes(all_limits[small[0]]['/dev/shm'])} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"

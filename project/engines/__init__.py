@@ -1,0 +1,1 @@
+"""Who starts it: what an engine needs to start `python -m project fit` unchanged."""

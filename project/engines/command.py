@@ -1,0 +1,53 @@
+"""The words of a command line as a container has them: configs that are not in the image travel with the manifest."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from project.config_files import CONFIGS
+from project.errors import UserError
+
+_OWN = ("engine", "nodes", "gpus", "cpus", "image", "claim", "out", "run")  # of the verb `manifest`
+_IN_IMAGE = (CONFIGS.resolve(), (CONFIGS.parent.parent / "configs").resolve())
+
+
+def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What comes after the verb `fit`, and the configs, by name, that `--config=:NAME` means in it.
+
+    `argv`: after the verb `manifest`, with configs expanded to those that they stand on.
+    """
+    words: list[str] = []
+    configs: dict[str, str] = {}
+    skip = False
+    for word, following in pairwise([*argv, ""]):
+        if skip:
+            skip = False
+            continue
+        flag, equals, value = word.partition("=")
+        if flag in ("-c", "--config"):
+            words.append(_config(Path(value or following), configs))
+        elif flag.removeprefix("--") not in _OWN:
+            words.append(word)
+            continue
+        skip = not equals
+    return words, configs
+
+
+def _config(path: Path, configs: dict[str, str]) -> str:
+    if path.resolve().parent in _IN_IMAGE:
+        return f"--config=configs/{path.name}"
+    if not re.fullmatch(r"[-._a-zA-Z0-9]+", path.name) or configs.get(path.name) not in (None, path.read_text()):
+        raise UserError(
+            f"{path} travels with the manifest, under its name. HINT: another one, of letters, digits, '-', '.' and '_'."
+        )
+    configs[path.name] = path.read_text()
+    bases = (yaml.safe_load(configs[path.name]) or {}).get("base") or []
+    for base in [bases] if isinstance(bases, str) else bases:
+        beside = (path.parent / base).resolve()
+        if beside.is_file() and beside.parent not in _IN_IMAGE and base != beside.name:
+            raise UserError(
+                f"{path} stands on {base}, and both travel with the manifest, in one folder. HINT: put it beside {path}."
+            )
+    return f"--config=:{path.name}"

@@ -1,0 +1,126 @@
+"""What a manifest is asked to be, and what of that can't work: refused here, by name, and not by a cluster an hour later."""
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from project.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Engine = Literal["k8s", "trainjob"]
+
+APP = Path("/app")  # the code in the image, and where a run is started
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST = 48  # of 63 letters; the pods add to it: '-node-0-1234' and more
+_DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asks for, and what follows from it alone."""
+
+    engine: Engine
+    run: str
+    least: int
+    """Pods with which the run goes on."""
+    most: int
+    """Pods that the cluster is asked for."""
+    gpus: int
+    cpus: int
+    """Of a pod."""
+    image: str
+    claim: str | None
+    """Of the volume that there is for the runs; None: one is asked for."""
+    words: list[str]
+    """After `python -m project fit`, but for the run's name."""
+    configs: dict[str, str]
+    """Those that are not in the image, by name."""
+    root: Path
+    """In the container: the folder in which lightning_logs lies."""
+
+    @property
+    def processes(self) -> int:
+        """In a pod: one for each GPU, or one."""
+        return max(1, self.gpus)
+
+    @property
+    def runs(self) -> Path:
+        """In the container: where runs lie."""
+        return self.root / "lightning_logs"
+
+
+def pods(nodes: str, engine: Engine) -> tuple[int, int]:
+    """The least and the most of them: '4' or '2:4'."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
+    if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+        raise UserError(f"--nodes {nodes}: a number of pods, or MIN:MAX. HINT: --nodes 4, or --nodes 2:4.")
+    if found[2] and engine == "trainjob":
+        raise UserError(
+            f"--nodes {nodes}: a TrainJob's number of pods is fixed (Kubeflow Trainer v2 has no elastic jobs). HINT: "
+            "--engine k8s, whose pods come and go; or one number."
+        )
+    return int(found[1]), int(found[2] or found[1])
+
+
+def name(run: str) -> str:
+    """The run's name, if pods and services can be called after it, too."""
+    if not _LABEL.fullmatch(run) or len(run) > _LONGEST:
+        raise UserError(
+            f"The run's name {run!r} can't be that of a Kubernetes service: small letters, digits and '-', a letter first, at "
+            f"most {_LONGEST}. HINT: --run {_nearest(run)}"
+        )
+    return run
+
+
+def _nearest(run: str) -> str:
+    """The nearest name that can."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST].strip("-").lstrip("0123456789-")
+    return plain or "nightly"
+
+
+def image_of(image: str | None) -> str:
+    """The image, with a word on one that may be another tomorrow."""
+    if image is None:
+        raise UserError(
+            "Nothing says which image the pods are to run. HINT: --image REPOSITORY@sha256:DIGEST; docs/kubernetes.md says how "
+            "to build one."
+        )
+    if not re.fullmatch(r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", image):
+        raise UserError(f"--image {image}: that is no image's name. HINT: REPOSITORY@sha256:DIGEST, the digest's 64 digits.")
+    if not _DIGEST.fullmatch(image):
+        log.warning(
+            "--image %s has no digest: pods that are started later may run other code, in the same run. HINT: "
+            "REPOSITORY@sha256:DIGEST, which the push has printed.",
+            image,
+        )
+    return image
+
+
+def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str) -> None:
+    """Each number of pods that may come about can make the global batch. `key`: the one that says it."""
+    if global_batch is None:
+        log.warning(
+            "Nothing says how large a global batch is: it will be micro-batch x ranks, another one for each number of pods. "
+            "HINT: set %s.",
+            key,
+        )
+        return
+    counts = range(wanted.least, wanted.most + 1)
+    odd = [count for count in counts if global_batch % (micro_batch * wanted.processes * count)]
+    if not odd:
+        return
+    shares = math.lcm(*(micro_batch * wanted.processes * count for count in counts))
+    fitting = [
+        count for count in range(1, global_batch // (micro_batch * wanted.processes) + 1)
+        if global_batch % (micro_batch * wanted.processes * count) == 0
+    ]  # fmt: skip
+    numbers = f"--nodes of {', '.join(map(str, fitting))} can" if fitting else "no number of them can"
+    raise UserError(
+        f"{' or '.join(map(str, odd))} pod(s) of {wanted.processes} process(es) with micro-batches of {micro_batch} can't make "
+        f"a global batch of {global_batch}; {numbers}. HINT: choose one of these, or set {key}="
+        f"{max(1, round(global_batch / shares)) * shares}."
+    )

@@ -1,0 +1,271 @@
+"""python -m project manifest: what it writes fits the run and passes an API server's checks, and what can't work is refused."""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project.engines.command import command
+from project.engines.manifest import image_of, name, pods
+from project.errors import UserError
+from tests.cluster.manifests import documents, job_of
+from tests.conftest import ROOT, Run, forked
+
+IMAGE = "registry.example/project@sha256:" + "0" * 64
+DDP = ("--config=configs/ddp.yaml", "--run=train", "--gpus=4")
+FILES = {
+    "job.yaml": (*DDP, "--engine=k8s", "--nodes=1:2"),
+    "trainjob.yaml": (*DDP, "--engine=trainjob", "--nodes=2"),
+}
+MIB = 1 << 20
+
+
+@cache
+def made(folder: Path, *words: str) -> Run:
+    """What the verb does in a folder; its output has what it prints and what it says."""
+    return forked(folder, "manifest", *words, f"--image={IMAGE}", "--out=out.yaml")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("manifests")
+
+
+def text(folder: Path, *words: str) -> str:
+    place = folder / "out.yaml"
+    run = made(folder, *words)
+    assert run.code == 0, run.output
+    kept = folder / f"{abs(hash(words))}.yaml"
+    if place.exists():
+        place.replace(kept)
+    return kept.read_text()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_lies_in_scripts_is_what_the_verb_writes(folder, file):
+    """So there is one source; `python -m tests.engines.test_manifest` writes them anew."""
+    assert (ROOT / "scripts/k8s" / file).read_text() == text(folder, *FILES[file])
+
+
+def container(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return dict(job_of(found)["spec"]["template"]["spec"]["containers"][0])
+
+
+def test_a_yaml_for_gpus_and_a_config_of_ones_own_need_neither_here(tmp_path):
+    """The words go to the container as they are, and so does the config, which is not in the image."""
+    (tmp_path / "mine.yaml").write_text(
+        "base: configs/ddp.yaml  # a comment\ntrainer: {accelerator: gpu, devices: 8, num_nodes: 9}\n"
+    )
+    odd = '--trainer.callbacks=[{"class_path": "tests.probes.Ledger"}]'
+    words = (
+        "--config",
+        "mine.yaml",
+        "--run",
+        "nightly",
+        "--nodes",
+        "2",
+        "--gpus=4",
+        "--data.num_workers=2",
+        odd,
+        "--trainer.default_root_dir",
+        "/data",
+    )
+    run = forked(tmp_path, "manifest", *words, "--image", IMAGE)
+    assert run.code == 0, run.output
+    assert not (tmp_path / "lightning_logs").exists()
+    found = documents(run.output[run.output.index("# The run nightly") :])
+    train = container(found)
+    assert train["args"] == [
+        *("fit", "--config=configs/ddp.yaml", "--config=/config/mine.yaml", "--data.num_workers=2", odd),
+        *("--trainer.default_root_dir", "/data", "--run=nightly"),
+    ]
+    assert {"name": "runs", "mountPath": "/data/lightning_logs"} in train["volumeMounts"]
+    assert found["ConfigMap"]["data"]["mine.yaml"] == (tmp_path / "mine.yaml").read_text()
+    assert train["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    values = {one["name"]: one.get("value") for one in train["env"]}
+    assert values["NNODES"] == "2:2"
+    assert values["NPROC_PER_NODE"] == "4"
+    assert values["PROJECT_IMAGE"] == IMAGE
+
+
+def _gib(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
+
+
+def test_memory_disk_shm_and_grace_follow_from_the_run(folder, tmp_path):
+    """A network of 100 million parameters, in 4 bytes each: a checkpoint with Adam is 1.2 GB; workers hold 224-pixel images."""
+    large = ("--model.network=torchvision.models.vit_b_16", "--model.network.num_classes=10", "--checkpoints.keep_last=9")
+    images = ("--data.source.init_args.image_size=224", "--data.batch_size=32", "--data.global_batch_size=1024")
+    few = ("--data.source.init_args.train_size=4096", "--data.source.init_args.val_size=8")
+    words = ("--config=configs/ddp.yaml", "--run=large", "--nodes=4", "--gpus=8", *large, *images, *few)
+    small, found = documents(text(folder, *FILES["job.yaml"])), documents(text(tmp_path, *words))
+
+    def figures(of: dict[str, dict[str, Any]]) -> tuple[int, int, int, int]:
+        pod = job_of(of)["spec"]["template"]["spec"]
+        (shm,) = [one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "shm"]
+        claim = of["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"]
+        memory = pod["containers"][0]["resources"]["limits"]["memory"]
+        return _gib(claim), _gib(shm), _gib(memory), pod["terminationGracePeriodSeconds"]
+
+    disk, shm, memory, grace = figures(found)
+    least = figures(small)
+    # The doctor asks for 11 checkpoints of weights and as much again for the optimiser: 86 M x 8 B x 11 = 7.0 GiB.
+    assert 14 <= disk <= 18
+    # And for 32 images x 7 workers x 2 x 8 processes x 150,528 bytes (uint8) or four times that: 0.5 GiB or 2.0.
+    assert 2 <= shm <= 6
+    assert 60 <= memory <= 120  # 8 ranks of 4 GiB, 56 workers of half a GiB, /dev/shm, a checkpoint, and a quarter more
+    assert 90 < grace <= 150
+    assert least < (disk, shm, memory, grace)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (
+            ("--nodes=3",),
+            "3 pod(s) of 4 process(es) with micro-batches of 16 can't make a global batch of 128; --nodes of 1, 2 can",
+        ),
+        (("--nodes=1:4",), "3 or 4 pod(s) of 4 process(es)"),
+        (("--nodes=2", "--run=Nightly_1"), "HINT: --run nightly-1"),
+    ],
+)
+def test_what_can_not_work_is_refused_by_name(tmp_path, words, cause):
+    run = forked(tmp_path, "manifest", *DDP, *words, f"--image={IMAGE}", "--out=out.yaml")
+    assert run.code == 1
+    assert cause in run.output
+    assert "Traceback" not in run.output
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_numbers_of_pods_names_and_images_are_looked_at(caplog):
+    assert pods("4", "trainjob") == (4, 4)
+    assert pods("2:4", "k8s") == (2, 4)
+    for odd in ("0", "4:2", "two", "2:", "-1"):
+        with pytest.raises(UserError, match="a number of pods"):
+            pods(odd, "k8s")
+    with pytest.raises(UserError, match="fixed"):
+        pods("2:4", "trainjob")
+    for odd in ("1st", "a.b", "-a", "a-", "a" * 49, ""):
+        with pytest.raises(UserError, match="can't be that of a Kubernetes service"):
+            name(odd)
+    assert image_of(IMAGE) == IMAGE
+    assert not caplog.records
+    assert image_of("host:5000/team/project:1") == "host:5000/team/project:1"
+    assert "no digest" in caplog.text
+    for odd in (None, "", "two words", "project@sha256:12"):
+        with pytest.raises(UserError, match="image"):
+            image_of(odd)
+
+
+def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):
+    mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+    other.write_text("seed_everything: 1\n")
+    mine.write_text("base: other.yaml\n")
+    argv = f"--nodes 2 --config {other} --config={mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
+    words, configs = command(argv.split())
+    assert words == ["--config=:other.yaml", "--config=:mine.yaml", "--trainer.max_epochs", "3", "--data.flip=true"]
+    assert set(configs) == {"mine.yaml", "other.yaml"}
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/other.yaml").write_text("seed_everything: 1\n")
+    mine.write_text("base: sub/other.yaml\n")
+    with pytest.raises(UserError, match="in one folder"):
+        command(["--config", str(mine)])
+
+
+# The API server's view ----------------------------------------------------------------------------------------------
+
+
+def _replaced(old: str, new: str) -> Any:
+    return lambda manifest: _once(manifest, old, new)
+
+
+def _once(manifest: str, old: str, new: str) -> str:
+    assert re.search(old, manifest), old
+    return re.sub(old, new, manifest, count=1)
+
+
+MISTAKES = {
+    "a typo in a key": _replaced("completionMode", "completionsMode"),
+    "a number as text": _replaced(r"completions: (\d)", r'completions: "\1"'),
+    "a number where text is due": _replaced(r'value: "105"', "value: 105"),
+    "an action that there is not": _replaced("action: FailJob", "action: FailTheJob"),
+    "restarted in place": _replaced("restartPolicy: Never", "restartPolicy: OnFailure"),
+    "always restarted": _replaced("restartPolicy: Never", "restartPolicy: Always"),
+    "replaced too early": _replaced("podReplacementPolicy: Failed", "podReplacementPolicy: TerminatingOrFailed"),
+    "not indexed": _replaced("completionMode: Indexed", "completionMode: NonIndexed"),
+    "failures that nobody counts": _replaced(r"  backoffLimitPerIndex: 6\n", ""),
+    "exit codes out of order": _replaced(r"\[75, 143\]", "[143, 75]"),
+    "a rule for another container": _replaced("containerName: train", "containerName: trainer"),
+    "a volume that there is not": _replaced(r"- name: shm\n(\s+)mountPath", r"- name: shmem\n\1mountPath"),
+    "two at one place": _replaced("mountPath: /dev/shm", "mountPath: /tmp"),
+    "a service of other pods": _replaced("job-name: train", "job-name: trains"),
+    "pods of another service": _replaced("subdomain: train", "subdomain: trains"),
+    "names for the ready only": _replaced("publishNotReadyAddresses: true", "publishNotReadyAddresses: false"),
+    "another first pod": _replaced("value: train-0.train", "value: train-1.train"),
+    "another number of pods": _replaced("parallelism: 2", "parallelism: 1"),
+    "a name with capitals": _replaced(r"metadata:\n  name: train\n", "metadata:\n  name: Train\n"),
+    "a field that there is not": _replaced("spec.nodeName", "spec.node"),
+    "a variable that there is not": _replaced("- name: POD_INDEX", "- name: POD_NUMBER"),
+    "a grace that is too short": _replaced("terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30"),
+    "a success that never comes": _replaced('succeededIndexes: "0"', 'succeededIndexes: "2"'),
+}
+KUBEFLOW_MISTAKES = {
+    "elastic, as it was once": _replaced("    torch: {}", "    torch: {elasticPolicy: {minNodes: 1}}"),
+    "a typo in the trainer": _replaced("numProcPerNode", "numProcsPerNode"),
+    "another runtime": _replaced(r"kind: TrainingRuntime\n    name: train", r"kind: TrainingRuntime\n    name: torch"),
+    "no trainer": _replaced("trainjob-ancestor-step: trainer", "trainjob-ancestor-step: node"),
+    "another container": _replaced("  - name: node\n( +)image", r"  - name: train\n\1image"),
+    "Kubeflow's own variable": _replaced("- name: RUN_ID", "- name: PET_NNODES"),
+    "restarted in place": MISTAKES["restarted in place"],
+    "a volume that there is not": MISTAKES["a volume that there is not"],
+}
+
+
+def problems(manifest: str) -> list[str]:
+    pytest.importorskip("kubernetes_validate", reason="the schemas of Kubernetes are not installed (scripts/setup test-all)")
+    pytest.importorskip("jsonschema", reason="jsonschema is not installed (scripts/setup test-all)")
+    from tests.engines import api_server
+
+    return api_server.problems(manifest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_an_api_server_takes_what_lies_in_scripts(file):
+    assert problems((ROOT / "scripts/k8s" / file).read_text()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["k8s", "trainjob"])
+@pytest.mark.parametrize("config", ["vit.yaml", "gpt.yaml", "mine.yaml"])
+def test_an_api_server_takes_what_is_written_for_other_runs(folder, engine, config):
+    (folder / "mine.yaml").write_text("# mine: 'quoted'\nbase: configs/ddp.yaml\ntrainer:\n  max_epochs: 2\n\n")
+    place = config if config == "mine.yaml" else f"configs/{config}"
+    claim = ("--claim=shared", "--gpus=0") if config == "mine.yaml" else ("--gpus=2",)
+    assert problems(text(folder, f"--config={place}", "--run=other", "--nodes=2", f"--engine={engine}", *claim)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_api_server_finds_mistakes(mistake):
+    assert problems(MISTAKES[mistake]((ROOT / "scripts/k8s/job.yaml").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", KUBEFLOW_MISTAKES)
+def test_an_api_server_finds_mistakes_in_a_trainjob(mistake):
+    assert problems(KUBEFLOW_MISTAKES[mistake]((ROOT / "scripts/k8s/trainjob.yaml").read_text()))
+
+
+def write_anew() -> None:
+    """The manifests in scripts/k8s, after a change of the texts."""
+    for file, words in FILES.items():
+        run = forked(ROOT / "scripts/k8s", "manifest", *words, f"--image={IMAGE}", f"--out={file}")
+        (ROOT / "scripts/k8s/output.txt").unlink()
+        assert run.code == 0, run.output
+
+
+if __name__ == "__main__":
+    write_anew()
