@@ -19,6 +19,8 @@ _READERS = {
     "sweep": "project.sweep",
 }
 """Verbs that read files, and need no libraries either."""
+_ENGINES = {"ray": "project.engines.ray.verb"}
+"""Who starts this program elsewhere: that is where its libraries are loaded."""
 
 
 def main() -> None:
@@ -31,6 +33,9 @@ def main() -> None:
         if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
             outlive_the_reader()
         sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
+    if len(sys.argv) > 1 and sys.argv[1] in _ENGINES:
+        outlive_the_reader()
+        sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
     SIGNALS.at_first = REQUEUE.when_noted

@@ -17,7 +17,8 @@ MAY_ALSO = {
     "survive": {"cluster", "train"},
     "doctor": {"cluster", "data", "survive", "train"},  # these look at a whole run
     "bench": {"cluster", "data", "watch"},
-    "engines": {"config_files", "doctor"},  # which configs come with the project; what a run needs
+    # Which YAML a command line names; the cores of a host; what a run needs; a run's curves.
+    "engines": {"cluster", "config_files", "doctor", "sweep", "watch"},
     "export": {"data", "survive"},  # the names of the classes; the manifest of a checkpoint
 }
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone

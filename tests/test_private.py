@@ -103,6 +103,8 @@ class Reader(ast.NodeVisitor):
         if name not in self.imported:
             return set()
         module, member = self.imported[name]
+        if module.partition(".")[0] == "ray":  # may not be installed, and has none of these
+            return set()
         found = importlib.import_module(module)
         for part in [one for one in (member, *attribute.split(".")) if one]:
             found = getattr(found, part)

@@ -1,0 +1,111 @@
+"""One training under Ray: its workers run `python -m project fit`, and the driver shows what they say."""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from project.engines.ray.local import connected
+from project.engines.ray.verb import Asked
+from project.errors import UserError
+
+_LONG = 30.0  # seconds without a place for the workers, after which the user hears of it
+_END = 15.0  # seconds for Ray to end what it has started
+# Of the driver's environment, these go to the children also where Ray's cluster was started by somebody else.
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "WANDB_", "MLFLOW_", "PYTHONHASHSEED", "OMP_", "PROJECT_")
+
+
+class Noted:
+    """The signals that the driver gets; they are for the training."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def listen(self) -> None:
+        """Ray sets handlers of its own when it is connected: so this is called after that, too."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.numbers.append(number)
+
+
+def say(level: str, text: str) -> None:
+    """As the training's own lines look."""
+    print(f"{time.strftime('%H:%M:%S')} {level:7} {text}", file=sys.stderr, flush=True)
+
+
+def passed_on(asked: Asked) -> dict[str, str]:
+    """What of this process's environment the children have, too."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    return found | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{asked.grace:g}"}  # the training says if a checkpoint takes longer
+
+
+def fit(asked: Asked) -> int:
+    """The training's exit code."""
+    noted = Noted()
+    noted.listen()
+    with connected(asked.address, math.ceil(asked.workers * asked.cpus)) as ray:
+        noted.listen()
+        return _fit(ray, asked, noted)
+
+
+def _fit(ray: Any, asked: Asked, noted: Noted) -> int:
+    from project.engines.ray.office import Office
+    from project.engines.ray.places import resources, train
+
+    needs = resources(ray, asked)
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    office = ray.remote(Office).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(asked.failures)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            train(asked, office, needs, passed_on(asked))
+        except BaseException as error:  # it is the main thread that says so
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    idle, told = time.monotonic(), False
+    sent = 0
+    while True:
+        lines, said, busy = _ask(ray, office.hears.remote())
+        for stream, text in lines:
+            out = sys.stdout if stream == 1 else sys.stderr
+            out.buffer.write(text)
+            out.flush()
+        for level, text in said:
+            say(level, text)
+        while sent < len(noted.numbers):
+            if not ray.get(office.stop.remote(noted.numbers[sent])):
+                return 128 + noted.numbers[sent]
+            sent += 1
+        if not thread.is_alive() and not (lines or said):
+            break
+        code = ray.get(office.code.remote())
+        if busy:
+            idle, told = time.monotonic(), False
+        elif code is not None and time.monotonic() - idle > _END:
+            break  # Ray would go on to look for places
+        elif code is None and not told and time.monotonic() - idle > _LONG:
+            told = True
+            free = ", ".join(f"{value:g} {name}" for name in ("CPU", "GPU") if (value := ray.available_resources().get(name)))
+            each = ", ".join(f"{value:g} {name}" for name, value in needs.items())
+            say("WARNING", f"Ray has no place for {asked.least} workers with {each} each; free are: {free or 'none'}. Waiting.")
+    if (code := ray.get(office.code.remote())) is None:
+        reason = str(failed[0]).strip().splitlines()[-1:] if failed else ["it said nothing"]
+        raise UserError(f"Ray can't start the workers: {reason[0] if reason else type(failed[0]).__name__}")
+    return int(code)
+
+
+def _ask(ray: Any, reference: Any) -> Any:
+    """An answer, while signals are noted: Python runs their handlers between two waits."""
+    while not ray.wait([reference], timeout=0.5)[0]:
+        continue
+    return ray.get(reference)

@@ -1,0 +1,156 @@
+"""A Ray cluster on hosts of its own: a raylet on each, the head on h1, all with the same token.
+
+with RayHosts(2, folder) as ray:
+    driver = ray.start("fit", *words, "--workers=2", cwd=tmp_path)
+    ray.lose(1)                              # h2, its raylet and all that runs there
+    ray.start_node(1)
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.cluster.hosts import Hosts
+from tests.cluster.machine import missing, wait_until
+from tests.conftest import environment
+
+ADDRESS = "10.77.0.1:6390"
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_NODES = "import json, ray; ray.init('auto', log_to_driver=False, logging_level='CRITICAL'); print(json.dumps(ray.nodes()))"
+
+
+def need_ray() -> None:
+    if find_spec("ray") is None:
+        missing('Ray is not installed (pip install "project[ray]")')
+
+
+class Driver:
+    """python -m project ray ..., on h1."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process, self._log = process, log
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def code(self, seconds: float = 240) -> int:
+        """Its exit code; waits for it."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still going on: {self.output()}") from None
+
+    def says(self, what: str, seconds: float = 150, times: int = 1) -> None:
+        """Waits for words in its output."""
+        wait_until(
+            lambda: self.output().count(what) >= times or self.process.poll() is not None, seconds, lambda: what + self.output()
+        )
+        assert self.output().count(what) >= times, self.output()
+
+
+class RayHosts:
+    """h1, h2, ... with so many CPUs each. What needs a shared file system finds it: all hosts share this machine's."""
+
+    def __init__(self, count: int, folder: Path, cpus: int = 2) -> None:
+        need_ray()
+        self.hosts, self._folder, self._cpus = Hosts(count, folder), folder, cpus
+        # The paths of Unix sockets have a hundred characters.
+        self._session = Path(tempfile.mkdtemp(prefix="ray-"))
+        (folder / "token").write_text(secrets.token_hex(32))
+        (folder / "token").chmod(0o600)
+        self.environment = environment(
+            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(folder / "token"), RAY_worker_niceness="0", OMP_NUM_THREADS="1",
+            RAY_USAGE_STATS_ENABLED="0", GLOO_SOCKET_IFNAME="eth0", HOME=str(folder),
+        )  # fmt: skip
+
+    def __enter__(self) -> "RayHosts":
+        self.hosts.__enter__()
+        try:
+            self.start_node(0)
+            wait_until(
+                lambda: f"{ADDRESS}'" in self._said(0) or "Ray runtime started" in self._said(0), 90, lambda: self._said(0)
+            )
+            for index in range(1, len(self.hosts)):
+                self.start_node(index)
+            self.whole()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hosts.__exit__()
+        shutil.rmtree(self._session, ignore_errors=True)
+
+    def _said(self, index: int) -> str:
+        return (self._folder / f"raylet-{index}.txt").read_text(errors="replace")
+
+    def start_node(self, index: int) -> None:
+        host = self.hosts[index]
+        head = ("--head", "--port=6390", "--include-dashboard=false", f"--temp-dir={self._session}")
+        place = head if index == 0 else (f"--address={ADDRESS}",)
+        words = (*_RAY, "start", *place, f"--node-ip-address={host.address}", f"--num-cpus={self._cpus}", "--block")
+        with (self._folder / f"raylet-{index}.txt").open("wb") as output:
+            host.start((*words, "--object-store-memory=100000000"), output, self._folder, self.environment)
+
+    def nodes(self) -> dict[str, str]:
+        """Those that are alive: address and id."""
+        env = {**self.environment, "RAY_ADDRESS": ADDRESS}
+        process = self.hosts[0].start((sys.executable, "-c", _NODES), subprocess.PIPE, self._folder, env)
+        output = process.communicate(timeout=90)[0].decode()
+        assert process.returncode == 0, output
+        return {one["NodeManagerAddress"]: one["NodeID"] for one in json.loads(output.splitlines()[-1]) if one["Alive"]}
+
+    def whole(self) -> None:
+        """Waits until all hosts are in the cluster."""
+        wait_until(lambda: len(self.nodes()) == len(self.hosts), 90, lambda: "".join(map(self._said, range(len(self.hosts)))))
+
+    def lose(self, index: int) -> None:
+        """The raylet and all that runs there end at once."""
+        self.hosts[index].kill()
+
+    def restore(self) -> None:
+        """All hosts are in the cluster again."""
+        lost = [index for index, host in enumerate(self.hosts) if not host.pids()]
+        for index in lost:
+            self.start_node(index)
+        if lost:
+            self.whole()
+
+    def drain(self, index: int, seconds: int) -> None:
+        """What a cloud says of a host that it takes away in so many seconds."""
+        node = self.nodes()[self.hosts[index].address]
+        words = ("drain-node", f"--address={ADDRESS}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION")
+        told = (*_RAY, *words, "--reason-message=taken", f"--deadline-remaining-seconds={seconds}")
+        process = self.hosts[0].start(told, subprocess.PIPE, self._folder, self.environment)
+        assert process.wait(90) == 0, process.stdout.read().decode() if process.stdout else ""
+
+    def start(self, *words: str, cwd: Path, index: int = 0, env: Mapping[str, str] | None = None) -> Driver:
+        log = cwd / f"driver-{len(list(cwd.glob('driver-*.txt')))}.txt"
+        command = (sys.executable, "-m", "project", "ray", *words, f"--address={ADDRESS}")
+        with log.open("wb") as output:
+            return Driver(self.hosts[index].start(command, output, cwd, {**self.environment, **(env or {})}), log)
+
+    def children(self, index: int) -> list[int]:
+        """The trainings on a host: processes that were started with our command."""
+        found = []
+        for pid in self.hosts[index].pids():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                session = os.getsid(pid) == pid
+            except OSError:
+                continue
+            if line[1:4] == [b"-m", b"project", b"fit"] and session:
+                found.append(pid)
+        return found

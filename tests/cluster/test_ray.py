@@ -1,0 +1,180 @@
+"""A real Ray on two hosts: whatever happens to workers, hosts and the driver, the run is the one that it would have been."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster.machine import wait_until
+from tests.cluster.ray_hosts import RayHosts
+from tests.cluster.training import FIT, assert_same_curve, slowly, step
+from tests.conftest import forked, took
+from tests.survive.test_resume import same
+
+pytestmark = pytest.mark.slow
+
+TWO = ("--workers=2", "--placement=SPREAD", "--run=it")
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    """h1 and h2 with two CPUs each."""
+    began = time.monotonic()
+    with RayHosts(2, tmp_path_factory.mktemp("ray")) as made:
+        took("two hosts with Ray", time.monotonic() - began)
+        yield made
+
+
+@pytest.fixture
+def cluster(two_hosts: RayHosts) -> Iterator[RayHosts]:
+    """Both are there; hosts that a test has lost are back after it."""
+    yield two_hosts
+    two_hosts.restore()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """The curve and the weights of the same training on two ranks, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("two")
+    run = forked(folder, *FIT, "--run=it", ranks=2)
+    assert run.code == 0, run.output
+    return run.curve("train/loss"), weights(folder)
+
+
+def weights(folder: Path, run: str = "it") -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint of a run."""
+    newest = max((folder / "lightning_logs" / run / "checkpoints").glob("step-*.ckpt"))
+    found: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["state_dict"]
+    return found
+
+
+def assert_same(folder: Path, two_ranks: tuple[dict[int, float], dict[str, torch.Tensor]]) -> None:
+    """One curve, and the same weights to the last bit."""
+    curve, expected = two_ranks
+    assert_same_curve(folder, curve)
+    found = weights(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def comes_to(folder: Path, number: int, driver: object) -> None:
+    wait_until(lambda: step(folder) >= number, 150, lambda: f"step {step(folder)}: {driver.output()}")  # type: ignore[attr-defined]
+
+
+def test_three_workers_on_two_hosts_make_the_same_run_as_one_process(alone, cluster, tmp_path):
+    driver = cluster.start(*FIT, "--workers=3", "--run=it", cwd=tmp_path)
+    assert driver.code() == 0, driver.output()
+    assert driver.output().count("Ray: 3 workers on ") == 1
+    assert driver.output().count("INFO    Run: ") == 1
+    assert "pid=" not in driver.output()
+    assert_same_curve(tmp_path, alone)
+
+
+def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
+    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
+    comes_to(tmp_path, 10, driver)
+    began = time.monotonic()
+    os.kill(cluster.children(1)[0], signal.SIGKILL)
+    driver.says("SIGKILL")
+    took("a rank's SIGKILL: Ray starts all again after", time.monotonic() - began)
+    driver.says("Goes on from")
+    took("and they go on after", time.monotonic() - began)
+    comes_to(tmp_path, 30, driver)
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.code() == 143, driver.output()
+    assert driver.output().count("Stopped by SIGTERM after step") == 1
+    assert "failure 1 of 3" in driver.output()
+    assert "failure 2" not in driver.output()
+    (tmp_path / "hurry").touch()
+    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
+    assert driver.code() == 0, driver.output()
+    assert_same(tmp_path, two_ranks)
+
+
+def test_a_host_is_lost_and_comes_back(cluster, two_ranks, tmp_path):
+    driver = cluster.start(*FIT, slowly(0.05), "--workers=2", "--placement=STRICT_SPREAD", "--run=it", cwd=tmp_path)
+    comes_to(tmp_path, 10, driver)
+    cluster.lose(1)
+    driver.says("rank ")
+    driver.says("Ray starts the workers again (failure 1 of 3)")
+    cluster.start_node(1)
+    driver.says("Goes on from")
+    (tmp_path / "hurry").touch()
+    assert driver.code() == 0, driver.output()
+    assert_same(tmp_path, two_ranks)
+
+
+def test_a_host_is_taken_away_with_notice(cluster, two_ranks, tmp_path):
+    """A preemption: the training saves, and goes on elsewhere at once."""
+    driver = cluster.start(*FIT, slowly(0.05), *TWO, "--max-failures=0", cwd=tmp_path)
+    comes_to(tmp_path, 10, driver)
+    cluster.drain(1, seconds=120)
+    driver.says("Stopped by SIGTERM after step")
+    driver.says("h2 is taken away")
+    driver.says("2 workers on h1 x 2")
+    driver.says("Goes on from")
+    (tmp_path / "hurry").touch()
+    assert driver.code() == 0, driver.output()
+    assert_same(tmp_path, two_ranks)
+    cluster.lose(1)
+
+
+def test_a_run_shrinks_when_a_host_is_lost(alone, cluster, tmp_path):
+    words = ("--workers=2", "--min-workers=1", "--cpus=2", "--run=it")
+    driver = cluster.start(*FIT, slowly(0.05), *words, cwd=tmp_path)
+    driver.says("Ray: 2 workers on ")
+    comes_to(tmp_path, 10, driver)
+    began = time.monotonic()
+    cluster.lose(1)
+    driver.says("Ray: 1 worker on h1")
+    driver.says("Goes on from")
+    took("a lost host: on with one worker after", time.monotonic() - began)
+    (tmp_path / "hurry").touch()
+    assert driver.code() == 0, driver.output()
+    assert_same_curve(tmp_path, alone)
+
+
+RATES = [0.001, 0.05, 0.0005, 0.002]
+SWEEP = {"metric": "val/loss", "mode": "min", "keys": {"model.optimizer.init_args.lr": RATES}}
+
+
+def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
+    (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP | {"metric": "val/los"}))
+    driver = cluster.start(*FIT, "--run=it", "--tune=sweep.yaml", cwd=tmp_path)
+    assert driver.code() == 2, driver.output()
+    assert "there is no such metric. Did you mean val/loss?" in driver.output()
+    assert not list(tmp_path.glob("lightning_logs/*"))
+
+
+def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
+    """Four trials, two at a time. The second one is killed, goes on from its checkpoint, is the best, and is as by hand."""
+    (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
+    words = (*FIT, "--trainer.threads=1")
+    driver = cluster.start(*words, slowly(0.05), "--run=it", "--tune=sweep.yaml", "--cpus=2", cwd=tmp_path)
+    driver.says("it-2  step 20  val/loss")
+    os.kill(child_of(cluster, "it-2"), signal.SIGKILL)
+    log = tmp_path / "lightning_logs/it-2/log.txt"
+    wait_until(lambda: "Goes on from" in log.read_text(), 150, driver.output)
+    (tmp_path / "hurry").touch()
+    assert driver.code(400) == 0, driver.output()
+    ends = [f"it-{number}  ends after step" for number in (1, 2, 3, 4)]
+    assert all(driver.output().count(one) == 1 for one in ends), driver.output()
+    assert driver.output().count("it-2  step 20  val/loss") == 1  # also where Tune hears of it again
+    assert driver.output().count("best        it-2: val/loss") == 1
+    assert Path(driver.output().rpartition("checkpoint  ")[2].strip()).is_file()
+    by_hand = forked(tmp_path, *words, "--run=by-hand", f"--model.optimizer.init_args.lr={RATES[1]}")
+    assert by_hand.code == 0, by_hand.output
+    assert same(weights(tmp_path, "it-2"), weights(tmp_path, "by-hand"))
+
+
+def child_of(cluster: RayHosts, run: str) -> int:
+    """The training of a run."""
+    for pid in (pid for index in (0, 1) for pid in cluster.children(index)):
+        if run.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"nobody trains {run}")
