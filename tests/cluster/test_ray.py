@@ -152,7 +152,9 @@ def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
 
 
 def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
-    """Four trials, two at a time. The second one is killed, goes on from its checkpoint, is the best, and is as by hand."""
+    """Four trials, two at a time. The second one is killed, and goes on from its checkpoint; where ASHA stops it then, it goes
+    on without Ray to the same bits as one that nothing happened to.
+    """
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
     words = (*FIT, "--trainer.threads=1")
     driver = cluster.start(*words, slowly(0.05), "--run=it", "--tune=sweep.yaml", "--cpus=2", cwd=tmp_path)
@@ -167,8 +169,12 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert driver.output().count("it-2  step 20  val/loss") == 1  # also where Tune hears of it again
     assert driver.output().count("best        it-2: val/loss") == 1
     assert Path(driver.output().rpartition("checkpoint  ")[2].strip()).is_file()
-    by_hand = forked(tmp_path, *words, "--run=by-hand", f"--model.optimizer.init_args.lr={RATES[1]}")
-    assert by_hand.code == 0, by_hand.output
+    for run in (
+        ("--sweep=sweep.yaml", "--trial=2", "--run=it"),
+        ("--run=by-hand", f"--model.optimizer.init_args.lr={RATES[1]}"),
+    ):
+        ended = forked(tmp_path, *words, *run)
+        assert ended.code == 0, ended.output
     assert same(weights(tmp_path, "it-2"), weights(tmp_path, "by-hand"))
 
 
