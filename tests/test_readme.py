@@ -51,7 +51,7 @@ def test_the_example_with_a_lightning_module_runs(cli, tmp_path):
     assert "the best by val_loss" in best.output, best.output
 
 
-@pytest.mark.parametrize(("page", "file", "last"), [("README.md", "first.py", 16), ("docs/own.md", "train_points.py", 32)])
+@pytest.mark.parametrize(("page", "file", "last"), [("docs/own.md", "first.py", 16), ("docs/own.md", "train_points.py", 32)])
 def test_an_example_in_python_runs(tmp_path, page, file, last):
     written(page, tmp_path)
     done = subprocess.run(
@@ -164,7 +164,7 @@ def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():
 def test_all_configs_are_listed():
     rows = re.findall(r"^\| (`\w+\.yaml`.*?) \|", PAGES["docs/keys.md"], re.MULTILINE)
     listed = [name for row in rows for name in re.findall(r"`(\w+\.yaml)`", row)]
-    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*")}
+    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "BENCHMARKS.md"])
