@@ -104,8 +104,6 @@ class Pod:
                 yield "link", os.readlink(place), f"/{name}"
             elif place.is_dir():
                 yield "bind", f"/{name}", f"/{name}"
-        for python in dict.fromkeys((sys.base_prefix, sys.prefix)):
-            yield "seen", python, python
         yield "seen", str(ROOT), "/app"
         yield "file", str(self.hosts_file), "/etc/hosts"
         yield "file", str(self._cluster.passwd), "/etc/passwd"
@@ -121,6 +119,8 @@ class Pod:
                 folder.mkdir(exist_ok=True)
                 folder.chmod(0o777)
                 yield "bind", str(folder), place
+        for python in dict.fromkeys((sys.base_prefix, sys.prefix)):  # after the volumes: it may lie in /tmp
+            yield "seen", python, python
 
     def start_next(self) -> None:
         self._at += 1
