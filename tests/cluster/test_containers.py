@@ -139,15 +139,15 @@ def test_a_container_is_told_to_stop_and_its_successor_goes_on(container):
 
 APPTAINER = r"""#!/bin/sh
 # What `apptainer exec` does of what the script asks it for: these words, in the image's files, with this folder and /tmp.
-echo "$*" >> {said}
+echo "$*" >> "{said}"
 [ "$1 $2 $3 $5 $4" = "exec --nv --bind --pwd $6" ] || exit 97
 place=$4; shift 7
 exec unshare --mount sh -c '
   place=$1; shift
-  mkdir -p {root}{packages} {root}/tmp
-  for one in /proc /sys /dev /tmp; do mount --rbind $one {root}$one; done
-  mount --bind {libraries} {root}{packages}
-  exec chroot {root} sh -c "cd $place && exec \"\$@\"" sh "$@"' sh "$place" "$@"
+  mkdir -p "{root}{packages}" "{root}/tmp"
+  for one in /proc /sys /dev /tmp; do mount --rbind $one "{root}$one"; done
+  mount --bind "{libraries}" "{root}{packages}"
+  exec chroot "{root}" sh -c "cd \"$place\" && exec \"\$@\"" sh "$@"' sh "$place" "$@"
 """
 
 
