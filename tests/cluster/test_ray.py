@@ -124,7 +124,7 @@ def test_a_host_is_taken_away_with_notice(cluster, two_ranks, tmp_path):
     cluster.lose(1)
 
 
-def test_a_run_shrinks_when_a_host_is_lost(alone, cluster, tmp_path):
+def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, cluster, tmp_path):
     words = ("--workers=2", "--min-workers=1", "--cpus=2", "--run=it")
     driver = cluster.start(*FIT, slowly(0.05), *words, cwd=tmp_path)
     driver.says("Ray: 2 workers on ")
@@ -134,6 +134,11 @@ def test_a_run_shrinks_when_a_host_is_lost(alone, cluster, tmp_path):
     driver.says("Ray: 1 worker on h1")
     driver.says("Goes on from")
     took("a lost host: on with one worker after", time.monotonic() - began)
+    began = time.monotonic()
+    cluster.start_node(1)
+    driver.says("Ray: 2 workers on ", seconds=240, times=2)
+    driver.says("Goes on from", times=2)
+    took("it is back: on with two workers after", time.monotonic() - began)
     (tmp_path / "hurry").touch()
     assert driver.code() == 0, driver.output()
     assert_same_curve(tmp_path, alone)
