@@ -70,7 +70,7 @@ def test_it_examines_any_module_and_data(quick):
 
 
 def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
-    """Two batches for each of four loader processes and the one in use, of 64 images of 3 x 256 x 256 bytes: with pages, 109 MiB."""
+    """Nine batches (two for each of four loaders, one in use) of 64 images of 3 x 256 x 256 bytes: with pages, 109 MiB."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     large = ("--data.num_workers=4", "--data.batch_size=64", "--data.source.init_args.image_size=256", "--fast=true")
