@@ -81,6 +81,17 @@ def option(argv: list[str], *names: str) -> str | None:
     return found
 
 
+def without(argv: list[str], *names: str) -> list[str]:
+    """A command line without these flags and their values."""
+    kept, words = [], iter(argv)
+    for word in words:
+        if word in names:
+            next(words, None)
+        elif not word.startswith(tuple(f"{name}=" for name in names)):
+            kept.append(word)
+    return kept
+
+
 def documents(argv: list[str]) -> list[dict[str, Any]]:
     """What the configs of a command line hold, one after the other; of one that `expand` has returned."""
     configs = [following for word, following in pairwise(argv) if word == "--config"]

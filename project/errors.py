@@ -1,4 +1,9 @@
-"""What a user can mend."""
+"""What a user can mend, and the exit codes that say what to do next."""
+
+WRONG = 2
+"""A wrong key or flag, which is as wrong the next time."""
+TRY_AGAIN = 75
+"""A temporary failure, says sysexits.h. The same command goes on."""
 
 
 class UserError(ValueError):

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from project.config_files import checked, find, option
+from project.config_files import checked, find, option, without
 from project.errors import UserError
 
 _DRAWN: dict[str, Callable[[random.Random, list[Any]], Any]] = {
@@ -98,8 +98,16 @@ def read_sweep(file: str) -> Sweep:
     together = _whole(file, "together", content["together"]) if content.get("together") is not None else None
     if taken := [str(key) for key in content["keys"] if str(key).split(".")[0] in _TAKEN]:
         raise UserError(f"{file}: {taken[0]} can't be tried: each trial has its own, or all have the same.")
-    lists = {key: value for key, value in content["keys"].items() if isinstance(value, list)}
-    drawn = {key: _drawn(file, key, value) for key, value in content["keys"].items() if not isinstance(value, list)}
+    trials = _trials(file, content["keys"], samples, seed)
+    extremes = {key: value if isinstance(value, list) else next(iter(value.values())) for key, value in content["keys"].items()}
+    metric, mode = content.get("metric"), content.get("mode", "max")
+    return Sweep(file, trials, extremes, metric, mode, together, _stop_early(file, content.get("stop_early", True)))
+
+
+def _trials(file: str, keys: Mapping[str, Any], samples: int, seed: Any) -> list[dict[str, Any]]:
+    """The keys of each trial."""
+    lists = {key: value for key, value in keys.items() if isinstance(value, list)}
+    drawn = {key: _drawn(file, key, value) for key, value in keys.items() if not isinstance(value, list)}
     if empty := [key for key, values in lists.items() if not values]:
         raise UserError(f"{file}: {empty[0]} has no values.")
     if samples > 1 and not drawn:
@@ -112,10 +120,8 @@ def read_sweep(file: str) -> Sweep:
         chosen = dict(zip(lists, combination, strict=True))
         # Of its own for each key and trial: another key, or one more sample, leaves what there is.
         chosen |= {key: draw(random.Random(f"{seed} {key} {number}")) for key, draw in drawn.items()}
-        trials.append({key: chosen[key] for key in content["keys"]})
-    extremes = {key: value if isinstance(value, list) else next(iter(value.values())) for key, value in content["keys"].items()}
-    metric, mode = content.get("metric"), content.get("mode", "max")
-    return Sweep(file, trials, extremes, metric, mode, together, _stop_early(file, content.get("stop_early", True)))
+        trials.append({key: chosen[key] for key in keys})
+    return trials
 
 
 def _whole(file: str, name: str, value: Any, least: int = 1) -> int:
@@ -179,21 +185,10 @@ def with_trial(argv: list[str]) -> list[str]:
     keys = [word.removeprefix("--").partition("=")[0] for word in words]
     if twice := [key for key in keys if option(argv, f"--{key}") is not None]:
         raise UserError(f"{twice[0]} is said twice: by {file} and by --{twice[0]}. HINT: take it out of one of them")
-    rest = _without(argv, "--sweep", "--trial")
+    rest = without(argv, "--sweep", "--trial")
     if (name := option(rest, "--run")) is not None:
-        rest = [*_without(rest, "--run"), "--run", f"{checked(name)}-{number}"]
+        rest = [*without(rest, "--run"), "--run", f"{checked(name)}-{number}"]
     return [*rest, *words]
-
-
-def _without(argv: list[str], *names: str) -> list[str]:
-    """A command line without these flags and their values."""
-    kept, words = [], iter(argv)
-    for word in words:
-        if word in names:
-            next(words, None)
-        elif not word.startswith(tuple(f"{name}=" for name in names)):
-            kept.append(word)
-    return kept
 
 
 def main(words: Sequence[str]) -> int:

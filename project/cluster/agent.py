@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from project.errors import TRY_AGAIN, WRONG
+
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
-_USAGE = 2  # a worker's exit code: what the user wrote is wrong
-_TRY_AGAIN = 75  # as in project/survive/news.py: the same command goes on
 
 
 def exit_code(failures: Mapping[int, Any]) -> int:
     """Of the worker that failed first, as a shell has it. Of several at once, one that has not just lost another."""
-    first = min(failures.values(), key=lambda one: (one.timestamp, one.exitcode == _TRY_AGAIN))
+    first = min(failures.values(), key=lambda one: (one.timestamp, one.exitcode == TRY_AGAIN))
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
@@ -36,8 +36,8 @@ def no_restart_after_usage() -> Iterator[None]:
 
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = wait(self, *args, **kwargs)
-        if result is not None and result.is_failed() and exit_code(result.failures) == _USAGE:
-            raise SystemExit(_USAGE)  # the agent ends its other workers, and the worker has said why
+        if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
+            raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
         return result
 
     PContext.wait = looked_at  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def main() -> None:
                 "the newest checkpoint.",
                 file=sys.stderr,
             )
-            raise SystemExit(_TRY_AGAIN) from None
+            raise SystemExit(TRY_AGAIN) from None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from project.cluster.slurm import scontrol
+from project.cluster.slurm import job_name, scontrol
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -234,9 +234,7 @@ def _slurm_name(environment: Mapping[str, str]) -> str | None:
     batch = environment.get("ENVIRONMENT") == "BATCH"
     if not batch and ("SLURM_STEP_ID" not in environment or "SLURM_PTY_PORT" in environment):
         return None
-    if "SLURM_ARRAY_JOB_ID" in environment:
-        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return environment.get("SLURM_JOB_ID")
+    return job_name(environment) if "SLURM_JOB_ID" in environment else None
 
 
 def _refuse_components(environment: Mapping[str, str]) -> None:

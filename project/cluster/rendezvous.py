@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from project.cluster import reachability
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import TRY_AGAIN, UserError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _PORTS = (
     "all ports must be open between the hosts, and the interface must be the one that leads there (GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME)."
 )
-_TRY_AGAIN = 75  # as in project/survive/news.py: the same command goes on
 _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has something to say
 
 
@@ -355,7 +354,7 @@ def main() -> None:
         sys.exit(1)
     except dist.DistError:
         print(f"launch.sh: node 0, at {words.address}:{words.port}, has gone while the nodes met. Try again.", file=sys.stderr)
-        sys.exit(_TRY_AGAIN)
+        sys.exit(TRY_AGAIN)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,17 @@
 """Questions to Slurm. No other import than the standard library's: some are asked before anything else is loaded."""
 
+import os
 import subprocess
+from collections.abc import Mapping
 
 _PATIENCE = 30  # seconds for an answer
+
+
+def job_name(environment: Mapping[str, str] = os.environ) -> str:
+    """The number of this job, and of a task of an array; both stay when it is put back into the queue."""
+    if (array := environment.get("SLURM_ARRAY_JOB_ID")) is not None:
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
 
 
 def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:

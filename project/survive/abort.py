@@ -17,7 +17,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from project.survive.news import TRY_AGAIN
+from project.errors import TRY_AGAIN
 
 # Exit code and number of the system call, each moved into its register, and the call.
 _INSTRUCTIONS = {

@@ -3,8 +3,7 @@
 import threading
 import time
 
-TRY_AGAIN = 75
-"""An exit code: a temporary failure, says sysexits.h. The same command goes on."""
+from project.errors import TRY_AGAIN
 
 
 class News:

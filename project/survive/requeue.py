@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from project.cluster.slurm import scontrol
+from project.cluster.slurm import job_name, scontrol
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch count
 _MARGIN = 10.0  # seconds before the end, or a quarter of what is left where that is less
 
 
-def in_job() -> bool:
+def injob_name() -> bool:
     return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" in os.environ
 
 
@@ -40,12 +40,6 @@ def _scontrol(*words: str) -> str | None:
     return done.stdout
 
 
-def _job() -> str:
-    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
-        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return os.environ["SLURM_JOB_ID"]
-
-
 def _seconds_left() -> float | None:
     """Until Slurm ends this job, where it says so."""
     found = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
@@ -54,7 +48,7 @@ def _seconds_left() -> float | None:
 
 def lead() -> tuple[float, str] | None:
     """Seconds from a signal to the end, as far as that is known before one comes, and what to set for more."""
-    if in_job():
+    if injob_name():
         script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
         found = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
         return (float(found[1]), "#SBATCH --signal=USR1@{}") if found else None
@@ -75,7 +69,7 @@ class Requeue:
 
     def when_noted(self, number: signal.Signals) -> None:
         """From here on the job's time runs out."""
-        if number == signal.SIGUSR1 and in_job() and os.environ.get("SLURM_PROCID") == "0":
+        if number == signal.SIGUSR1 and injob_name() and os.environ.get("SLURM_PROCID") == "0":
             threading.Thread(target=self._before_the_end, name="requeue", daemon=True).start()
 
     def _before_the_end(self) -> None:
@@ -84,7 +78,7 @@ class Requeue:
             return
         log.warning(
             "SIGUSR1 came %.0f s before the end of Slurm job %s, and %s takes longer: it is cut short. HINT: an earlier "
-            "signal, #SBATCH --signal=USR1@%.0f", left, _job(), self.doing(), max(60, 4 * left),
+            "signal, #SBATCH --signal=USR1@%.0f", left, job_name(), self.doing(), max(60, 4 * left),
         )  # fmt: skip
         if not self.put_back() and not self.given_up:
             os._exit(128 + signal.SIGUSR1)  # no scontrol here: who started us knows what that means
@@ -100,7 +94,7 @@ class Requeue:
         """Whether the job is back in the queue."""
         self._over.set()
         with self._lock:
-            if self._put or self.given_up or not in_job():
+            if self._put or self.given_up or not injob_name():
                 return self._put
             marks = ["none"]
             with suppress(OSError):
@@ -112,21 +106,21 @@ class Requeue:
                 log.error(
                     "Slurm job %s is NOT put back into the queue: it was started %d times and came to no new checkpoint. HINT: "
                     "a longer --time, an earlier or later --signal=USR1@SECONDS, or checkpoints.every_n_minutes lower.",
-                    _job(), MOST,
+                    job_name(), MOST,
                 )  # fmt: skip
                 return False
             with suppress(OSError):
                 self._marks.parent.mkdir(exist_ok=True)
                 with self._marks.open("a") as file:
                     file.write(f"{mark}\n")
-            self._put = _scontrol("requeue", _job()) is not None
+            self._put = _scontrol("requeue", job_name()) is not None
         if self._put:
-            log.info("Slurm job %s is back in the queue%s.", _job(), f" and will go on from {newest}" if newest else "")
+            log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will go on from {newest}" if newest else "")
         return self._put
 
     def forget(self) -> None:
         """The run is finished."""
-        if in_job():
+        if injob_name():
             self._marks.unlink(missing_ok=True)
 
 

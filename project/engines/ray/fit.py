@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -46,6 +47,21 @@ def passed_on(asked: Asked) -> dict[str, str]:
     return found | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{asked.grace:g}"}  # the training says if a checkpoint takes longer
 
 
+def beside(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Calls it in a thread, as the main one hears signals; what it raised is in the list when it has ended."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # it is the main thread that says so
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, failed
+
+
 def fit(asked: Asked) -> int:
     """The training's exit code."""
     noted = Noted()
@@ -62,16 +78,7 @@ def _fit(ray: Any, asked: Asked, noted: Noted) -> int:
     needs = resources(ray, asked)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     office = ray.remote(Office).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(asked.failures)
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            train(asked, office, needs, passed_on(asked))
-        except BaseException as error:  # it is the main thread that says so
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread, failed = beside(lambda: train(asked, office, needs, passed_on(asked)))
     idle, told = time.monotonic(), False
     sent = 0
     while True:

@@ -2,21 +2,19 @@
 
 Ray's FailureConfig counts how often a worker failed. It does not know that a wrong key fails each time, that a run which was
 told to stop has not failed, nor that a run which comes to no new checkpoint will not by trying again. No import but the
-standard library's: this is asked without Ray in its tests, and lives in an actor otherwise.
+standard library's and the exit codes: this is asked without Ray in its tests, and lives in an actor otherwise.
 """
 
 import signal
 import time
 from dataclasses import dataclass, field
 
+from project.errors import TRY_AGAIN, WRONG
+
 MOST = 3
 """Starts in a row without a new checkpoint."""
 STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 """Exit codes of a run that was told to stop, and saved."""
-WRONG = 2
-"""Exit code of a wrong key or flag, which is as wrong the next time."""
-LOST = 75
-"""Exit code of a rank that lost another one."""
 LAST_WORDS = 10.0
 """Seconds that ranks have to end by themselves when one has failed: to say which it was, and to save."""
 
@@ -122,7 +120,7 @@ class Ledger:
         if WRONG in codes:
             self.code = WRONG
             return False
-        if codes & STOPPED and (start.preempted or start.resized) and codes <= {*STOPPED, LOST}:
+        if codes & STOPPED and (start.preempted or start.resized) and codes <= {*STOPPED, TRY_AGAIN}:
             why = f"{start.preempted} is taken away" if start.preempted else "another number of workers"
             self.said.append(("INFO", f"Ray starts the workers again: {why}."))
             return True
@@ -134,7 +132,7 @@ class Ledger:
 
     def _cause(self, start: Start) -> str:
         """Who failed; ranks that only lost another one are not named, where that one is known."""
-        codes = {rank: code for rank, code in start.codes.items() if code and code != LOST} or start.codes
+        codes = {rank: code for rank, code in start.codes.items() if code and code != TRY_AGAIN} or start.codes
         named = [f"rank {rank} on {start.hosts[rank]}: {shown(code)}" for rank, code in sorted(codes.items()) if code]
         missing = [f"rank {rank} on {host} is not heard of" for rank, host in enumerate(start.hosts) if rank not in start.codes]
         return "; ".join(named + missing)
@@ -147,7 +145,7 @@ class Ledger:
             self.said.append(("WARNING", f"Ray starts the workers again (failure {self.failures} of {self._max}): {why}."))
 
     def _over(self, code: int, why: str) -> None:
-        self.code = code or LOST
+        self.code = code or TRY_AGAIN
         hint = (
             "" if "checkpoint" not in why else " HINT: the lines above say why; checkpoints.every_n_minutes saves more often."
         )

@@ -44,7 +44,6 @@ class Office:
             hosts = [coming[one][0] for one in range(world)]
             if not self._ledger.begins(name, hosts, newest):
                 self._coming[name] = {}
-            self._words.setdefault(name, [])
         await self._changed()
         await self._wait(lambda: name in self._words)
         return [node for _, (_, node) in sorted(self._coming[name].items())]

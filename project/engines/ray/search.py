@@ -2,12 +2,11 @@
 
 import logging
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any
 
-from project.config_files import option
-from project.engines.ray.fit import Noted, passed_on, say
+from project.config_files import option, without
+from project.engines.ray.fit import Noted, beside, passed_on, say
 from project.engines.ray.local import connected
 from project.engines.ray.verb import Asked
 from project.errors import UserError
@@ -38,7 +37,7 @@ def search(asked: Asked) -> int:
 
 def described(asked: Asked, sweep: Sweep) -> dict[str, Any]:
     """What a trial has to know of its search."""
-    words = _without_run(asked.words)
+    words = without(asked.words, "--run")  # trials have names of their own
     if asked.workers > 1:
         words.append(f"--trainer.devices={asked.workers}")  # a trial's ranks are on one host, as plain Python starts them
     if option(words, "--checkpoints.monitor") is None:
@@ -48,16 +47,6 @@ def described(asked: Asked, sweep: Sweep) -> dict[str, Any]:
         **{"flags": [sweep.words(number + 1) for number in range(len(sweep.trials))], "workers": asked.workers},
         **{"metric": sweep.metric, "environment": passed_on(asked), "grace": asked.grace},
     }
-
-
-def _without_run(words: list[str]) -> list[str]:
-    """Trials have names of their own."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and word != "--run" and not word.startswith("--run="):
-            kept.append(word)
-        skip = word == "--run"
-    return kept
 
 
 def _try_it(ray: Any, told: Mapping[str, Any], sweep: Sweep, needs: Mapping[str, float], noted: Noted) -> None:
@@ -103,16 +92,7 @@ def _search(asked: Asked, sweep: Sweep, told: dict[str, Any], needs: dict[str, f
         ),
     )  # fmt: skip
     say("INFO", f"Ray: {len(sweep.trials)} trials of {asked.run}, by {sweep.metric} ({sweep.mode})")
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            tuner.fit()
-        except BaseException as error:  # it is the main thread that says so
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread, failed = beside(tuner.fit)
     while thread.is_alive():
         thread.join(0.5)  # Python runs the handlers of signals in between
     if failed:

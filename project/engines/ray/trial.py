@@ -10,8 +10,9 @@ from typing import Any
 from ray import tune
 
 from project.engines.ray.child import Child
-from project.engines.ray.ledger import STOPPED, WRONG, shown
+from project.engines.ray.ledger import STOPPED, shown
 from project.engines.ray.worker import at_usual_priority, environment_of
+from project.errors import WRONG
 from project.watch.history import OURS, Events
 
 _TURN = 0.5  # seconds from one look at the run's curves to the next

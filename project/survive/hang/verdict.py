@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from project.cluster import reachability
+from project.errors import TRY_AGAIN
 from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
 from project.survive.hang.leaving import Scene, flush, leave, within
 from project.survive.hang.warden import dumped, started
-from project.survive.news import TRY_AGAIN
 
 log = logging.getLogger(__name__)
 
