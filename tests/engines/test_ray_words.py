@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from project.engines.ray.fit import passed_on
 from project.engines.ray.ledger import MOST, Ledger
 from project.engines.ray.verb import main, read
 from tests.conftest import ROOT, environment
@@ -25,12 +26,33 @@ def test_words_of_ray_and_words_of_the_training(monkeypatch, tmp_path):
     assert asked.address == "h1:6379"
 
 
+def test_a_trial_of_a_sweep_is_watched_under_the_name_that_it_has(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = read([*DDP, f"--sweep={ROOT}/configs/sweeps/lr.yaml", "--trial=2", "--run=it"])
+    assert asked.run == "it-2"
+    assert asked.checkpoints == tmp_path / "lightning_logs/it-2/checkpoints"
+    assert asked.words[3:5] == ["--run", "it-2"]
+    assert "--data.global_batch_size=128" in asked.words
+    assert not [word for word in asked.words if word.startswith(("--sweep", "--trial"))]
+
+
+def test_where_the_driver_is_does_not_go_to_the_workers(monkeypatch, tmp_path):
+    """They may be on other nodes, in other images."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PROJECT_NODE", "PROJECT_IMAGE", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "said")
+    passed = passed_on(read([*DDP]))
+    assert passed["NCCL_DEBUG"] == "said"
+    assert not {"PROJECT_NODE", "PROJECT_IMAGE"} & passed.keys()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--workers=0"], "--workers is a number from 1 on"),
         (["--workers=2", "--min-workers=3"], "--min-workers 3 is more than --workers 2"),
         (["--tune=sweep.yaml", "--workers=2", "--min-workers=1"], "--min-workers is not for --tune"),
+        (["--tune=sweep.yaml", "--sweep=sweep.yaml"], "give one of them"),
         (["--gpus=-1"], "--gpus is a number from 0 on"),
         (["--max-failures=-2"], "--max-failures is a number from 0 on"),
     ],

@@ -16,8 +16,9 @@ from project.errors import UserError
 
 _LONG = 30.0  # seconds without a place for the workers, after which the user hears of it
 _END = 15.0  # seconds for Ray to end what it has started
-# Of the driver's environment, these go to the children also where Ray's cluster was started by somebody else.
-_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "WANDB_", "MLFLOW_", "PYTHONHASHSEED", "OMP_", "PROJECT_")
+# Of the driver's environment, these go to the children also where Ray's cluster was started by somebody else. Not PROJECT_NODE
+# and PROJECT_IMAGE: where the driver is, the others are not.
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "WANDB_", "MLFLOW_", "PYTHONHASHSEED", "OMP_")
 
 
 class Noted:

@@ -15,6 +15,7 @@ from typing import Any
 
 from project.config_files import RUNS, checked, documents, expand, option
 from project.errors import UserError
+from project.sweep import with_trial
 
 _ABOUT = (
     "Ray starts the training, and looks after it: on the cluster at --address or RAY_ADDRESS, else on one of its own on this "
@@ -85,6 +86,9 @@ def read(words: Sequence[str]) -> Asked:
     )
     parser.add_argument("--tune", metavar="SPACE.yaml", help="a search: docs/ray.md")
     given, rest = parser.parse_known_args(words)
+    if given.tune and option(rest, "--sweep") is not None:
+        parser.error("--tune trains all trials of a sweep, and --sweep one: give one of them")
+    rest = with_trial(["fit", *rest])[1:]  # here, as the run's name has the trial's number
     given.workers = _number(parser, "--workers", given.workers, 1)
     least = _number(parser, "--min-workers", given.min_workers or given.workers, 1)
     if least > given.workers:
