@@ -93,9 +93,11 @@ def test_without_ray_it_says_what_to_install(tmp_path):
         ("ray://h1", "that is no address of a Ray"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_said_at_once(address, said, capsys):
-    assert main([*DDP, f"--address={address}"]) == 2
-    assert said in capsys.readouterr().err
+def test_a_cluster_that_is_not_there_is_said_at_once(address, said):
+    words = [sys.executable, "-m", "project", "ray", *DDP, f"--address={address}"]  # a program: it takes all signals
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 def test_a_search_needs_to_know_what_decides(tmp_path, capsys):
