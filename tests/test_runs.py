@@ -59,6 +59,7 @@ def test_a_key_is_matched_whole():
     assert differences(old, new) == {"data.source.class_path": ("A", "B")}
 
 
+@pytest.mark.slow
 def test_another_learning_rate_takes_a_word_and_then_takes_effect(quick, tmp_path):
     lr = "--model.optimizer.init_args.lr=0.5"
     assert quick(*FIT, STOP).code == 143

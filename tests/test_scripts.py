@@ -111,6 +111,7 @@ def test_launch_takes_what_kubeflow_says_where_nothing_else_does(tmp_path, extra
     assert "PET_" not in done.stdout  # torchrun would take them, too
 
 
+@pytest.mark.slow
 def test_launch_ends_with_the_code_of_its_worker_and_does_not_repeat_what_is_wrong(tmp_path):
     """Two restarts are allowed, and none is spent on a wrong key."""
     port = str(find_free_network_port())

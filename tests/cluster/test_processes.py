@@ -69,6 +69,7 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 
+@pytest.mark.slow
 def test_two_nodes_on_loopback(cli, tmp_path):
     port = str(find_free_network_port())
     nodes = [

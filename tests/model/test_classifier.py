@@ -211,6 +211,7 @@ def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, m
     assert trainer.least_seconds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_network_makes_nearly_the_same_run(tmp_path):
     curves = []

@@ -49,6 +49,7 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     assert checkpoint["global_step"] == step
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_with_a_checkpoint(tmp_path):
     """As when the ssh session ends: SIGHUP to all ranks, and nobody can print any more."""
     words = [sys.executable, "-m", "project", *LONG, "--trainer.devices=3", "--data.batch_size=8", "--run=long"]
@@ -99,6 +100,7 @@ def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_pat
     assert run.wait(10) == 143
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_takes_longer_than_torchrun_waits_is_said_before_a_signal_comes(cli):
     slow = json.dumps([{"class_path": "tests.probes.SlowDisk", "init_args": {"seconds": 1.5}}])
     words = ("--trainer.max_epochs=1", f"--trainer.callbacks={slow}", "--checkpoints.every_n_steps=1", "--data.batch_size=8")

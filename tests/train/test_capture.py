@@ -94,6 +94,7 @@ class Compiled(Counting):
         self.network.compile(backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_with_torch_compile_inside(tmp_path):
     found, recorders = [], (OnCpu(steps=10**6), OnCpu(steps=3))
     for recorder in recorders:
