@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
@@ -279,6 +279,8 @@ class Trainer(pl.Trainer):
             if isinstance(logger, (Events, Csv)):
                 logger.goes_on(step, logged, starts_again)
 
+    # Asked several times a step, and Lightning's compares the letters of names.
+    training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
     world_size, global_rank, num_training_batches = map(untold, ("world_size", "global_rank", "num_training_batches"))
 
     @property

@@ -63,13 +63,14 @@ class Normalise:
         self._numbers = {top: scale.mean().item() for top, scale in scales.items()}
         self._scales = {top: scale.to(device) for top, scale in scales.items()}
         self._shift = (-means / stds).float().to(device)
+        self._shift = self._shift.view(()) if self._one else self._shift
 
     def __call__(self, images: Tensor) -> Tensor:
         top = 255.0 if images.dtype == torch.uint8 else 1.0
         if self._one and images.device.type != "cpu":  # one launch; a CPU is faster in two passes
-            return torch.add(self._shift.view(()), images, alpha=self._numbers[top])
+            return torch.add(self._shift, images, alpha=self._numbers[top])
         floats = images.float() if images.dtype != torch.float32 else images.clone()
         # In place, and in one pass if that will do: passes over memory are what takes the time.
         if self._one:
-            return torch.add(self._shift.view(()), floats, alpha=self._numbers[top], out=floats)
+            return torch.add(self._shift, floats, alpha=self._numbers[top], out=floats)
         return floats.mul_(self._scales[top]).add_(self._shift)

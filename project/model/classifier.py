@@ -170,8 +170,9 @@ class ImageClassifier(LightningModule):
         step = trainer.global_step
         if step == self._noted_step:
             return  # in the middle of a step
-        self._noted_step = step
-        notes, self._step_notes = self._step_notes, []
+        self.__dict__["_noted_step"] = step  # a module looks for parameters in whatever it is given
+        notes = [*self._step_notes]
+        self._step_notes.clear()
         skipped = run_of(trainer).skipped
         if skipped is True:
             return

@@ -121,8 +121,8 @@ class NonFinite(Callback):
         value = loss.detach()
         if not is_recording(trainer):
             self._step.losses.append((micro_batch(trainer), value))
-        spoil = value * 0  # 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
-        loss.register_hook(lambda gradient: gradient + spoil)  # type: ignore[no-untyped-call]
+        # 0 times the loss is 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
+        loss.register_hook(lambda gradient: gradient.add(value, alpha=0))  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.group import Group
-from project.survive.checkpoints import checkpoints_of
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.requeue import REQUEUE, lead
 from project.survive.signals import EXIT_CODES, Signals
 
@@ -66,11 +66,10 @@ class StopTogether(Callback):
         if trainer.world_size > 1:
             self._group.make()
 
-    def _compare(self, trainer: Trainer) -> tuple[int, bool, bool]:
+    def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool]:
         """The signal that any rank had noted at the last step, or 0; whether any rank's clock says to save; whether any
         rank has a question.
         """
-        checkpoints = checkpoints_of(trainer)
         asks = self._question is not None and self._question.asks(trainer)
         mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, asks)
         if (group := self._group()) is None:
@@ -148,12 +147,12 @@ class StopTogether(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        if (saving := checkpoints_of(trainer)) is not None:
-            self._warn_of_a_short_lead(saving.seconds)
-        number, overdue, asked = self._compare(trainer)
+        if (checkpoints := checkpoints_of(trainer)) is not None:
+            self._warn_of_a_short_lead(checkpoints.seconds)
+        number, overdue, asked = self._compare(trainer, checkpoints)
         if number:
             self._stop(trainer, number)
-        if overdue and (checkpoints := checkpoints_of(trainer)):
+        if overdue and checkpoints:
             checkpoints.save(trainer)
         if asked and self._question is not None:
             self._question.answers(trainer, self._group())
@@ -162,7 +161,7 @@ class StopTogether(Callback):
         if self._shared == 0:
             return
         self._shared -= 1
-        number, *_ = self._compare(trainer)
+        number, *_ = self._compare(trainer, checkpoints_of(trainer))
         if number:
             self._stop(trainer, number)
 

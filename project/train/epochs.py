@@ -84,7 +84,7 @@ class Epochs(_FitLoop):
 
     def setup_data(self) -> None:
         epochs: Any = self.epoch_progress.current
-        seed_for_all(self.trainer, epochs.processed)
+        seed_for_all(epochs.processed)
         self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:

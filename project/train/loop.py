@@ -128,6 +128,10 @@ class Steps(_TrainingEpochLoop):
     _looks_at_buffers = False  # until a micro-batch has shown that they stay
     grids: dict[str, float] | None = None
     """Of the exact sums, in a run that goes on."""
+    _usual = False
+    """The steps are taken here, and not by Lightning's own loop."""
+    _validates = True
+    """There is something to validate on."""
     _learned = False
     """A micro-batch of this step had a loss."""
     recorder: Recorder | None = None
@@ -167,6 +171,8 @@ class Steps(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         if self._validation_due:
             return True
+        if not self._validates:
+            return False
         if self.trainer.should_stop and (self.accumulates() or self.is_out_of_time()):
             # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
             # and the points of a curve are not.
@@ -175,6 +181,11 @@ class Steps(_TrainingEpochLoop):
             self.trainer.should_stop = True
             return due
         return super()._should_check_val_fx(data_fetcher)
+
+    @property
+    def global_step(self) -> int:
+        """Asked a dozen times a step; Lightning looks first whether the module steps by itself."""
+        return self.automatic_optimization.optim_progress.optimizer_steps if self._usual else super().global_step
 
     @property
     def done(self) -> bool:
@@ -207,7 +218,7 @@ class Steps(_TrainingEpochLoop):
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        seed_for_all(self.trainer, self.trainer.current_epoch)
+        seed_for_all(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         if self.metric_states is not None:
@@ -220,6 +231,7 @@ class Steps(_TrainingEpochLoop):
         )
         why_not = why_not_ours(self.trainer, self._takes_batches)
         self._usual, self._out_of_time = why_not is None, None
+        self._validates = self.trainer.enable_validation
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", f"Lightning's own loop: {why_not}" if why_not else "this project's loop")
@@ -237,11 +249,13 @@ class Steps(_TrainingEpochLoop):
             return
         self._told: dict[Any, list[Callable[..., Any]]] = {}
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
+        self._device = self._strategy.root_device
         self._module, self._optimizer = self.trainer.lightning_module, self.trainer.optimizers[0]
         self._scaler = getattr(self._precision, "scaler", None)
         self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
         configs = self.trainer.lr_scheduler_configs
         self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
+        self._plateaus = any(one.reduce_on_plateau for one in configs)
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
         if self.recorder is not None and not self.exact:
@@ -312,7 +326,7 @@ class Steps(_TrainingEpochLoop):
             self._pass_over(number)
             return
         batch = self._before(self._precision.convert_input(batch), 0)
-        batch = self._transfer(batch, self._strategy.root_device, 0)
+        batch = self._transfer(batch, self._device, 0)
         within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
         graphs = self.graphs
         if not (within_graph := graphs is not None and graphs.with_transfer):
@@ -424,7 +438,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
-        self._told, self.graphs, self._said_why_not = {}, None, False
+        self._told, self.graphs, self._said_why_not, self._usual = {}, None, False, False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
@@ -532,6 +546,8 @@ class Steps(_TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning counts a rank's micro-batches where a frequency is one of steps."""
         if interval == "step" and self.accumulates():
+            return
+        if self._usual and update_plateau_schedulers and not self._plateaus:
             return
         of_steps = [one for one in self.trainer.lr_scheduler_configs if one.interval == "step"]
         many = self.trainer.accumulate_grad_batches

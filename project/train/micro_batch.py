@@ -1,6 +1,7 @@
 """What the Trainer knows of the micro-batch at hand. The module sees the batch that its `collate_fn` made, and no more."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -27,7 +28,7 @@ class MicroBatch:
         """Of all that is drawn at random for it."""
         return chance(self.run_seed, self.key)
 
-    @property
+    @cached_property
     def weight(self) -> float:
         """What its mean loss counts for in its step: 1.0 except in a shorter last step."""
         return 1.0 if self.order is None else self.order.weight(*self.key[1:])
@@ -37,7 +38,7 @@ class MicroBatch:
         """Their numbers in the dataset, where they are known."""
         return None if self.order is None else self.order.indices(self.key).tolist()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many samples it has."""
         if self.order is None:

@@ -15,19 +15,19 @@ _BETWEEN = 1 << 40  # no micro-batch has this number
 _EVALUATED, _STEP = 1 << 41, 1 << 42  # nor these
 
 
-def seed_for_all(trainer: Trainer, epoch: int) -> None:
+def seed_for_all(epoch: int) -> None:
     """The same on all ranks, and in a run that goes on: samplers of one's own draw an epoch's order when it begins."""
-    _seed_all(trainer, chance(run_seed(), (epoch, 0, _BETWEEN)))
+    _seed_all(chance(run_seed(), (epoch, 0, _BETWEEN)))
 
 
 def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
-def _seed_all(trainer: Trainer, seed: int) -> None:
+def _seed_all(seed: int) -> None:
     """Torch's generators, Python's, and NumPy's, which mixup, for one, draws from."""
     seed_generators(seed)
-    if trainer.strategy.root_device.type == "cuda":
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by whoever trains on it
         torch.cuda.manual_seed(seed)
 
 
@@ -37,7 +37,7 @@ class ChanceByMicroBatch(Callback):
     recorded: frozenset[str] = frozenset()  # optimisers that can be recorded draw nothing
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        _seed_all(trainer, micro_batch(trainer).seed)
+        _seed_all(micro_batch(trainer).seed)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,14 +54,14 @@ class ChanceByMicroBatch(Callback):
 
     def _between(self, trainer: Trainer, what: int) -> None:
         epoch, step, _ = micro_batch(trainer).key
-        _seed_all(trainer, chance(run_seed(), (epoch, step, what)))
+        _seed_all(chance(run_seed(), (epoch, step, what)))
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if (found := evaluated(trainer)) is not None:
             loader, position = found
-            _seed_all(trainer, chance(run_seed(), (loader, position, _EVALUATED)))
+            _seed_all(chance(run_seed(), (loader, position, _EVALUATED)))
 
     on_test_batch_start = on_validation_batch_start
 

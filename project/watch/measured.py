@@ -2,8 +2,7 @@
 
 import math
 import os
-from dataclasses import astuple, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ class Measured:
     """The share of time in which the GPU computed anything; NaN where nobody says so."""
 
     def row(self) -> Tensor:
-        times, *rest = astuple(self)
-        return torch.tensor([*times, *rest], dtype=torch.float64)
+        times, *rest = vars(self).values()
+        return torch.tensor([*vars(times).values(), *rest], dtype=torch.float64)
 
     @staticmethod
     def of(row: Tensor) -> "Measured":
@@ -56,7 +55,8 @@ class Measured:
 def host_memory() -> float:
     """Bytes that this process has in the host's memory; its loader processes have their own."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError, IndexError):  # another system
         return 0.0
 
