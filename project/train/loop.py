@@ -129,8 +129,8 @@ class Steps(_TrainingEpochLoop):
     _looks_at_buffers = False  # until a micro-batch has shown that they stay
     grids: dict[str, float] | None = None
     """Of the exact sums, in a run that goes on."""
-    _usual = False
-    """The steps are taken here, and not by Lightning's own loop."""
+    _automatic = False
+    """In a fit, of which the steps are taken here: the module takes none by itself."""
     _validates = True
     """There is something to validate on."""
     _learned = False
@@ -186,7 +186,7 @@ class Steps(_TrainingEpochLoop):
     @property
     def global_step(self) -> int:
         """Asked a dozen times a step; Lightning looks first whether the module steps by itself."""
-        return self.automatic_optimization.optim_progress.optimizer_steps if self._usual else super().global_step
+        return self.automatic_optimization.optim_progress.optimizer_steps if self._automatic else super().global_step
 
     @property
     def done(self) -> bool:
@@ -246,6 +246,7 @@ class Steps(_TrainingEpochLoop):
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
+        self._automatic = self._usual
         if not self._usual:
             return
         self._told: dict[Any, list[Callable[..., Any]]] = {}
@@ -439,7 +440,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
-        self._told, self.graphs, self._said_why_not, self._usual = {}, None, False, False
+        self._told, self.graphs, self._said_why_not, self._automatic = {}, None, False, False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:

@@ -55,8 +55,9 @@ class Driver:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still going on: {self.output()}") from None
 
-    def says(self, what: str, seconds: float = 150, times: int = 1) -> None:
-        """Waits for words in its output."""
+    def says(self, what: str, seconds: float = 150, times: int = 1, after: str = "") -> None:
+        """Waits for words in its output; `after`: those that were there then don't count."""
+        times += after.count(what)
         wait_until(
             lambda: self.output().count(what) >= times or self.process.poll() is not None, seconds, lambda: what + self.output()
         )

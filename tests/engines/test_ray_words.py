@@ -178,6 +178,17 @@ def test_a_rank_that_says_nothing_has_not_ended_well(codes, code, monkeypatch):
     assert ledger.code == code
 
 
+def test_who_is_lost_is_named_with_what_ray_says_of_it():
+    """And not those that Ray has ended for it."""
+    ledger = started()
+    assert ledger.start is not None
+    ledger.start.gone, ledger.start.failed_at, ledger.start.lost = True, -1e9, {1: "its node has died"}
+    assert ledger.decides
+    assert ledger.decide() is True
+    told = f"(failure 1 of 3): rank 1 on {ledger.start.hosts[1]} is lost: its node has died."
+    assert ledger.said[-1] == ("WARNING", f"Ray starts the workers again {told}")
+
+
 def test_workers_that_vanished_are_a_failure():
     ledger = started(failures=0)
     ledger.ends(0, 75)

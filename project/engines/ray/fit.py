@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -103,13 +103,23 @@ def _fit(ray: Any, asked: Asked, noted: Noted) -> int:
             break  # Ray would go on to look for places
         elif code is None and not told and time.monotonic() - idle > _LONG:
             told = True
-            free = ", ".join(f"{value:g} {name}" for name in ("CPU", "GPU") if (value := ray.available_resources().get(name)))
-            each = ", ".join(f"{value:g} {name}" for name, value in needs.items())
-            say("WARNING", f"Ray has no place for {asked.least} workers with {each} each; free are: {free or 'none'}. Waiting.")
+            say("WARNING", _waits(asked, needs, ray.available_resources()))
     if (code := ray.get(office.code.remote())) is None:
         reason = str(failed[0]).strip().splitlines()[-1:] if failed else ["it said nothing"]
         raise UserError(f"Ray can't start the workers: {reason[0] if reason else type(failed[0]).__name__}")
     return int(code)
+
+
+def _waits(asked: Asked, needs: dict[str, float], free: Mapping[str, float]) -> str:
+    """Why no worker has been started for a while, as far as the driver can tell."""
+    many = f"{asked.workers}" if asked.least == asked.workers else f"{asked.least} to {asked.workers}"
+    each = ", ".join(f"{value:g} {name}" for name, value in needs.items())
+    there = ", ".join(f"{value:g} {name}" for name in ("CPU", "GPU") if (value := free.get(name))) or "none"
+    wanted = f"{many} worker{'s' * (asked.workers > 1)} with {each} each"
+    if all(free.get(name, 0.0) >= asked.least * value for name, value in needs.items()):
+        why = "that may lie on several hosts, or on one that was lost, which Ray notices after a while"
+        return f"Ray has not started {wanted} yet, though {there} are free: {why}. Waiting."
+    return f"Ray has no place for {wanted}; free are: {there}. Waiting."
 
 
 def _ask(ray: Any, reference: Any) -> Any:

@@ -33,6 +33,8 @@ class Start:
     failed_at: float | None = None
     gone: bool = False
     """Ray has ended all workers, as one failed: whoever has not said how it ended will not."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """The ranks whose workers failed, and what Ray says of it."""
     again: bool | None = None
     """Whether another start follows; None: not decided."""
 
@@ -131,11 +133,13 @@ class Ledger:
         return self.code is None
 
     def _cause(self, start: Start) -> str:
-        """Who failed; ranks that only lost another one are not named, where that one is known."""
+        """Who failed; ranks that only lost another one, or that Ray ended for it, are not named where that one is known."""
         codes = {rank: code for rank, code in start.codes.items() if code and code != TRY_AGAIN} or start.codes
         named = [f"rank {rank} on {start.hosts[rank]}: {shown(code)}" for rank, code in sorted(codes.items()) if code]
-        missing = [f"rank {rank} on {host} is not heard of" for rank, host in enumerate(start.hosts) if rank not in start.codes]
-        return "; ".join(named + missing)
+        silent = [rank for rank in range(len(start.hosts)) if rank not in start.codes]
+        lost = [f"rank {rank} on {start.hosts[rank]} is lost: {start.lost[rank]}" for rank in silent if rank in start.lost]
+        missing = [f"rank {rank} on {start.hosts[rank]} is not heard of" for rank in silent]
+        return "; ".join(named + (lost or missing))
 
     def _fails(self, why: str) -> None:
         self.failures += 1

@@ -92,11 +92,12 @@ class Office:
         deadline = asyncio.get_running_loop().time() + seconds
         await self._wait(lambda: start.whole or asyncio.get_running_loop().time() > deadline)
 
-    async def lost(self) -> None:
-        """A worker has failed, or its host: Ray ends the others. Whoever has not said how it ended will not."""
+    async def lost(self, why: dict[int, str]) -> None:
+        """These workers have failed, or their hosts: Ray ends the others. Whoever has not said how it ended will not."""
         start = self._ledger.start
         if start is not None and start.again is None:
             start.gone, start.failed_at = True, start.failed_at or time.monotonic()
+            start.lost = why
 
     # The driver's ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from project.engines.ray.worker import work
 from project.errors import UserError
 
 _EVERY = 30.0  # seconds from one look for more places to the next
+_LONGEST = 300  # characters of what Ray says of an error
 
 
 class Gently(WorkerGroupCallback):  # type: ignore[misc]
@@ -26,11 +27,17 @@ class Gently(WorkerGroupCallback):  # type: ignore[misc]
         """Ray's controller calls this for each end: also where a worker has failed, or all have ended themselves."""
         status = worker_group.get_latest_poll_status()
         if status is not None and status.errors:
-            ray.get(self._office.lost.remote())
+            ray.get(self._office.lost.remote({rank: _last_words(error) for rank, error in status.errors.items()}))
             return
         if status is not None and status.finished:
             return
         ray.get(self._office.resizes.remote(self._grace))
+
+
+def _last_words(error: BaseException) -> str:
+    """Ray tells all that it knows of an actor, and why it died at the end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:_LONGEST] if lines else type(error).__name__
 
 
 def resources(ray: Any, asked: Asked) -> dict[str, float]:
