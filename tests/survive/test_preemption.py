@@ -174,7 +174,7 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
         before = len(started)
         for _ in range(count):
             clock[0] += seconds
-            stop._compare(trainer)
+            stop._compare(trainer, None)
         return len(started) - before
 
     stop.on_train_epoch_start(trainer, None)
