@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
 
 from project.data.dealing import DealtLoader
 from project.errors import UserError
@@ -497,8 +496,10 @@ class Steps(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self) -> None:
-        """Torch's own way of it has itself recorded for a profile and is kept from the compiler, which takes longer."""
-        if type(self._optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(self._optimizer):
+        """As all optimisers of torch do it, and no others come here; their own way is recorded for a profile and kept from the
+        compiler, which takes longer.
+        """
+        if "zero_grad" in vars(self._optimizer):  # somebody has put another one on it
             self._optimizer.zero_grad()
             return
         for group in self._optimizer.param_groups:
