@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from project.engines.ray.local import connected
+from project.engines.ray.local import connected, last_words
 from project.engines.ray.verb import Asked
 from project.errors import UserError
 
@@ -105,14 +105,13 @@ def _fit(ray: Any, asked: Asked, noted: Noted) -> int:
             told = True
             say("WARNING", _waits(asked, needs, ray.available_resources()))
     if (code := ray.get(office.code.remote())) is None:
-        reason = str(failed[0]).strip().splitlines()[-1:] if failed else ["it said nothing"]
-        raise UserError(f"Ray can't start the workers: {reason[0] if reason else type(failed[0]).__name__}")
+        raise UserError(f"Ray can't start the workers: {last_words(failed[0]) if failed else 'it said nothing'}")
     return int(code)
 
 
 def _waits(asked: Asked, needs: dict[str, float], free: Mapping[str, float]) -> str:
     """Why no worker has been started for a while, as far as the driver can tell."""
-    many = f"{asked.workers}" if asked.least == asked.workers else f"{asked.least} to {asked.workers}"
+    many = str(asked.workers) if asked.least == asked.workers else f"{asked.least} to {asked.workers}"
     each = ", ".join(f"{value:g} {name}" for name, value in needs.items())
     there = ", ".join(f"{value:g} {name}" for name in ("CPU", "GPU") if (value := free.get(name))) or "none"
     wanted = f"{many} worker{'s' * (asked.workers > 1)} with {each} each"

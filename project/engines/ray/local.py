@@ -84,6 +84,12 @@ def connected(address: str | None, cpus: int) -> Iterator[Any]:
                 ray.shutdown()
 
 
+def last_words(error: BaseException) -> str:
+    """Ray tells all that it knows, and at the end why."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
 def _answers(address: str) -> None:
     """Ray would try for minutes, and not say where."""
     host, _, port = address.rpartition(":")

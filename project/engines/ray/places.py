@@ -9,6 +9,7 @@ import ray.util.scheduling_strategies  # the driver's
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from project.engines.ray.local import last_words
 from project.engines.ray.verb import Asked
 from project.engines.ray.worker import work
 from project.errors import UserError
@@ -27,17 +28,11 @@ class Gently(WorkerGroupCallback):  # type: ignore[misc]
         """Ray's controller calls this for each end: also where a worker has failed, or all have ended themselves."""
         status = worker_group.get_latest_poll_status()
         if status is not None and status.errors:
-            ray.get(self._office.lost.remote({rank: _last_words(error) for rank, error in status.errors.items()}))
+            ray.get(self._office.lost.remote({rank: last_words(error)[:_LONGEST] for rank, error in status.errors.items()}))
             return
         if status is not None and status.finished:
             return
         ray.get(self._office.resizes.remote(self._grace))
-
-
-def _last_words(error: BaseException) -> str:
-    """Ray tells all that it knows of an actor, and why it died at the end."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:_LONGEST] if lines else type(error).__name__
 
 
 def resources(ray: Any, asked: Asked) -> dict[str, float]:
