@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from project.engines.ray.fit import passed_on
+from project.engines.ray.fit import _waits, passed_on
 from project.engines.ray.ledger import MOST, Ledger
 from project.engines.ray.verb import main, read
 from tests.conftest import ROOT, environment
@@ -187,6 +187,19 @@ def test_who_is_lost_is_named_with_what_ray_says_of_it():
     assert ledger.decide() is True
     told = f"(failure 1 of 3): rank 1 on {ledger.start.hosts[1]} is lost: its node has died."
     assert ledger.said[-1] == ("WARNING", f"Ray starts the workers again {told}")
+
+
+@pytest.mark.parametrize(
+    ("free", "told"),
+    [
+        ({"CPU": 2.0, "memory": 1e9}, "Ray has no place for 2 to 3 workers with 2 CPU each; free are: 2 CPU."),
+        ({"memory": 1e9}, "Ray has no place for 2 to 3 workers with 2 CPU each; free are: none."),
+        ({"CPU": 4.0}, "Ray has not started 2 to 3 workers with 2 CPU each yet, though 4 CPU are free: "),
+    ],
+)
+def test_why_no_worker_has_been_started(free, told):
+    asked = read([*DDP, "--workers=3", "--min-workers=2"])
+    assert _waits(asked, {"CPU": 2.0}, free).startswith(told)
 
 
 def test_workers_that_vanished_are_a_failure():
