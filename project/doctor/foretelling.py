@@ -1,6 +1,6 @@
 """A Trainer, a model and its data, put together as far as a dry run needs them."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
@@ -12,6 +12,8 @@ from project.train.foretold import Foretold, room, sharing_of
 from project.train.micro_batch import samples_of
 from project.train.on_paper import made_on_paper
 from project.train.sharded import Sharded
+
+Made = TypeVar("Made")
 
 
 def foretell(
@@ -62,6 +64,6 @@ def _as_in_a_fit(trainer: Trainer, module: LightningModule) -> None:
     trainer.precision_plugin.convert_module(module)
 
 
-def modules_on_paper(kind: Any, *args: Any, **kwargs: Any) -> Any:
+def modules_on_paper(class_type: type[Made], *args: Any, **kwargs: Any) -> Made:
     """Makes what a YAML names, without memory."""
-    return made_on_paper(lambda: kind(*args, **kwargs))
+    return made_on_paper(lambda: class_type(*args, **kwargs))

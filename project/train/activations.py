@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from project.train.blocks import Named
+from project.train.on_paper import paper
 
 Kept = dict[int, Any]
 """Storages by their identity; held here, so that none is mistaken for one that is gone."""
@@ -46,7 +47,7 @@ def activations(
         hooks.append(block.register_forward_hook(seen.leaves))
     indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(seen.keep, _same), context():
+        with paper(), torch.autograd.graph.saved_tensors_hooks(seen.keep, _same), context():
             module.training_step(batch, 0) if indexed else module.training_step(batch)
     finally:
         for hook in hooks:

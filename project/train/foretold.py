@@ -137,7 +137,7 @@ def best_option(foretold: Foretold, sharing: Sharing) -> tuple[str, Held] | None
     """The option that saves most, and what a rank holds with it."""
     now, found = foretold.held(sharing).total, []
     for name, change in _OPTIONS.items():
-        other = replace(sharing, **({"shard": "full"} if sharing.shard is None else {}) | change)
+        other = replace(sharing, **{"shard": sharing.shard or "full", **change})
         then = foretold.held(other)
         if other != sharing and then.total < now:
             found.append((then.total, name, then))

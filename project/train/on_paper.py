@@ -1,13 +1,12 @@
 """A module on paper: its tensors have shapes, types and a device, and no memory, so that any size can be reckoned with here.
 
-Torch's fake tensors are used and not its meta device, because they stay on the device that they stand for: autocast, and the
-kernel that an attention takes, follow from it, and with them what is kept for the backward pass.
+It is made on torch's meta device, and computes with torch's fake tensors, which stay on the device that they stand for:
+autocast, and the kernel that an attention takes, follow from it, and with them what is kept for the backward pass.
 """
 
 import copy
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -33,10 +32,14 @@ def paper() -> FakeTensorMode:
 
 def made_on_paper(make: Callable[[], Made]) -> Made:
     """What is made here takes no memory, if it can be made so: a network that looks at its numbers is made as ever."""
-    with suppress(Exception), paper():
-        return make()
-    log.info("This network looks at its numbers when it is made: it is not made on paper.")
-    return make()
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as error:
+        log.debug("not on paper", exc_info=True)
+        made = make()
+        log.info("Made with numbers, and not on paper: %s", str(error).partition("\n")[0])
+        return made
 
 
 def like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,28 +55,43 @@ def copied_to_paper(module: LightningModule, device: torch.device, dtype: torch.
 
     `dtype`: of the parameters, if they are computed with in another than their own.
     """
-    made: dict[int, Any] = {}
-    for one in module.parameters():
-        if is_lazy(one):
+    made: dict[int, Any] = {id(one): like(one, device) for one in _without_numbers(module)}
+    for parameter in module.parameters():
+        if is_lazy(parameter):
             raise NotImplementedError("the shapes of its parameters follow from the first batch")
-        made[id(one)] = nn.Parameter(like(one, device, dtype), requires_grad=one.requires_grad)
+        made[id(parameter)] = nn.Parameter(like(parameter, device, dtype), requires_grad=parameter.requires_grad)
     made |= {id(one): like(one, device) for one in module.buffers()}
-    with paper():
-        copied = copy.deepcopy(module, made)
+    copied = copy.deepcopy(module, made)
     copied.trainer = _told(module.trainer)
+    for one in copied.modules():
+        if "_device" in vars(one):  # Lightning's modules and torchmetrics' metrics, which make tensors there
+            one.__dict__["_device"] = device
     for name in ("log", "log_dict"):  # nothing is trained
         copied.__dict__[name] = lambda *args, **kwargs: None
     return copied.train()
+
+
+def _without_numbers(module: nn.Module) -> Iterator[Tensor]:
+    """Attributes on the meta device that are neither parameters nor buffers."""
+    waiting: list[Any] = [vars(one) for one in module.modules()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                yield value
+        elif isinstance(value, (Mapping, list, tuple)):
+            waiting.extend(value.values() if isinstance(value, Mapping) else value)
 
 
 def _told(trainer: Trainer) -> Trainer:
     """The same Trainer, which knows its steps without a look at the data: schedules ask for them, and nothing is made of it."""
     steps = trainer.max_steps if trainer.max_steps > 0 else _STEPS
     kind = type(type(trainer).__name__, (type(trainer),), {"estimated_stepping_batches": property(lambda self: steps)})
-    told = object.__new__(kind)
+    told: Any = object.__new__(kind)
     told.__dict__ = trainer.__dict__
     return cast(Trainer, told)
 
 
 def batch_on_paper(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A batch without memory. `dtype`: of its floating-point numbers."""
     return apply_to_collection(batch, Tensor, lambda one: like(one, device, dtype))
