@@ -35,7 +35,10 @@ def blocks_of(network: nn.Module, named: Sequence[str] | None = None) -> Named:
         found += [
             (name, one)
             for name, one in network.named_modules()
-            if id(one) not in within and type(one) in _CALLED and size(one) >= max(_LARGE, largest) and _stands_alone(network, name)
+            if id(one) not in within
+            and type(one) in _CALLED
+            and size(one) >= max(_LARGE, largest)
+            and _stands_alone(network, name)
         ]
     return _in_order(network, _untied(network, found))
 
