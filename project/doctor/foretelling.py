@@ -3,12 +3,14 @@
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 
 from project.data import ImageData
 from project.doctor.dry_run import Row, about, numbers, rows, show
 from project.train.batching import accumulation
 from project.train.first_batch import first_batch
-from project.train.foretold import Foretold, room, sharing_of
+from project.train.foretold import Foretold, room
+from project.train.held import Sharing
 from project.train.micro_batch import samples_of
 from project.train.on_paper import made_on_paper
 from project.train.sharded import Sharded
@@ -40,7 +42,7 @@ def foretell(
     devices = settings.get("devices")
     devices, nodes = devices if isinstance(devices, int) and devices > 0 else 1, int(settings.get("num_nodes") or 1)
     foretold = Foretold(trainer, module, strategy.blocks if isinstance(strategy, Sharded) else None, batch)
-    sharing = sharing_of(strategy, 1, 1, exact=exact)
+    sharing = sharing_of(strategy, exact)
     foretold.held(sharing)  # now there is a micro-batch, if there can be one
     samples = samples_of(made.get("batch"))
 
@@ -56,6 +58,13 @@ def foretell(
     said = about(foretold, samples, sharing, named if isinstance(named, str) else strategy, str(trainer.precision))
     show(foretold, found, sharing, said, lambda here: room(strategy.root_device, here))
     return found
+
+
+def sharing_of(strategy: Strategy, exact: bool) -> Sharing:
+    """How ranks share a network with this strategy."""
+    if isinstance(strategy, Sharded):
+        return strategy.sharing(ranks=1)
+    return Sharing(exact=exact, on_gpu=strategy.root_device.type != "cpu")
 
 
 def _as_in_a_fit(trainer: Trainer, module: LightningModule) -> None:

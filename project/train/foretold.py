@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import Strategy
 
 from project.cluster.environment import limits
 from project.train.activations import Activations, activations
@@ -19,7 +18,6 @@ from project.train.blocks import Named, blocks_of
 from project.train.held import Held, Inventory, Sharing, held, inventory
 from project.train.on_paper import batch_on_paper, copied_to_paper
 from project.train.optimizer_state import OptimizerState
-from project.train.sharded import DTYPES, Sharded
 
 log = logging.getLogger(__name__)
 
@@ -98,22 +96,6 @@ def _no_trace() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def sharing_of(strategy: Strategy, ranks: int, per_host: int, accumulation: int = 1, exact: bool = False) -> Sharing:
-    """How so many ranks share a network with this strategy."""
-    on_gpu = strategy.root_device.type != "cpu"
-    plain = Sharing(ranks, None, per_host, accumulation=accumulation, exact=exact, on_gpu=on_gpu)
-    if not isinstance(strategy, Sharded):
-        return plain
-    return replace(
-        plain,
-        shard=strategy.shard,
-        param_dtype=DTYPES[strategy.param_dtype],
-        reduce_dtype=DTYPES[strategy.reduce_dtype],
-        checkpoint_activations=strategy.checkpoint_activations,
-        cpu_offload=strategy.cpu_offload,
-    )
 
 
 def room(device: torch.device, ranks_here: int) -> int | None:

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from project.errors import UserError
 from project.train.blocks import Named, blocks_of
+from project.train.held import Shard, Sharing
 from project.train.spread import parts_like
 
 log = logging.getLogger(__name__)
 
-Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -108,6 +108,20 @@ class Sharded(DDPStrategy):
         fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
         self.parts = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.parts[0].set_requires_gradient_sync(not self.exact)
+
+    def sharing(self, ranks: int) -> Sharing:
+        """How so many ranks share a network, as train/held.py takes it."""
+        return Sharing(
+            ranks,
+            self.shard,
+            per_host=self.num_processes,
+            param_dtype=_DTYPES[self.param_dtype],
+            reduce_dtype=_DTYPES[self.reduce_dtype],
+            checkpoint_activations=self.checkpoint_activations,
+            cpu_offload=self.cpu_offload,
+            exact=self.exact,
+            on_gpu=self.root_device.type != "cpu",
+        )
 
     def _mesh(self) -> DeviceMesh:
         if self.shard != "node":
