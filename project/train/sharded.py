@@ -8,20 +8,25 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
 from project.train.blocks import Named, blocks_of
+from project.train.micro_batch import joins
 from project.train.spread import parts_like
 
 log = logging.getLogger(__name__)
@@ -83,32 +88,36 @@ class Sharded(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP's, but that the network is spread for an evaluation, too."""
         assert self.accelerator is not None
+        assert self.model is not None
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
-            assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
+        self._averages = _averages(trainer)
         Strategy.setup(self, trainer)
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self.spread:
-            self._spread(model)
+            self._tell(self._spread(model))
+            self.parts = [one for one in model.modules() if isinstance(one, FSDPModule)]
+            self.parts[0].set_requires_gradient_sync(not self.exact)
+            for one in self._averages:
+                self._spread(one.module)
         return model
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
 
-    def _spread(self, model: nn.Module) -> None:
-        mesh, settings = self._mesh(), self._settings()
+    def _spread(self, model: nn.Module) -> Named:
+        mesh, settings = self._mesh, self._settings()
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
         found = blocks_of(model, self.blocks)
-        self._tell(found)
         for name, block in found:
             _refuse_mixed(name, block)
             fully_shard(block, mesh=mesh, reshard_after_forward=self.shard != "gradients", **settings)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
-        self.parts = [one for one in model.modules() if isinstance(one, FSDPModule)]
-        self.parts[0].set_requires_gradient_sync(not self.exact)
+        return found
 
+    @cached_property
     def _mesh(self) -> DeviceMesh:
         if self.shard != "node":
             return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
@@ -125,10 +134,24 @@ class Sharded(DDPStrategy):
         }
 
     def _tell(self, blocks: Named) -> None:
-        kinds = sorted({type(one).__name__ for _, one in blocks})
+        kinds = sorted({type(one).__name__.removeprefix("FSDP") for _, one in blocks})
         log.info(
             "Sharded over %d ranks: %d block(s) of %s, and the rest.", self.world_size, len(blocks), ", ".join(kinds) or "-"
         )
+
+    def gathered_parameters(self) -> dict[str, nn.Parameter]:
+        """What blocks compute with: parameters whose memory is there while a block is gathered, and whose gradients are whole.
+        By the names, and in the order, of the network's own."""
+        module = self.lightning_module
+        assert module is not None
+        found: dict[str, nn.Parameter] = {}
+        for prefix, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                of_part = part.named_parameters(prefix=prefix)  # type: ignore[attr-defined]
+                found |= {name: one for name, one in of_part if not isinstance(one, DTensor)}
+                part.reshard()
+        return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -189,11 +212,42 @@ class Sharded(DDPStrategy):
 
         module.forward = forward
         try:
-            return module(*args, **kwargs)
+            if training:
+                return module(*args, **kwargs)
+            with self._noting_what_is_gathered():
+                output = module(*args, **kwargs)
         finally:
             put_back()
-            if not training:
-                self.let_go()
+        self.let_go()
+        if joins(module.trainer):
+            self._gather_as_others()
+        return output
+
+    @contextmanager
+    def _noting_what_is_gathered(self) -> Iterator[None]:
+        """Of a forward pass: which parts, and in which order."""
+        self._order: list[FSDPModule] = []
+        root, modules = self.parts[0], [one for one in self.parts if isinstance(one, nn.Module)]
+        kept = {id(root)} if self.shard != "gradients" else {id(one) for one in modules}
+
+        def note(module: Any, _: Any) -> None:
+            if id(module) not in kept or module not in self._order:
+                self._order.append(module)
+
+        hooks = [one.register_forward_pre_hook(note, prepend=True) for one in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _gather_as_others(self) -> None:
+        """Other ranks have one micro-batch more to evaluate, and their blocks are gathered from all ranks."""
+        for one in self._order:
+            one.unshard()
+            if one is not self._order[0] and self.shard != "gradients":
+                one.reshard()
+        self.let_go()
 
     def let_go(self) -> None:
         """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""
@@ -220,6 +274,19 @@ class Sharded(DDPStrategy):
 
 def _of_shape(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.ndim > 0
+
+
+def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
+    """The averages of the weights that callbacks keep: copies of a network that is not spread yet."""
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise UserError(
+                "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
+                "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
+            )
+        found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
+    return found
 
 
 def _refuse_mixed(name: str, block: nn.Module) -> None:
