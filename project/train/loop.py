@@ -280,8 +280,8 @@ class Steps(_TrainingEpochLoop):
         if self._gradients is not None:
             self._gradients.close()
         strategy = trainer.strategy
-        gathered = strategy.gathered_parameters() if isinstance(strategy, Sharded) else None
-        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, gathered), None
+        spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
         self._gradients.load_state_dict(known)
         self._looks_at_buffers = True
         callbacks: list[Callback] = trainer.callbacks
