@@ -259,4 +259,6 @@ def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
         )
 
 
-StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over the ranks")
+StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
+StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
+StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")
