@@ -265,6 +265,7 @@ class Trainer(pl.Trainer):
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
             self.strategy.exact = exact
+            self.strategy.refuse_other_settings(gradient_compression, on_cpu(accelerator))
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
