@@ -61,10 +61,12 @@ from project.errors import UserError
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, checkpoints_of, newest_good
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
+from project.survive.files import newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
+from project.survive.reading import SafeCheckpointIO
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
@@ -110,6 +112,15 @@ class ResumingOnHosts(Resuming):
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]
+        strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
+        spread = isinstance(strategy, Sharded) and strategy.spread
+        if isinstance(io, SafeCheckpointIO):
+            io.slice_of = strategy.slice_of if isinstance(strategy, Sharded) and spread else None
+        self._read_on_hosts(trainer, checkpoint_path, weights_only)
+        if checkpoint_path and isinstance(strategy, Sharded) and spread:
+            self._loaded_checkpoint = strategy.cut(self._loaded_checkpoint)
+
+    def _read_on_hosts(self, trainer: "Trainer", checkpoint_path: Any, weights_only: bool | None) -> None:
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
@@ -264,6 +275,11 @@ class Trainer(pl.Trainer):
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
+            if self.num_nodes > 1 and not shared_folder:
+                raise UserError(
+                    "trainer.strategy=sharded has each rank write its part of a checkpoint into one folder, and "
+                    "trainer.shared_folder=false has none. HINT: put the runs where all hosts see them."
+                )
             self.strategy.exact = exact
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
@@ -319,6 +335,7 @@ class Trainer(pl.Trainer):
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
+        self._checkpoint_connector.weights_only = kwargs.get("weights_only")  # type: ignore[attr-defined]
         if self.num_nodes > 1:
             self._meet_as_equals()
         elif self.world_size > 1:
