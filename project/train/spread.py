@@ -74,6 +74,14 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
+def clip_parts(parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
+    """As torch's `clip_grads_with_norm_`, which takes no whole norm for gradients that are spread."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    for one in parameters:
+        if one.grad is not None:
+            local(one.grad).mul_(factor)
+
+
 # A checkpoint --------------------------------------------------------------------------------------------------------
 
 
