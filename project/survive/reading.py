@@ -54,5 +54,6 @@ def _mapped(path: Path, weights_only: bool) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
-def _let_go(checkpoint: Any) -> Any:
-    return apply_to_collection(checkpoint, Tensor, lambda one: one.clone() if one.nbytes < _SMALL else one)
+def _let_go(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = apply_to_collection(checkpoint, Tensor, lambda one: one.clone() if one.nbytes < _SMALL else one)
+    return found

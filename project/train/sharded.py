@@ -27,14 +27,10 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
-<<<<<<< HEAD
-from project.train.spread import part_of_stored, parts_like
-=======
 from project.train.layout import usual_order
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import parts_like
->>>>>>> main
+from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
