@@ -61,6 +61,7 @@ from project.errors import UserError
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
+from project.export.plain import as_one_file
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
 from project.survive.files import newest_good
@@ -461,7 +462,8 @@ class Trainer(pl.Trainer):
         Args:
             model: the model of the run.
             datamodule: its data, whose validation set the file is checked on.
-            to: safetensors (the weights), onnx or torch-export (the network).
+            to: safetensors (the weights), onnx or torch-export (the network), or checkpoint (all that a run goes on from, as
+                one file, where a sharded run has left a folder).
             ckpt_path: best (the default of a run), last, or the path of a checkpoint.
             out: the folder that gets the file; by default export-FORMAT in the run's folder.
             batch_size: the network takes batches of so many samples; None: of any number.
@@ -471,8 +473,10 @@ class Trainer(pl.Trainer):
         form = exportable(to, batch_size, target)
         if self.world_size > 1:
             raise UserError("export takes one process. HINT: start it with plain Python, with trainer.devices=1.")
-        capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
         checkpoint = Path(ckpt_path) if ckpt_path else None
+        if form == "checkpoint":
+            return as_one_file(self, checkpoint, target)
+        capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
         return export(self, model, datamodule, capture, of, form, checkpoint, target, batch_size)
 
     def manifest(
