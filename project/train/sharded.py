@@ -5,7 +5,7 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
+from project.parts import Stored
 from project.train.blocks import Named, blocks_of
 from project.train.layout import usual_order
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import parts_like
+from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Sharded(DDPStrategy):
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.patience = timeout
+        """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
@@ -234,6 +237,16 @@ class Sharded(DDPStrategy):
 
     # A checkpoint ----------------------------------------------------------------------------------------------------
 
+    def slice_of(self, stored: Stored) -> DTensor:
+        """Of a tensor that lies in parts, what this rank holds."""
+        return part_of_stored(stored, self._mesh)
+
+    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Of all that is named and shaped as the network's parameters (weights, averages of them), this rank's parts."""
+        mine = self.lightning_module.state_dict()  # type: ignore[union-attr]
+        states = {name: one for name, one in checkpoint.items() if isinstance(one, Mapping)}
+        return checkpoint | {name: _cut(state, mine) for name, state in states.items() if _same_names(state, mine)}
+
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self.spread:
             parts = parts_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
@@ -248,6 +261,16 @@ class Sharded(DDPStrategy):
                     like = {name: parameters[number] for name, one in values.items() if _of_shape(one, parameters[number])}
                     values.update(parts_like({name: values[name] for name in like}, like))
         super().load_optimizer_state_dict(checkpoint)
+
+
+def _same_names(state: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, Tensor) and name in mine for name, one in state.items())
+
+
+def _cut(state: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What has another shape is left for whoever says that it is another network."""
+    fitting = {name: one for name, one in state.items() if name in mine and getattr(one, "shape", ()) == mine[name].shape}
+    return {**state, **parts_like(fitting, mine)}
 
 
 def _of_shape(value: Any, parameter: Tensor) -> bool:
