@@ -162,7 +162,7 @@ class ProjectCLI(LightningCLI):
             verb = f"{self.subcommand}{' --dry_run' * self.dry}"
             raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
         path = settings.get("ckpt_path")
-        if path and path not in ("best", "last") and not Path(path).is_file():
+        if path and path not in ("best", "last") and not Path(path).exists():
             raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(

@@ -10,10 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from project.doctor.findings import in_bytes
 from project.errors import UserError
 from project.train.foretold import USABLE, Foretold, best_option
-from project.train.held import Held, Sharing
+from project.train.held import Held, Sharing, in_bytes
 
 _WIDE = 150  # columns, where no terminal says how many there are
 _HOST = 8  # ranks on a host, where the YAML doesn't say

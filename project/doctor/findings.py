@@ -10,6 +10,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from project.train.held import in_bytes as in_bytes
+
 _WIDE = 150  # columns, where no terminal says how many there are
 
 Verdict = Literal["good", "warning", "bad", "skipped"]
@@ -53,14 +55,6 @@ def row(
         [{"rank": rank, "host": hosts[rank]} for rank in ranks],
         dict(figures),
     )
-
-
-def in_bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"
 
 
 def verdict(findings: Sequence[Finding]) -> Verdict:

@@ -28,29 +28,24 @@ def foretell(
     exact: bool,
 ) -> list[Row]:
     """Shows the table, and returns its rows. The Trainer has been attached to both, as for a fit on one rank."""
-    made: dict[str, Any] = {}
 
     def batch() -> Any:
         if data is not None:
             data.prepare_data()
             data.setup("fit")
-        made["batch"] = first_batch(module, data, streams=True)
-        return trainer.precision_plugin.convert_input(made["batch"])
+        return first_batch(module, data, streams=True)
 
-    made_on_paper(lambda: _as_in_a_fit(trainer, module))
+    made_on_paper(lambda: _as_in_a_fit(module))
     strategy, settings = trainer.strategy, trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
     devices = settings.get("devices")
     devices, nodes = devices if isinstance(devices, int) and devices > 0 else 1, int(settings.get("num_nodes") or 1)
     foretold = Foretold(trainer, module, strategy.blocks if isinstance(strategy, Sharded) else None, batch)
-    sharing = sharing_of(strategy, exact)
-    foretold.held(sharing)  # now there is a micro-batch, if there can be one
-    samples = samples_of(made.get("batch"))
+    sharing, samples = sharing_of(strategy, exact), samples_of(foretold.batch)
 
     def many(count: int) -> int:
         if isinstance(data, ImageData):
-            return accumulation(
-                data.global_batch_size, data.batch_size, count, wanted, "data.global_batch_size data.batch_size"
-            )
+            sizes = data.global_batch_size, data.batch_size
+            return accumulation(*sizes, count, wanted, "data.global_batch_size data.batch_size")
         return accumulation(global_batch, samples, count, wanted, "trainer.global_batch_size batch_size") if samples else 1
 
     found = rows(foretold, sharing, numbers(ranks, devices * nodes), devices, many)
@@ -67,10 +62,9 @@ def sharing_of(strategy: Strategy, exact: bool) -> Sharing:
     return Sharing(exact=exact, on_gpu=strategy.root_device.type != "cpu")
 
 
-def _as_in_a_fit(trainer: Trainer, module: LightningModule) -> None:
+def _as_in_a_fit(module: LightningModule) -> None:
     module.configure_model()
     module.setup("fit")
-    trainer.precision_plugin.convert_module(module)
 
 
 def modules_on_paper(class_type: type[Made], *args: Any, **kwargs: Any) -> Made:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from project.errors import UserError
+from project.parts import Parted, Stored
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,8 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
     Args:
         network: gets the weights.
-        path: a state_dict, or a file that holds one: a checkpoint of this project or of another, or safetensors.
+        path: a state_dict, or a file that holds one: a checkpoint of this project (also a folder of parts) or of another, or
+            safetensors.
         prefix: what the names in the file begin with, and the network's own don't ('module.', say).
         say: whether to say so; one rank is enough.
     """
@@ -54,12 +57,14 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else _in_parts(path)
+    except UserError:
+        raise
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(
             f"{path} can't be read: it is not a file of torch.save, or it holds more than weights and plain values, and "
@@ -69,13 +74,20 @@ def _read(path: Path) -> dict[str, Tensor]:
     places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
     for value in (*places.values(), content):
         if isinstance(value, Mapping):
-            tensors = {str(name): one for name, one in value.items() if isinstance(one, Tensor)}
+            read = {str(name): one.read() if isinstance(one, Stored) else one for name, one in value.items()}
+            tensors = {name: one for name, one in read.items() if isinstance(one, Tensor)}
             if tensors:
                 return tensors
     keys = (
         f"the keys {', '.join(map(str, list(content)[:8]))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
     )
     raise UserError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
+
+
+def _in_parts(folder: Path) -> dict[str, Any]:
+    """Read when it is known which of it are the weights."""
+    load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
+    return Parted(folder, load).checkpoint(lambda stored: stored)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

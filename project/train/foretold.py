@@ -1,10 +1,10 @@
 """What each rank of a run will hold, before it holds it: the network, its optimiser and a micro-batch, on paper."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,12 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 from project.cluster.environment import limits
 from project.train.activations import Activations, activations
+from project.train.batching import accumulation
 from project.train.blocks import Named, blocks_of
-from project.train.held import Held, Inventory, Sharing, held, inventory
-from project.train.on_paper import batch_on_paper, copied_to_paper
+from project.train.first_batch import first_batch
+from project.train.held import Held, Inventory, Sharing, held, in_bytes, inventory
+from project.train.micro_batch import samples_of
+from project.train.on_paper import batch_on_paper, copied_to_meta, copied_to_paper
 from project.train.optimizer_state import OptimizerState
 
 log = logging.getLogger(__name__)
@@ -32,22 +35,27 @@ class Foretold:
 
     Args:
         trainer: the run's.
-        module: its module, with the parameters in the types that they are trained in.
+        module: its module.
         blocks: the names of its blocks, as `blocks_of` takes them.
         batch: makes a micro-batch, on the host.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, blocks: Any, batch: Callable[[], Any]) -> None:
-        self.trainer, self.module, self._batch = trainer, module, batch
+        self.trainer, self.module = trainer, copied_to_meta(module, trainer.precision_plugin.convert_module)
         self.device = trainer.strategy.root_device
-        self.blocks: Named = blocks_of(module, blocks)
+        self.blocks: Named = blocks_of(self.module, blocks)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         averages = sum(isinstance(one, WeightAveraging) for one in callbacks)
-        self.inventory: Inventory = inventory(module, self.blocks, averages)
+        self.inventory: Inventory = inventory(self.module, self.blocks, averages)
         self.unknown: dict[str, str] = {}
         self._optimizer = self._try("optimizer", lambda: OptimizerState(self._copy(None)))
         self._activations = cache(self._reckon_activations)
-        self._micro_batch = cache(batch)
+        self._micro_batch = batch
+
+    @cached_property
+    def batch(self) -> Any:
+        """A micro-batch; None where there can't be one here."""
+        return self._try("activations", self._micro_batch)
 
     def held(self, sharing: Sharing) -> Held:
         """By one rank, where the ranks share so."""
@@ -66,10 +74,13 @@ class Foretold:
         return copied_to_paper(self.module, self.device, dtype)
 
     def _reckon_activations(self, dtype: torch.dtype | None) -> Activations | None:
+        if self.batch is None:
+            return None
+
         def reckon() -> Activations:
             copied = self._copy(dtype)
             named = dict(copied.named_modules())
-            batch = batch_on_paper(self._micro_batch(), self.device, dtype)
+            batch = batch_on_paper(self.trainer.precision_plugin.convert_input(self.batch), self.device, dtype)
             context = self.trainer.precision_plugin.train_step_context
             return activations(copied, [(name, named[name]) for name, _ in self.blocks], batch, context)
 
@@ -104,6 +115,57 @@ def room(device: torch.device, ranks_here: int) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     left: int | None = limits(Path("."))["memory"]
     return None if left is None else left // max(1, ranks_here)
+
+
+def steps_of(trainer: Trainer, samples: int) -> int:
+    """Micro-batches of a step, on as many ranks as there are."""
+    loaders: Any = trainer._data_connector
+    if loaders.global_batch is None or not samples:
+        return trainer.accumulate_grad_batches
+    return accumulation(
+        loaders.global_batch, samples, trainer.world_size, loaders.wanted, "trainer.global_batch_size batch_size"
+    )
+
+
+def tell(trainer: Trainer, blocks: Sequence[str] | None, sharing: Sharing) -> None:
+    """Logs what each rank is about to hold, beside what its device has, and a warning where that is less."""
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    try:
+        foretold = Foretold(trainer, module, blocks, lambda: first_batch(module, data))
+        samples = samples_of(foretold.batch)
+        sharing = replace(sharing, accumulation=steps_of(trainer, samples))
+        will = foretold.held(sharing)
+    except Exception as error:  # a line less is no reason not to train
+        log.info("What each rank will hold is not known: %s", error)
+        return
+    log.info("Each rank will hold at most %s: %s.", in_bytes(will.total), ", ".join(_parts(will)))
+    for what, why in will.unknown.items():
+        log.info("Not known is what is held for the %s: %s", what, why)
+    has = room(foretold.device, sharing.per_host)
+    if has is None:
+        return
+    if will.total <= USABLE * has:
+        log.info("Its device has %s.", in_bytes(has))
+        return
+    found = best_option(foretold, sharing)
+    hint = "a smaller micro-batch, or more ranks" if found is None else f"{found[0]} makes it {in_bytes(found[1].total)}"
+    log.warning("Each rank will hold %s, and its device has %s. HINT: %s.", in_bytes(will.total), in_bytes(has), hint)
+
+
+def _parts(will: Held) -> Iterator[str]:
+    where = " on the host" if will.offloaded else ""
+    yield f"parameters {in_bytes(will.parameters)}{where}"
+    whole = will.whole_gradients
+    yield (
+        f"gradients {in_bytes(whole)}, whole until a step's last micro-batch"
+        if whole
+        else (f"gradients {in_bytes(will.gradients)}{where}")
+    )
+    yield f"optimiser {'not known' if will.optimizer is None else in_bytes(will.optimizer) + where}"
+    yield f"gathered {in_bytes(will.gathered)}"
+    yield f"activations {'not known' if will.activations is None else in_bytes(will.activations)}"
+    if will.others:
+        yield f"buffers and averages {in_bytes(will.others)}"
 
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {

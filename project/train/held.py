@@ -90,7 +90,8 @@ class Sharing:
 
     @property
     def spread(self) -> bool:
-        return self.shard is not None and self.ranks > 1
+        """As in Sharded: on one rank, only a type of its own makes parts of a network."""
+        return self.shard is not None and bool(self.ranks > 1 or self.param_dtype or self.reduce_dtype)
 
     @property
     def parts(self) -> int:
@@ -197,3 +198,12 @@ def _gathered(inventory: Inventory, sharing: Sharing, waits: bool) -> int:
     else:
         gathered = root.parameters + 2 * largest + root.gradients + backward
     return max(gathered, 2 * root.parameters, root.gradients + root.sent)
+
+
+def in_bytes(number: float) -> str:
+    """As people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"

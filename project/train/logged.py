@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from project.data.dealing import DealtLoader
 from project.train.exact_metrics import ExactMetrics
@@ -41,7 +42,11 @@ class Results(_ResultCollection):
             meta.sync.should = how.get("sync_dist", False)
             meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
-        super().log(fx, name, value, **how)
+        super().log(fx, name, self._made_whole(name, value), **how)
+
+    def _made_whole(self, name: str, value: Any) -> Any:
+        """What follows from parameters that are spread over the ranks is spread, too. All ranks log it."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         """`weight`: what it counts for in its step."""
@@ -148,6 +153,8 @@ class Logged(_LoggerConnector):
 
     evaluated: tuple[int, int] | None = None
     """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
+    joins = False
+    """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
     _exact_metrics: ExactMetrics | None = None
 
     @property
@@ -171,7 +178,7 @@ class Logged(_LoggerConnector):
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, at.key)
             return
-        self.evaluated = None
+        self.evaluated, self.joins = None, False
         loop: Any = self.trainer._active_loop
         loaders = loop._combined_loader.flattened
         loader = loaders[dataloader_idx or 0]
@@ -180,6 +187,7 @@ class Logged(_LoggerConnector):
             low, high = loader.keys.order.micro_span(step, number)
             results.batch_size = high - low
             self.evaluated = dataloader_idx or 0, low
+            self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, self.evaluated)
 

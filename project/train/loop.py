@@ -7,7 +7,7 @@ Lightning's own loop does it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,9 @@ from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
-from project.train.usual import is_fused, why_not_ours
+from project.train.sharded import Sharded
+from project.train.spread import clip_parts, total_norm
+from project.train.usual import is_fused, spread, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,12 @@ def fetching_now(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], Non
 def joins(trainer: Trainer, callback: Callback) -> None:
     """A callback that comes in the middle of training, as the last one."""
     _with_callbacks(trainer, lambda those: [*those, callback])
+
+
+def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
+    """Of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of them call this."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return float(loop.gradient_norm(parameters))
 
 
 def leaves(trainer: Trainer, callback: Callback) -> None:
@@ -239,9 +247,12 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
-        if self.recorder is not None and (why_not or self.exact) and not self._said_why_not:
+        no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
+        if spread(self.trainer):
+            no_graph = no_graph or "a sharded network is gathered in between"
+        if self.recorder is not None and no_graph and not self._said_why_not:
             self._said_why_not = True
-            say_why_not(self.trainer, why_not or "trainer.exact adds up gradients by itself")
+            say_why_not(self.trainer, no_graph)
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
@@ -259,7 +270,7 @@ class Steps(_TrainingEpochLoop):
         self._plateaus = any(one.reduce_on_plateau for one in configs)
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
-        if self.recorder is not None and not self.exact:
+        if self.recorder is not None and no_graph is None:
             if self.graphs is None or self.graphs.module is not self._module:
                 of = self._mover(names[-1]), self._optimizer, is_fused(self._optimizer)
                 self.graphs = Captured(self.trainer, self.recorder, *of)
@@ -271,7 +282,9 @@ class Steps(_TrainingEpochLoop):
         many = trainer.accumulate_grad_batches * trainer.world_size
         if self._gradients is not None:
             self._gradients.close()
-        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size), None
+        strategy = trainer.strategy
+        spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
         self._gradients.load_state_dict(known)
         self._looks_at_buffers = True
         callbacks: list[Callback] = trainer.callbacks
@@ -536,8 +549,17 @@ class Steps(_TrainingEpochLoop):
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             clip_grad_value_(parameters, value)
+        elif self._gradients is not None and self._gradients.whole:
+            clip_parts(parameters, value, self.gradient_norm(parameters))
         else:
             clip_grad_norm_(parameters, value)
+
+    def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Of the gradient, whole. Where it is spread over the ranks, all of them call this."""
+        gradients = {id(one): one.grad for one in parameters if one.grad is not None}
+        if self._gradients is not None:
+            gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
+        return total_norm(gradients.values())
 
     def _processed(self, number: int, accumulates: bool) -> None:
         """What follows a micro-batch, at the end of a step and at the end of the epoch."""

@@ -50,22 +50,34 @@ def like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
         return torch.empty_strided(size, stride, dtype=tensor.dtype if kept else dtype, device=device)
 
 
+def copied_to_meta(module: LightningModule, convert: Callable[[nn.Module], nn.Module]) -> LightningModule:
+    """A copy without memory, with the module's Trainer. `convert`: to the types that it is trained in."""
+    made: dict[int, Any] = {}
+    for one in module.parameters():
+        if is_lazy(one):
+            raise NotImplementedError("the shapes of its parameters follow from the first batch")
+        made[id(one)] = nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
+    made |= {id(one): one.to("meta") for one in module.buffers()}
+    copied = copy.deepcopy(module, made)
+    copied.trainer = module.trainer
+    convert(copied)
+    return copied
+
+
 def copied_to_paper(module: LightningModule, device: torch.device, dtype: torch.dtype | None = None) -> LightningModule:
-    """A copy without memory, with the module's Trainer. What it does leaves no trace in the module.
+    """A copy that computes on paper, with the module's Trainer. What it does leaves no trace in the module.
 
     `dtype`: of the parameters, if they are computed with in another than their own.
     """
     made: dict[int, Any] = {id(one): like(one, device) for one in _without_numbers(module)}
-    for parameter in module.parameters():
-        if is_lazy(parameter):
-            raise NotImplementedError("the shapes of its parameters follow from the first batch")
-        made[id(parameter)] = nn.Parameter(like(parameter, device, dtype), requires_grad=parameter.requires_grad)
+    for one in module.parameters():
+        made[id(one)] = nn.Parameter(like(one, device, dtype), requires_grad=one.requires_grad)
     made |= {id(one): like(one, device) for one in module.buffers()}
     copied = copy.deepcopy(module, made)
     copied.trainer = _told(module.trainer)
-    for one in copied.modules():
-        if "_device" in vars(one):  # Lightning's modules and torchmetrics' metrics, which make tensors there
-            one.__dict__["_device"] = device
+    for part in copied.modules():
+        if "_device" in vars(part):  # Lightning's modules and torchmetrics' metrics, which make tensors there
+            part.__dict__["_device"] = device
     for name in ("log", "log_dict"):  # nothing is trained
         copied.__dict__[name] = lambda *args, **kwargs: None
     return copied.train()

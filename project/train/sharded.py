@@ -5,25 +5,34 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
+from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.foretold import tell
 from project.train.held import Shard, Sharing
-from project.train.spread import parts_like
+from project.train.layout import usual_order
+from project.train.recompute import recompute
+from project.train.root import Root
+from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
@@ -62,52 +71,100 @@ class Sharded(DDPStrategy):
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.patience = timeout
+        """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
-        self.parts: list[FSDPModule] = []
-        """The root and its blocks, once the network is spread."""
-        self._kept = False  # from one micro-batch of a step to the next: what was gathered
+        self.layouts: dict[str, torch.memory_format] = {}
+        """Of weights that layers compute with in another order than the usual one, by name."""
+        self.root: Root | None = None
+        """Of a network that is spread."""
 
     @property
     def spread(self) -> bool:
-        """Whether each rank holds a part: on one rank it has all."""
-        return bool(self.world_size > 1)
+        """Whether each rank holds a part. On one rank it has all, and only a type of its own needs the machinery."""
+        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Each rank takes its part of a checkpoint."""
         return self.spread
 
+    def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
+        """Of the Trainer's settings, and of these, what does not go together."""
+        rounds = self.param_dtype or self.reduce_dtype
+        problems = {
+            f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
+            f"reduce_dtype={compression} does it": compression != "none",
+            "trainer.exact can't be kept: param_dtype and reduce_dtype round what is computed with and added up, which DDP "
+            "does not. HINT: leave them out": self.exact and rounds,
+            "cpu_offload is for the memory of a GPU, and there is none. HINT: leave it out": self.cpu_offload and on_cpu,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise UserError(f"strategy=sharded: {problem}.")
+
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As DDP's, but that the network is spread for an evaluation, too."""
-        assert self.accelerator is not None
-        if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
+        """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
+        if not self.spread:
             assert self.model is not None
+            if self.checkpoint_activations:
+                self._recompute(blocks_of(self.model, self.blocks))
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        training = trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync and training:
             self.model = self._layer_sync.apply(self.model)
-        Strategy.setup(self, trainer)
+        if not isinstance(self.model, FSDPModule):  # in another fit it is
+            averages = _averages(trainer)
+            if training and self.is_global_zero:
+                tell(trainer, self.blocks, self.sharing(self.world_size))
+            self._tell(self._spread(self.model))
+            for one in averages:
+                self._spread(one.module)
+        self.root = Root(self.model, self.shard == "gradients")
+        self.root.reduce(not self.exact)
+        if training:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
 
-    def _setup_model(self, model: nn.Module) -> Any:
-        if self.spread:
-            self._spread(model)
-        return model
+    def _spread(self, model: nn.Module) -> Named:
+        """Block by block, so that the device has one of them whole at a time."""
+        blocks = blocks_of(model, self.blocks)
+        if self.checkpoint_activations:
+            self._recompute(blocks)
+        settings = {"mesh": self._mesh, **self._settings()}
+        for name, block in [*blocks, ("", model)]:
+            _refuse_what_cant_be(name, block)
+            of_block = usual_order(block)
+            self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
+            self._begin_alike(block)
+            if block is model:
+                fully_shard(block, reshard_after_forward=False, **settings)
+                continue
+            fully_shard(block, reshard_after_forward=self.shard != "gradients", **settings)
+        return blocks
+
+    def _recompute(self, blocks: Named) -> None:
+        for _, block in blocks:
+            if "forward" not in vars(block):  # in another fit it is so already
+                recompute(block)
+
+    def _begin_alike(self, block: nn.Module) -> None:
+        """On the device, in its type, and with rank 0's values, as with DDP."""
+        self.precision_plugin.convert_module(block)
+        block.to(self.root_device)
+        for tensor in (*block.parameters(), *block.buffers()):
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor.detach(), 0)
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
-
-    def _spread(self, model: nn.Module) -> None:
-        mesh, settings = self._mesh(), self._settings()
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
-        found = blocks_of(model, self.blocks)
-        self._tell(found)
-        for name, block in found:
-            _refuse_mixed(name, block)
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.shard != "gradients", **settings)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
-        self.parts = [one for one in model.modules() if isinstance(one, FSDPModule)]
-        self.parts[0].set_requires_gradient_sync(not self.exact)
 
     def sharing(self, ranks: int) -> Sharing:
         """How so many ranks share a network, as train/held.py takes it."""
@@ -123,6 +180,7 @@ class Sharded(DDPStrategy):
             on_gpu=self.root_device.type != "cpu",
         )
 
+    @cached_property
     def _mesh(self) -> DeviceMesh:
         if self.shard != "node":
             return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
@@ -139,82 +197,72 @@ class Sharded(DDPStrategy):
         }
 
     def _tell(self, blocks: Named) -> None:
-        kinds = sorted({type(one).__name__ for _, one in blocks})
+        kinds = sorted({type(one).__name__.removeprefix("FSDP") for _, one in blocks})
         log.info(
             "Sharded over %d ranks: %d block(s) of %s, and the rest.", self.world_size, len(blocks), ", ".join(kinds) or "-"
         )
+
+    def gathered_parameters(self) -> dict[str, nn.Parameter]:
+        """What blocks compute with: parameters whose memory is there while a block is gathered, and whose gradients are whole.
+        By the names, and in the order, of the network's own."""
+        module = self.lightning_module
+        assert module is not None
+        if self.root is None:
+            return {}
+        found: dict[str, nn.Parameter] = {}
+        for prefix, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                of_part = part.named_parameters(prefix=prefix)  # type: ignore[attr-defined]
+                found |= {name: one for name, one in of_part if not isinstance(one, DTensor)}
+                part.reshard()
+        return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """A micro-batch whose step goes on: its gradients wait for those of the last one."""
-        self._goes_on(True)
+        if self.root is None:
+            yield
+            return
+        self.root.begin_of_more(self.exact)
         try:
             yield
         finally:
-            self._goes_on(False)
-
-    def _goes_on(self, step_goes_on: bool) -> None:
-        for root in self.parts[:1]:
-            if not self.exact:
-                root.set_requires_gradient_sync(not step_goes_on)
-            if self.shard == "gradients":
-                self._kept = step_goes_on or self._kept
-                root.set_reshard_after_backward(not step_goes_on)
+            self.root.end_of_more(self.exact)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._through_root("training_step", *args, **kwargs)
+            return self._call("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._through_root("validation_step", *args, **kwargs)
+            return self._call("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._through_root("test_step", *args, **kwargs)
+            return self._call("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._through_root("predict_step", *args, **kwargs)
+            return self._call("predict_step", *args, **kwargs)
 
-    def _through_root(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A module's hooks gather what it holds itself, and they are around `forward`: in there the step is taken."""
-        module: Any = self.lightning_module
-        step = getattr(module, name)
-        if not self.spread:
-            return step(*args, **kwargs)
-        training = name == "training_step"
-        if training and not self._kept:
-            self.let_go()
-        self._kept = False
-        before = module.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            put_back()
-            return step(*args, **kwargs)
-
-        def put_back() -> None:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
-
-        module.forward = forward
-        try:
-            return module(*args, **kwargs)
-        finally:
-            put_back()
-            if not training:
-                self.let_go()
-
-    def let_go(self) -> None:
-        """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""
-        for one in self.parts if self.shard == "gradients" else self.parts[:1]:
-            one.reshard()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step = getattr(self.lightning_module, name)
+        return step(*args, **kwargs) if self.root is None else self.root.call(step, *args, **kwargs)
 
     # A checkpoint ----------------------------------------------------------------------------------------------------
+
+    def slice_of(self, stored: Stored) -> DTensor:
+        """Of a tensor that lies in parts, what this rank holds."""
+        return part_of_stored(stored, self._mesh)
+
+    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Of all that is named and shaped as the network's parameters (weights, averages of them), this rank's parts."""
+        mine = self.lightning_module.state_dict()  # type: ignore[union-attr]
+        states = {name: one for name, one in checkpoint.items() if isinstance(one, Mapping)}
+        return checkpoint | {name: _cut(state, mine) for name, state in states.items() if _same_names(state, mine)}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self.spread:
@@ -232,17 +280,47 @@ class Sharded(DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
 
+def _same_names(state: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, Tensor) and name in mine for name, one in state.items())
+
+
+def _cut(state: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What has another shape is left for whoever says that it is another network."""
+    fitting = {name: one for name, one in state.items() if name in mine and getattr(one, "shape", ()) == mine[name].shape}
+    return {**state, **parts_like(fitting, mine)}
+
+
 def _of_shape(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.ndim > 0
 
 
-def _refuse_mixed(name: str, block: nn.Module) -> None:
-    kinds = sorted({str(one.dtype) for one in block.parameters() if one.requires_grad})
-    if len(kinds) > 1:
+def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
+    """The averages of the weights that callbacks keep: copies of a network that is not spread yet."""
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise UserError(
+                "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
+                "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
+            )
+        found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
+    return found
+
+
+def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
+    own = {at: one for at, one in block.named_parameters(prefix=name) if one.requires_grad and not isinstance(one, DTensor)}
+    if scalars := [at for at, one in own.items() if one.ndim == 0]:
         raise UserError(
-            f"strategy=sharded: the parameters of {name} are {' and '.join(kinds)}, and what is gathered at once has one type. "
-            "HINT: name smaller blocks, or give the module one type."
+            f"strategy=sharded: {scalars[0]} is one number without a dimension, and can't be spread. HINT: "
+            "nn.Parameter(torch.tensor([...])), of one dimension."
+        )
+    if len(kinds := sorted({str(one.dtype) for one in own.values()})) > 1:
+        raise UserError(
+            f"strategy=sharded: the parameters of {name or 'what is in no block'} are {' and '.join(kinds)}, and what is "
+            "gathered at once has one type. HINT: name smaller blocks, or give the module one type."
         )
 
 
-StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over the ranks")
+StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
+StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
+StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")

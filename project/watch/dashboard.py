@@ -21,8 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.train.capture import LAST, Kind, captures, one_by_one_next
-from project.train.loop import joins, leaves
-from project.train.spread import total_norm
+from project.train.loop import gradient_norm, joins, leaves
 from project.train.usual import spread
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
@@ -130,11 +129,11 @@ class Dashboard(Callback):
             self._draw(trainer, pl_module)
         if not self._every or self._step % self._every:
             return
-        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        if not gradients:  # the step is left out
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if not parameters:  # the step is left out
             return
         # The host waits for the device here, as it does to log the loss of this step.
-        norm = float(total_norm(gradients))
+        norm = gradient_norm(trainer, parameters)
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
 
