@@ -58,6 +58,11 @@ def _on_meta(value: Any) -> Any:
     return _META if isinstance(value, torch.device) else value
 
 
+def _refuse_meta(device: Any) -> None:
+    if device is not None and torch.device(device).type == "meta":
+        raise UserError(f"A tensor is made on the meta device out of another while the model is built. {HINT}")
+
+
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation on a tensor without memory."""
 
@@ -85,21 +90,36 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_others(self, function: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Nothing in it is without memory; what it makes may become so, if it is large."""
         usual = partial(function, *args, **kwargs)
-        device = kwargs.get("device")
-        elsewhere = any(one.device != _CPU for one in tensors) or (device is not None and device.type != "cpu")
-        given = any(one.untyped_storage().nbytes() > self.small for one in tensors)
-        if elsewhere or given or not _gives_tensors(function) or _written(function, args, kwargs):
+        sent = self._is_sent_to_ours(kwargs)
+        small = 0 if sent else self.small
+        given = not sent and any(one.untyped_storage().nbytes() > small for one in tensors if not one.is_meta)
+        if given or not self._is_on_cpu(function, tensors, kwargs) or not _gives_tensors(function):
             return usual()
-        if not _UNKNOWN.isdisjoint(function.tags) or (not tensors and "device" not in kwargs):
+        if _written(function, args, kwargs) or not _UNKNOWN.isdisjoint(function.tags):
             return usual()
         try:
             results = function(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
         except (NotImplementedError, RuntimeError):  # which may be the user's error
             return usual()
-        if all(one.untyped_storage().nbytes() <= self.small for one in each(results)):
+        if all(one.untyped_storage().nbytes() <= small for one in each(results)):
             return usual()
         self._note(function, args, kwargs, (args, kwargs), results)
         return results
+
+    def _is_sent_to_ours(self, kwargs: Any) -> bool:
+        """Torch itself sends an index to where it takes a tensor of ours to be."""
+        return self.record.in_call and kwargs.get("device") == _META
+
+    def _is_on_cpu(self, function: Any, tensors: list[Tensor], kwargs: Any) -> bool:
+        if self._is_sent_to_ours(kwargs):
+            return all(one.device == _CPU for one in tensors)
+        name, device = function._schema.name.partition("::")[2], kwargs.get("device")
+        # Tensors of the meta device, as others make them, may say how large one of ours is.
+        meta_too = device is not None and (name.endswith("_like") or name.startswith("new_"))
+        places = {"cpu", "meta"} if meta_too else {"cpu"}
+        if device is None:
+            return bool(tensors) and all(one.device.type in places for one in tensors)
+        return device.type == "cpu" and all(one.device.type in places for one in tensors)
 
     def _on_ours(self, function: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         ours = [self.record.knows(one) for one in tensors]
@@ -108,7 +128,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (
             not _gives_tensors(function)
             or not _UNKNOWN.isdisjoint(function.tags)
-            or (device is not None and device.type != "cpu")
+            or (device is not None and device.type not in ("cpu", "meta"))  # torch itself says meta
             or any(not self.record.knows(one) for one in written)
         ):
             return self._with_values(function, tensors, args, kwargs)
@@ -137,6 +157,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An argument as it is kept: as it is now."""
         if self.record.knows(value):
             return self.record.piece(value)
+        if isinstance(value, torch.device):
+            return _CPU
         return Copy(value.detach().clone()) if isinstance(value, Tensor) else value
 
     def _note(self, function: Any, args: Any, kwargs: Any, given: Any, results: Any, before: Any = None) -> None:
@@ -201,15 +223,21 @@ class AsUsual(TorchFunctionMode):
             return function(*args, **kwargs)
         if function == self._set_data and self.record.knows(args[0]) != self.record.knows(args[1]):
             return become(args[0], args[1].detach())  # which torch refuses, as it sees two devices
-        answer = self._answers.get(function) if args and self.record.knows(args[0]) else None
-        return (answer or function)(*args, **kwargs)
+        if not args or not self.record.knows(args[0]):
+            return function(*args, **kwargs)
+        if "device" in kwargs and function is not Tensor.to:
+            _refuse_meta(kwargs["device"])
+        before, self.record.in_call = self.record.in_call, True
+        try:
+            return self._answers.get(function, function)(*args, **kwargs)
+        finally:
+            self.record.in_call = before
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         def here(value: Any) -> Any:
             if isinstance(value, (str, torch.device)):
                 device = torch.device(value)
-                if device.type == "meta":
-                    raise UserError(f"A tensor is sent to the meta device while the model is built. {HINT}")
+                _refuse_meta(device)
                 return _META if device.type == "cpu" else device
             if isinstance(value, Tensor) and value.device == _CPU:
                 return torch.empty(0, dtype=value.dtype, device=_META)

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -73,14 +72,13 @@ def _attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
     return sorted(found, key=lambda one: one[1].is_leaf)
 
 
-def _elsewhere(record: Record, module: nn.Module) -> Iterator[Tensor]:
-    kinds = [(one, type(one)) for one in gc.get_objects()]
+def _elsewhere(record: Record, module: nn.Module) -> list[Tensor]:
+    """Tensors that no module is known to hold: in lists, closures, objects of one's own."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), (Tensor, nn.Module))]
     ours = {id(one) for one in module.modules()}
-    others = [one for one, kind in kinds if issubclass(kind, nn.Module) and id(one) not in ours]
-    theirs = {id(buffer) for one in others for buffer in one.__dict__.get("_buffers", {}).values()}
-    for one, kind in kinds:
-        if issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter) and id(one) not in theirs and record.knows(one):
-            yield one
+    others = [one for one in found if isinstance(one, nn.Module) and id(one) not in ours]
+    theirs = {id(buffer) for one in others for buffer in vars(one).get("_buffers", {}).values()}
+    return [one for one in found if record.knows(one) and id(one) not in theirs and not isinstance(one, nn.Parameter)]
 
 
 class _Making:

@@ -108,6 +108,8 @@ class Record:
         self.kept: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         """The memory of what is no parameter, so that what shares it goes on sharing it."""
         self.replaying = False
+        self.in_call = False
+        """Is one of these tensors being asked for something."""
         self._count, self._threads = 0, torch.get_num_threads()
         self._last: tuple[Piece, int, Tensor] | None = None
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from project.errors import UserError
 from project.model.classifier import ImageClassifier
 from project.model.gpt import GPT, LanguageModel
 from project.model.minires import MiniResNet
@@ -138,7 +136,11 @@ def tensors(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         for key, value in {**vars(part), **part._parameters, **part._buffers}.items():
-            if isinstance(value, (Tensor, float, list, str, np.ndarray, dict)) and not key.startswith("_") and key != "training":
+            if (
+                isinstance(value, (Tensor, float, list, str, np.ndarray, dict))
+                and not key.startswith("_")
+                and key != "training"
+            ):
                 found[f"{name}.{key}"] = value
     return found
 
