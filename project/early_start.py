@@ -45,6 +45,9 @@ def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
 
 def starts_ranks(strategy: Any) -> bool:
     """Whether Lightning starts processes for this `trainer.strategy` as is done here; for some it forks."""
+    named = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
+    if type(strategy).__name__ == "Sharded" or named in ("sharded", "project.Sharded"):
+        return True
     return strategy in (None, "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
 

@@ -78,6 +78,7 @@ from project.train.micro_batch import skipped
 from project.train.position import out_of_time
 from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
+from project.train.sharded import Sharded
 from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
@@ -262,7 +263,11 @@ class Trainer(pl.Trainer):
         if exact:
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
-        if isinstance(self.strategy, DDPStrategy):
+        if isinstance(self.strategy, Sharded):
+            self.strategy.exact = exact
+            for loop in (self.validate_loop, self.test_loop, self.predict_loop):
+                loop.inference_mode = False  # what was gathered so can't be trained with
+        elif isinstance(self.strategy, DDPStrategy):
             share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
         own_loops(self, self._wanted_val_interval, exact)
         if capture != "none" and not on_cpu(accelerator):

@@ -144,13 +144,14 @@ class LanguageModel(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Shows what it writes, by TensorBoard's own API."""
         of_bytes = self.network.tokens.num_embeddings == _BYTES
-        if self.trainer.sanity_checking or not self.trainer.is_global_zero or not of_bytes:
+        boards = [one for one in self.loggers if isinstance(one, TensorBoardLogger)]
+        if self.trainer.sanity_checking or not of_bytes or not boards:
             return
-        for logger in self.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                # As Markdown shows code: each line as it is.
-                shown = "".join(f"    {line}\n" for line in self.write().decode(errors="replace").splitlines())
-                logger.experiment.add_text("val/sample", shown, self.trainer.global_step)
+        written = self.write().decode(errors="replace")  # by all ranks: each may hold a part of the network only
+        # As Markdown shows code: each line as it is.
+        shown = "".join(f"    {line}\n" for line in written.splitlines())
+        for board in boards if self.trainer.is_global_zero else ():
+            board.experiment.add_text("val/sample", shown, self.trainer.global_step)
 
     @torch.no_grad()
     def write(self, length: int = 256, start: bytes = b"\n", seed: int = 0) -> bytes:

@@ -24,7 +24,8 @@ from project.survive.checkpoints import checkpoints_of
 from project.train.capture import LAST, Kind, captures, is_recording
 from project.train.finite import not_finite
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
-from project.train.usual import is_fused
+from project.train.spread import anywhere, highest, local
+from project.train.usual import is_fused, spread
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,6 @@ class NonFinite(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
-            # A rank that sees only a part of the gradient can't tell for all.
             log.info("trainer.nonfinite is for strategy=ddp: with this one nobody looks whether losses are finite.")
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
 
@@ -125,11 +125,13 @@ class NonFinite(Callback):
         loss.register_hook(lambda gradient: gradient.add(value, alpha=0))  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return
         step = self._step
         step.flag = not_finite(gradients, self._one)
+        if spread(trainer):  # a rank sees its part of the gradient only
+            highest(step.flag)
         scaled = _scaler(trainer) is not None
         by_itself = scaled or (is_fused(optimizer) and bool(optimizer.state))  # a state not yet made would not be
         if self._late and (self.act == "stop" or by_itself):
@@ -247,7 +249,8 @@ def _scaler(trainer: Trainer) -> Any:
 
 
 def _finite(module: LightningModule) -> bool:
-    return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+    here = not all(bool(local(parameter).isfinite().all()) for parameter in module.parameters())
+    return not (anywhere([here])[0] if spread(module.trainer) else here)
 
 
 def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
@@ -270,8 +273,9 @@ def _exchange(trainer: Trainer, mine: list[Fault]) -> list[Fault]:
 
 def _parameters(module: LightningModule) -> list[str]:
     """Those whose gradient is not finite, from the output backwards: the first is where it began, or next to it."""
-    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    return [name for name, gradient in reversed(named) if not gradient.isfinite().all()]
+    named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None][::-1]
+    bad = [not gradient.isfinite().all() for _, gradient in named]
+    return [name for (name, _), one in zip(named, anywhere(bad) if spread(module.trainer) else bad, strict=True) if one]
 
 
 def _describe(step: CheckedStep, found: list[Fault], parameters: list[str]) -> str:

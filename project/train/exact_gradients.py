@@ -9,16 +9,18 @@ The sums travel to the other ranks while the backward pass of the step's last mi
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
 from project.train.exact import ExactSum, from_the_coarsest
+from project.train.spread import view_of
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise
@@ -105,16 +107,17 @@ class _Unit:
                 part.copy_(gradient)
         return vector
 
-    def leave(self) -> None:
+    def leave(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
         """The gradients, where their owners look for them; and the grids of the next step."""
-        for index, (parameter, gradient, seen) in enumerate(zip(self.parameters, self.gradients, self.seen, strict=True)):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            gradient, seen = self.gradients[index], self.seen[index]
             if seen < 0:
                 continue  # no micro-batch of any rank has come to it
             if not math.isfinite(seen):
                 gradient.fill_(math.inf)
             elif seen and not seen * 2 <= self.largest[index] <= seen * _MARGIN**3:  # it changes seldom: a new grid takes time
                 self.largest[index] = math.ldexp(1.0, math.frexp(seen * _MARGIN)[1])
-            parameter.grad = gradient
+            put(name, parameter, gradient)
         self.restart()
 
 
@@ -190,12 +193,21 @@ class ExactGradients:
     """Of the parameters that learn. `begin` before each backward pass, `end` after it; after the last one of a step, all ranks
     call `finish`.
 
-    `micro_batches`: of a step, over all ranks, as many for each; the gradient is the mean over them.
+    Args:
+        module: whose parameters they are.
+        micro_batches: of a step, over all ranks, as many for each; the gradient is the mean over them.
+        world_size: ranks.
+        gathered: what the module computes with by the names of its parameters, where those are spread over the ranks.
     """
 
-    def __init__(self, module: nn.Module, micro_batches: int, world_size: int) -> None:
+    def __init__(
+        self, module: nn.Module, micro_batches: int, world_size: int, gathered: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
         self._world_size = world_size
-        named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        self._owners = dict(module.named_parameters())
+        named = [(name, one) for name, one in (gathered or self._owners).items() if one.requires_grad]
+        self.whole: dict[int, Tensor] = {}
+        """Of parameters that are spread, the whole gradients of this step, by `id`."""
         for name, one in named:
             if one.is_complex():
                 raise UserError(
@@ -268,7 +280,13 @@ class ExactGradients:
                 bucket.share(coarser)
                 bucket.wait()
             for unit in bucket.units:
-                unit.leave()
+                unit.leave(self._put)
+
+    def _put(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        owner = self._owners[name]
+        if isinstance(owner, DTensor):
+            self.whole[id(owner)], gradient = gradient, view_of(gradient, owner)
+        owner.grad = gradient
 
     def _agree(self) -> Callable[[], dict[_Unit, int]]:
         """On the largest values that any rank has seen. What it returns waits for the others, and says how many sums each unit

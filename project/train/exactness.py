@@ -30,7 +30,9 @@ def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: 
         "trainer.sync_batchnorm": "normalises by what the ranks have at once" if settings.get("sync_batchnorm") else None,
         "trainer.benchmark": "picks the fastest algorithm, another one each time" if settings.get("benchmark") else None,
         "trainer.deterministic": "allows the device to add up in any order" if settings.get("deterministic") is False else None,
-        "trainer.strategy": None if type(strategy).__name__ in ("DDPStrategy", "SingleDeviceStrategy") else "adds up by itself",
+        "trainer.strategy": None
+        if type(strategy).__name__ in ("DDPStrategy", "SingleDeviceStrategy", "Sharded")
+        else "adds up by itself",
     }
     for name, why in found.items():
         if why:

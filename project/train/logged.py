@@ -148,6 +148,8 @@ class Logged(_LoggerConnector):
 
     evaluated: tuple[int, int] | None = None
     """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
+    joins = False
+    """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
     _exact_metrics: ExactMetrics | None = None
 
     @property
@@ -171,7 +173,7 @@ class Logged(_LoggerConnector):
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, at.key)
             return
-        self.evaluated = None
+        self.evaluated, self.joins = None, False
         loop: Any = self.trainer._active_loop
         loaders = loop._combined_loader.flattened
         loader = loaders[dataloader_idx or 0]
@@ -180,6 +182,7 @@ class Logged(_LoggerConnector):
             low, high = loader.keys.order.micro_span(step, number)
             results.batch_size = high - low
             self.evaluated = dataloader_idx or 0, low
+            self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, self.evaluated)
 

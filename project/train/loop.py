@@ -7,7 +7,7 @@ Lightning's own loop does it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
+from project.train.sharded import Sharded
+from project.train.spread import clip_parts, total_norm
 from project.train.usual import is_fused, why_not_ours
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,12 @@ def fetching_now(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], Non
 def joins(trainer: Trainer, callback: Callback) -> None:
     """A callback that comes in the middle of training, as the last one."""
     _with_callbacks(trainer, lambda those: [*those, callback])
+
+
+def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
+    """Of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of them call this."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return float(loop.gradient_norm(parameters))
 
 
 def leaves(trainer: Trainer, callback: Callback) -> None:
@@ -271,7 +279,9 @@ class Steps(_TrainingEpochLoop):
         many = trainer.accumulate_grad_batches * trainer.world_size
         if self._gradients is not None:
             self._gradients.close()
-        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size), None
+        strategy = trainer.strategy
+        gathered = strategy.gathered_parameters() if isinstance(strategy, Sharded) else None
+        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, gathered), None
         self._gradients.load_state_dict(known)
         self._looks_at_buffers = True
         callbacks: list[Callback] = trainer.callbacks
@@ -536,8 +546,17 @@ class Steps(_TrainingEpochLoop):
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             clip_grad_value_(parameters, value)
+        elif self._gradients is not None and self._gradients.whole:
+            clip_parts(parameters, value, self.gradient_norm(parameters))
         else:
             clip_grad_norm_(parameters, value)
+
+    def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Of the gradient, whole. Where it is spread over the ranks, all of them call this."""
+        gradients = {id(one): one.grad for one in parameters if one.grad is not None}
+        if self._gradients is not None:
+            gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
+        return total_norm(gradients.values())
 
     def _processed(self, number: int, accumulates: bool) -> None:
         """What follows a micro-batch, at the end of a step and at the end of the epoch."""

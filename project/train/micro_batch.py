@@ -66,6 +66,12 @@ def evaluated(trainer: Trainer) -> tuple[int, int] | None:
     return cast(tuple[int, int] | None, logged.evaluated)
 
 
+def joins(trainer: Trainer) -> bool:
+    """Whether other ranks evaluate another micro-batch after this rank's last one."""
+    logged: Any = trainer._logger_connector
+    return bool(logged.joins)
+
+
 def skip(trainer: Trainer, whether: bool | Tensor) -> None:
     """Says whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop

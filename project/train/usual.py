@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from project.train.sharded import Sharded
+
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
     *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
@@ -29,7 +31,8 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
         f"{name} has a method {own[0] if own else ''} of its own": own,
         "StochasticWeightAveraging renews the statistics of batch norm": _averages(trainer),
         "trainer.profiler looks on": type(trainer.profiler) is not PassThroughProfiler,  # type: ignore[attr-defined]
-        f"{type(strategy).__name__} is another strategy than DDP": type(strategy) not in (DDPStrategy, SingleDeviceStrategy),
+        f"{type(strategy).__name__} is another strategy than DDP": type(strategy)
+        not in (DDPStrategy, SingleDeviceStrategy, Sharded),
         "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
         f"{type(precision).__name__} is in charge of the precision": type(precision)
         not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
@@ -47,9 +50,18 @@ def _averages(trainer: Trainer) -> bool:
     return any(trainer.current_epoch > one.swa_end for one in theirs)
 
 
+def spread(trainer: Trainer) -> bool:
+    """Whether each rank holds a part of the weights only."""
+    return isinstance(trainer.strategy, Sharded) and trainer.strategy.spread
+
+
 def shares_weights(trainer: Trainer) -> bool:
     """Whether all ranks have the same weights after each step."""
-    return isinstance(trainer.strategy, DDPStrategy) and getattr(trainer.strategy, "_model_averager", None) is None
+    return (
+        isinstance(trainer.strategy, DDPStrategy)
+        and not spread(trainer)
+        and getattr(trainer.strategy, "_model_averager", None) is None
+    )
 
 
 def _steps_once(optimizer: Optimizer) -> bool:

@@ -21,7 +21,8 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.train.capture import LAST, Kind, captures, one_by_one_next
-from project.train.loop import joins, leaves
+from project.train.loop import gradient_norm, joins, leaves
+from project.train.usual import spread
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
 from project.watch.pictures import seen
@@ -75,7 +76,7 @@ class Dashboard(Callback):
         self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
         self._looks: tuple[int | None, ...] = ()
-        self._asks = False
+        self._asks = self._draws = False
         self._described = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,14 +84,16 @@ class Dashboard(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
         renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
-        looks = whole and trainer.loggers and trainer.is_global_zero and len(trainer.optimizers) == 1 and not renews
+        shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
+        looks = whole and trainer.loggers and shown and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._asks = captures(trainer) and bool(trainer.loggers)
         self._looks = trainer.log_every_n_steps, self.histograms  # type: ignore[attr-defined]
         self._described = False
         if not trainer.is_global_zero:
             return
-        if self.histograms and not (looks and boards(trainer)):
+        self._draws = bool(self.histograms and looks and boards(trainer) and not spread(trainer))
+        if self.histograms and not self._draws:
             log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
         if self.graph and not boards(trainer):
             log.warning("No graph: it needs TensorBoard.")
@@ -122,15 +125,15 @@ class Dashboard(Callback):
             self._described = True
             for board in boards(trainer):
                 board.write(lambda writer: self._describe(trainer, writer))
-        if self._every and self.histograms and not self._step % self.histograms:
+        if self._draws and self.histograms and not self._step % self.histograms:
             self._draw(trainer, pl_module)
         if not self._every or self._step % self._every:
             return
-        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        if not gradients:  # the step is left out
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if not parameters:  # the step is left out
             return
         # The host waits for the device here, as it does to log the loss of this step.
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = gradient_norm(trainer, parameters)
         for logger in trainer.loggers:
             logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
 

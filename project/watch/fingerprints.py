@@ -24,7 +24,7 @@ from project.train.batch_norm import batch_norms
 from project.train.capture import one_by_one_next
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
-from project.train.usual import shares_weights
+from project.train.usual import shares_weights, spread
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
 from project.watch.module_outputs import ModuleOutputs
@@ -108,7 +108,7 @@ class Fingerprints(Callback):
         self._warned = self._failing = self._whole = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))
+        sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or spread(trainer)
         if sharded or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
         if sharded:
