@@ -4,8 +4,10 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
@@ -34,7 +36,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
             f"Nothing in {path} fits the network: its first name is {found!r}, the network's is {wanted!r}."
             f"{_better_prefix(theirs, ours, prefix)}"
         )
-    network.load_state_dict(fitting, strict=False)
+    network.load_state_dict({name: _spread_like(ours[name], value) for name, value in fitting.items()}, strict=False)
     other_shape = [
         f"{name} ({tuple(named[name].shape)} there, {tuple(ours[name].shape)} here)"
         for name in named
@@ -53,13 +55,25 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
         log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
 
 
+def _spread_like(ours: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of a value, where the network is sharded. Nothing is sent."""
+    if not dist.is_initialized():
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(ours, DTensor):
+        return value
+    return distribute_tensor(value.to(ours.device), ours.device_mesh, ours.placements, src_data_rank=None)
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        # Of a file of the usual kind only what is copied is read: no rank that holds a part holds the whole meanwhile.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(
             f"{path} can't be read: it is not a file of torch.save, or it holds more than weights and plain values, and "

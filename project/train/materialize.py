@@ -16,7 +16,7 @@ Device = torch.device | str
 
 def become(tensor: Tensor, other: Tensor) -> None:
     """The object stays what it is to all that refer to it, tied, with attributes and hooks. What it holds is the other's."""
-    if tensor.grad is not None:
+    if tensor.is_leaf and tensor.grad is not None:
         raise UserError(f"A gradient was computed while the model was built, which can't be deferred. {HINT}")
     torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -24,31 +24,50 @@ def become(tensor: Tensor, other: Tensor) -> None:
             setattr(tensor, hooks, getattr(tensor, hooks))  # torch hangs them on what the object holds
 
 
-def materialize(module: nn.Module, device: Device) -> None:
+def materialize(module: nn.Module, device: Device, name: str = "") -> None:
     """Gives all that the module and its submodules hold the values that it would have, had nothing been deferred.
 
     Parameters and buffers come to lie on the device, other attributes on the CPU. The objects stay the same. What has values
     already keeps them, and is moved to the device where it lies on the CPU. Random generators are left as they are.
 
+    Args:
+        module: any part of the model.
+        device: where it will compute.
+        name: of the module, for errors.
+
     Raises:
-        UserError: a tensor shares memory with a parameter that got its values in an earlier call, and is not the same
-            parameter: the two would go on apart.
+        UserError: what was done to a tensor can't be done again. Or a tensor shares memory with a parameter that got its
+            values in an earlier call, and is not the same parameter: the two would go on apart.
     """
     device = torch.device(device)
     for record in waiting:
         making = _Making(record)
-        for name, part in module.named_modules():
+        for path, part in module.named_modules(prefix=name):
             for key, tensor in _attributes(part):
                 if record.knows(tensor):
-                    making.real(f"{name}.{key}", tensor, torch.device("cpu"))
+                    making.real(f"{path}.{key}".lstrip("."), tensor, torch.device("cpu"))
             for held in (part._parameters, part._buffers):
                 for key, one in held.items():
                     if record.knows(one):
                         assert one is not None
-                        making.real(f"{name}.{key}", one, device)
-    for one in (*module.parameters(), *module.buffers()):
+                        making.real(f"{path}.{key}".lstrip("."), one, device)
+    for one in _held(module):
         if one.device.type == "cpu" != device.type:
             one.data = one.data.to(device)
+
+
+def copied(copy: nn.Module, original: nn.Module) -> None:
+    """A deep copy that was made outside of `deferred` (an average of weights, say), while the original had no values: it will
+    get the same ones."""
+    for one, other in zip(_held(copy), _held(original), strict=True):
+        for record in waiting:
+            if record.knows(other) and not record.knows(one):
+                piece = record.piece(other)
+                record.add(torch.ops.aten.clone.default, ((piece,), {}), {piece.storage}, set(), one, None)
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def finish(module: nn.Module, device: Device) -> None:
