@@ -46,11 +46,9 @@ def materialize(module: nn.Module, device: Device, name: str = "") -> None:
             for key, tensor in _attributes(part):
                 if record.knows(tensor):
                     making.real(f"{path}.{key}".lstrip("."), tensor, torch.device("cpu"))
-            for held in (part._parameters, part._buffers):
-                for key, one in held.items():
-                    if record.knows(one):
-                        assert one is not None
-                        making.real(f"{path}.{key}".lstrip("."), one, device)
+            for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                if record.knows(tensor):
+                    making.real(f"{path}.{key}".lstrip("."), tensor, device)
     for one in _held(module):
         if one.device.type == "cpu" != device.type:
             one.data = one.data.to(device)
@@ -96,7 +94,7 @@ def _elsewhere(record: Record, module: nn.Module) -> list[Tensor]:
     found = [one for one in gc.get_objects() if issubclass(type(one), (Tensor, nn.Module))]
     ours = {id(one) for one in module.modules()}
     others = [one for one in found if isinstance(one, nn.Module) and id(one) not in ours]
-    theirs = {id(buffer) for one in others for buffer in vars(one).get("_buffers", {}).values()}
+    theirs = {id(buffer) for one in others for buffer in one.buffers(recurse=False)}
     return [one for one in found if record.knows(one) and id(one) not in theirs and not isinstance(one, nn.Parameter)]
 
 

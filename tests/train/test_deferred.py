@@ -106,6 +106,10 @@ class Twins(nn.Module):
         self.layers[0].load_state_dict(state)
         self.embedding = nn.Embedding(5, 3)
         self.embedding.weight.data = torch.from_numpy(np.ones((5, 3), np.float32))
+        self.given, values = nn.Linear(3, 3), np.ones((3, 3), np.float32)
+        with torch.no_grad():
+            self.given.weight.copy_(torch.from_numpy(values))
+        values[:] = 0
         self.skipped = nn.utils.skip_init(nn.Linear, 3, 3)
         nn.init.ones_(self.skipped.weight)
         nn.init.ones_(self.skipped.bias)
@@ -185,6 +189,7 @@ def test_the_bits_are_those_of_the_ordinary_construction(name, small):
     with deferred(small) as record:
         net, after_it = NETS[name](), torch.rand(2)
     assert torch.equal(after, after_it if not record.knows(after_it) else record.value(after_it))
+    torch.manual_seed(99)
     objects, state = [id(one) for one in net.parameters()], torch.get_rng_state()
     with_values = {*(("twins", "embedding.weight"), ("asks", "chosen"), ("everything", "from_numpy"))}
     for key, one in net.named_parameters():
@@ -227,7 +232,9 @@ def layers() -> nn.Module:
     net = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
     for one in net:
         nn.init.orthogonal_(one.weight)
-        one.weight.data = one.weight.data * 0.5
+        for _ in range(8):
+            one.weight.data = one.weight.data * 0.5
+        assert float(one.weight[0, 0]) != 0
     return net
 
 
@@ -289,6 +296,19 @@ def test_a_run_is_not_told_that_it_was_built_under_another_default():
     assert all(same(*pair) for pair in zip(usual.state_dict().values(), net.state_dict().values(), strict=True))
 
 
+def test_buffers_of_several_blocks_go_on_sharing_memory():
+    with deferred(0):
+        table, net = torch.arange(12.0), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        net[0].register_buffer("table", table)
+        net[1].register_buffer("table", table.view(3, 4))
+        del table
+    for block in net:
+        materialize(block, "cpu")
+    finish(net, "cpu")
+    net[0].table[0] = 7
+    assert net[1].table[0].tolist() == [7, 1, 2, 3]
+
+
 class Measured(LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -299,17 +319,19 @@ class Measured(LightningModule):
 
 def test_metrics_work_and_what_lightning_copied_stays_without_memory():
     with deferred(0):
-        module = Measured(nn.Linear(5, 5))
+        module = Measured(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
     finish(module, "cpu")
     guesses, labels = torch.eye(5), torch.arange(5)
     for _ in range(2):
         module.confusion.update(guesses, labels)
         assert torch.equal(module.confusion.compute(), torch.eye(5))
         module.confusion.reset()
-    copies = [one for one in gc.get_objects() if type(one) is nn.Linear and one is not module.network and one.in_features == 5]
-    assert copies
-    assert all(one.weight.is_meta for one in copies)
-    assert not module.network.weight.is_meta
+    ours = {id(one) for one in module.modules()}
+    copies = [one for one in gc.get_objects() if type(one) in (nn.Linear, nn.BatchNorm1d) and id(one) not in ours]
+    copies = [one for one in copies if one.weight.shape[0] == 5 and one.weight.is_meta]
+    assert {type(one) for one in copies} == {nn.Linear, nn.BatchNorm1d}
+    assert all(one.running_mean.is_meta for one in copies if isinstance(one, nn.BatchNorm1d))
+    assert not any(one.is_meta for one in (*module.parameters(), *module.buffers()))
 
 
 def test_a_copy_that_was_made_later_has_the_same_values():
@@ -388,6 +410,12 @@ def elsewhere() -> nn.Module:
     return nn.Linear(3, 3).to("meta")
 
 
+def like_elsewhere() -> nn.Module:
+    net = nn.Linear(3, 3)
+    net.register_buffer("no_values", torch.empty_like(net.weight, device="meta"))
+    return net
+
+
 def tied_by_memory() -> nn.Module:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight.data = net[0].weight.data
@@ -423,6 +451,7 @@ def conjugated() -> nn.Module:
     [
         (graded, "gradient was computed"),
         (elsewhere, "meta device"),
+        (like_elsewhere, "meta device"),
         (tied_by_memory, "1.weight and 0.weight share memory"),
         (written, "read-only"),
         (drawn, "draws random numbers"),
