@@ -80,7 +80,7 @@ def start(words: list[str]) -> None:
     """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
     if not words or words[0] not in _VERBS or not _LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
         return
-    if any(word.startswith("--print_config") for word in words):
+    if any(word.startswith(("--print_config", "--dry_run")) for word in words):
         return
     try:
         expanded = expand(run_config(with_trial(list(words))))

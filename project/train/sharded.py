@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.recompute import recompute
 from project.train.root import Root
@@ -34,7 +35,6 @@ from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
-Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -162,6 +162,20 @@ class Sharded(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
+
+    def sharing(self, ranks: int) -> Sharing:
+        """How so many ranks share a network, as train/held.py takes it."""
+        return Sharing(
+            ranks,
+            self.shard,
+            per_host=self.num_processes,
+            param_dtype=_DTYPES[self.param_dtype],
+            reduce_dtype=_DTYPES[self.reduce_dtype],
+            checkpoint_activations=self.checkpoint_activations,
+            cpu_offload=self.cpu_offload,
+            exact=self.exact,
+            on_gpu=self.root_device.type != "cpu",
+        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
