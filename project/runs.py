@@ -54,7 +54,7 @@ _TABLE: dict[Kind, list[str]] = {
             "dashboard",
         ),
         "data.init_args.num_workers",
-        *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),
+        *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only", "data.source.init_args.download"),
     ],
     # What is learned from here on.
     "word": [

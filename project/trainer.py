@@ -50,9 +50,11 @@ from project.cluster.rendezvous import Rendezvous
 from project.config_files import RUNS
 from project.data import ImageData
 from project.doctor.doctor import examine
+from project.doctor.dry_run import Row
 from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
+from project.doctor.foretelling import foretell
 from project.engines.kubernetes import written
 from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
 from project.engines.manifest import name as name_of
@@ -282,6 +284,7 @@ class Trainer(pl.Trainer):
                     "trainer.shared_folder=false has none. HINT: put the runs where all hosts see them."
                 )
             self.strategy.exact = exact
+            self.strategy.refuse_other_settings(gradient_compression, on_cpu(accelerator))
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
@@ -424,6 +427,24 @@ class Trainer(pl.Trainer):
                 kill(signal.SIGKILL)
             raise SystemExit(1) from None
         return list(found)
+
+    def dry_run(self, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = "") -> list[Row]:
+        """Says what each rank of a fit would hold, and trains nothing. The rows of its table, in bytes.
+
+        Args:
+            model: the model of the run; one made by `made_on_paper` takes no memory.
+            datamodule: its data, for a micro-batch.
+            ranks: numbers of ranks, as in "8,64,1024"; none is needed. By default the settings' number.
+        """
+        wanted, loaders = self._wanted_accumulation, self._data_connector
+        self._wanted_accumulation = loaders.wanted = "auto"  # here there is one rank, whatever there will be
+        self.strategy.connect(model)
+        self._as_for_a_fit(model, datamodule)
+        try:
+            return foretell(self, model, datamodule, ranks, self._wanted_global_batch, wanted, self._exact)
+        finally:
+            self._wanted_accumulation = loaders.wanted = wanted
+            self.training = False
 
     def bench(
         self,
@@ -590,7 +611,7 @@ class Trainer(pl.Trainer):
         self.training = False
         return examination
 
-    def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule) -> None:
+    def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule | None) -> None:
         """Puts them together as far as the data's loaders need it."""
         self.state.fn, self.training = TrainerFn.FITTING, True
         self._data_connector.attach_data(model, datamodule=data)

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.recompute import recompute
 from project.train.root import Root
@@ -34,7 +35,6 @@ from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
-Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,19 +81,36 @@ class Sharded(DDPStrategy):
 
     @property
     def spread(self) -> bool:
-        """Whether each rank holds a part: on one rank it has all."""
-        return bool(self.world_size > 1)
+        """Whether each rank holds a part. On one rank it has all, and only a type of its own needs the machinery."""
+        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Each rank takes its part of a checkpoint."""
         return self.spread
 
+    def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
+        """Of the Trainer's settings, and of these, what does not go together."""
+        rounds = self.param_dtype or self.reduce_dtype
+        problems = {
+            f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
+            f"reduce_dtype={compression} does it": compression != "none",
+            "trainer.exact can't be kept: param_dtype and reduce_dtype round what is computed with and added up, which DDP "
+            "does not. HINT: leave them out": self.exact and rounds,
+            "cpu_offload is for the memory of a GPU, and there is none. HINT: leave it out": self.cpu_offload and on_cpu,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise UserError(f"strategy=sharded: {problem}.")
+
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
         if not self.spread:
+            assert self.model is not None
+            if self.checkpoint_activations:
+                self._recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
             return
         assert self.accelerator is not None
@@ -116,6 +133,8 @@ class Sharded(DDPStrategy):
     def _spread(self, model: nn.Module) -> Named:
         """Block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
+        if self.checkpoint_activations:
+            self._recompute(blocks)
         settings = {"mesh": self._mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             _refuse_what_cant_be(name, block)
@@ -125,10 +144,13 @@ class Sharded(DDPStrategy):
             if block is model:
                 fully_shard(block, reshard_after_forward=False, **settings)
                 continue
-            if self.checkpoint_activations:
-                recompute(block)
             fully_shard(block, reshard_after_forward=self.shard != "gradients", **settings)
         return blocks
+
+    def _recompute(self, blocks: Named) -> None:
+        for _, block in blocks:
+            if "forward" not in vars(block):  # in another fit it is so already
+                recompute(block)
 
     def _begin_alike(self, block: nn.Module) -> None:
         """On the device, in its type, and with rank 0's values, as with DDP."""
@@ -140,6 +162,20 @@ class Sharded(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
+
+    def sharing(self, ranks: int) -> Sharing:
+        """How so many ranks share a network, as train/held.py takes it."""
+        return Sharing(
+            ranks,
+            self.shard,
+            per_host=self.num_processes,
+            param_dtype=_DTYPES[self.param_dtype],
+            reduce_dtype=_DTYPES[self.reduce_dtype],
+            checkpoint_activations=self.checkpoint_activations,
+            cpu_offload=self.cpu_offload,
+            exact=self.exact,
+            on_gpu=self.root_device.type != "cpu",
+        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -282,4 +318,6 @@ def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
         )
 
 
-StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over the ranks")
+StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
+StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
+StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")
