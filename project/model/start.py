@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
@@ -37,7 +38,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
             f"Nothing in {path} fits the network: its first name is {found!r}, the network's is {wanted!r}."
             f"{_better_prefix(theirs, ours, prefix)}"
         )
-    network.load_state_dict(fitting, strict=False)
+    network.load_state_dict({name: _spread_like(ours[name], value) for name, value in fitting.items()}, strict=False)
     other_shape = [
         f"{name} ({tuple(named[name].shape)} there, {tuple(ours[name].shape)} here)"
         for name in named
@@ -56,13 +57,25 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
         log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _spread_like(ours: Tensor, given: Tensor | Stored) -> Tensor:
+    """This rank's part of a value, where the network is sharded. Nothing is sent."""
+    value = given.read() if isinstance(given, Stored) else given
+    if not dist.is_initialized():
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(ours, DTensor):
+        return value
+    return distribute_tensor(value.to(ours.device), ours.device_mesh, ours.placements, src_data_rank=None)
+
+
+def _read(path: Path) -> dict[str, Tensor | Stored]:
     if not path.exists():
         raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else _in_parts(path)
+        content: Any = _load(path) if path.is_file() else _in_parts(path)
     except UserError:
         raise
     except Exception as error:  # whatever a file that is none makes of the reader
@@ -74,8 +87,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
     for value in (*places.values(), content):
         if isinstance(value, Mapping):
-            read = {str(name): one.read() if isinstance(one, Stored) else one for name, one in value.items()}
-            tensors = {name: one for name, one in read.items() if isinstance(one, Tensor)}
+            tensors = {str(name): one for name, one in value.items() if isinstance(one, (Tensor, Stored))}
             if tensors:
                 return tensors
     keys = (
@@ -86,17 +98,21 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _in_parts(folder: Path) -> dict[str, Any]:
     """Read when it is known which of it are the weights."""
-    load = partial(torch.load, map_location="cpu", mmap=True, weights_only=True)
-    return Parted(folder, load).checkpoint(lambda stored: stored)
+    return Parted(folder, _load).checkpoint(lambda stored: stored)
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _load(path: Path) -> Any:
+    """What is not used of a file of the usual kind is not read: no rank that holds a part holds the whole meanwhile."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
         raise UserError(f"{path} needs safetensors. HINT: pip install 'project[export]'") from error
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor | Stored] = load_file(path)
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(f"{path} can't be read as safetensors: {error}") from error
     if not tensors:
@@ -104,7 +120,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _better_prefix(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], given: str) -> str:
+def _better_prefix(theirs: Mapping[str, Tensor | Stored], ours: Mapping[str, Tensor], given: str) -> str:
     """The prefix with which the most would fit, as a hint."""
     name = next((name for name, value in ours.items() if value.ndim), "")
     prefixes = {other[: -len(name)] for other in theirs if name and other.endswith(name)} - {given}

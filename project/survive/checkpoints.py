@@ -24,7 +24,7 @@ from project.errors import UserError
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
 from project.survive.readable import check
 from project.survive.reading import SafeCheckpointIO
-from project.survive.together import Copied, Together
+from project.survive.together import Copied, Lost, Together
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
@@ -295,6 +295,9 @@ class Checkpoints(Checkpoint):
                 self._news = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
                 self._note(path, manifest)
                 self._prune()
+        except Lost as error:
+            self.failed = str(error)
+            log.log(logging.WARNING if first else logging.DEBUG, "Checkpoint %s is left unfinished: %s.", path, error)
         except Exception as error:
             self.failed = cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"

@@ -6,6 +6,7 @@ gone ends the wait of the others. What they write lies in a new folder under ano
 and the manifest names them; then rank 0 renames it, and each rank reads back its part.
 """
 
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -28,6 +29,10 @@ T = TypeVar("T")
 
 class Incomplete(Exception):
     """A checkpoint that at least one rank could not write."""
+
+
+class Lost(Incomplete):
+    """One that was left when a rank had gone."""
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Together:
         one of them fails."""
         self._members = self._group()
         if self._members is None:
-            raise Incomplete("the ranks are no longer connected")
+            raise Lost("the ranks are no longer connected")
         try:
             return self._write(path, copied, manifest)
         finally:
@@ -109,7 +114,7 @@ class Together:
         try:
             dist.all_gather_object(said, (*mine, self.host), group=self._members)
         except RuntimeError as error:  # gloo's
-            raise Incomplete(f"a rank does not answer ({str(error).strip().splitlines()[0]})") from error
+            raise Lost(f"a rank does not answer: {_brief(str(error))}") from error
         if wrong := [f"rank {rank} on {host}: {why}" for rank, (_, why, host) in enumerate(said) if why]:
             raise Incomplete("; ".join(wrong))
         return [found for found, _, _ in said]
@@ -164,6 +169,11 @@ def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
     staging.replace(path)
     sync(path.parent)
     return path
+
+
+def _brief(text: str) -> str:
+    """Gloo's reason, without its own file, and without its guesses."""
+    return re.sub(r"^\[\S+gloo\S+\] ", "", text.strip()).partition(" This is typically")[0].partition("\n")[0].rstrip(".")
 
 
 def _load(path: Path) -> Any:

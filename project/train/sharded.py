@@ -27,9 +27,11 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.building import build_in_hooks, built
 from project.train.foretold import tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
+from project.train.materialize import copied, finish, materialize
 from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import part_of_stored, parts_like
@@ -52,6 +54,8 @@ class Sharded(DDPStrategy):
         cpu_offload: parameters, gradients and optimiser lie in the host's memory.
         param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
         reduce_dtype: what gradients are added up in.
+        deferred: build the network without memory for its weights, which then come block by block, with the same values: no rank
+            ever holds the whole.
         process_group_backend: as in DDPStrategy.
         timeout: as in DDPStrategy.
     """
@@ -64,13 +68,14 @@ class Sharded(DDPStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        deferred: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
         self.patience = timeout
         """How long the ranks wait for each other."""
         self.exact = False
@@ -104,18 +109,23 @@ class Sharded(DDPStrategy):
             if holds:
                 raise UserError(f"strategy=sharded: {problem}.")
 
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        build_in_hooks(model)
+
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        built(self.model)
         if not self.spread:
-            assert self.model is not None
+            finish(self.model, "cpu")
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
             return
-        assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
         training = trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync and training:
@@ -124,9 +134,12 @@ class Sharded(DDPStrategy):
             averages = _averages(trainer)
             if training and self.is_global_zero:
                 tell(trainer, self.blocks, self.sharing(self.world_size))
+            for one in averages:
+                copied(one.module, self.model)
             self._tell(self._spread(self.model))
             for one in averages:
                 self._spread(one.module)
+            finish(self.model, self.root_device)
         self.root = Root(self.model, self.shard == "gradients")
         self.root.reduce(not self.exact)
         if training:
@@ -141,6 +154,7 @@ class Sharded(DDPStrategy):
         settings = {"mesh": self._mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             _refuse_what_cant_be(name, block)
+            materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
             self._begin_alike(block)

@@ -38,21 +38,30 @@ class Gather(Callback):
 
 
 class CountReductions(Callback):
-    """Counts this rank's calls of reduce_scatter_tensor in the steps: reductions.json."""
+    """Counts this rank's calls of torch's reduce_scatter in the steps: reductions.json."""
+
+    NAMES = ("reduce_scatter_tensor", "reduce_scatter_single")  # until torch 2.14, and since
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.reductions, self.usual = 0, torch.distributed.reduce_scatter_tensor
-        torch.distributed.reduce_scatter_tensor = self.counted(self.usual)
+        self.reductions, self.within = 0, False
+        self.usual = {name: getattr(torch.distributed, name) for name in self.NAMES if hasattr(torch.distributed, name)}
+        for name, usual in self.usual.items():
+            setattr(torch.distributed, name, self.counted(usual))
 
     def counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
-            self.reductions += 1
-            return usual(*args, **kwargs)
+            self.reductions += not self.within  # one may call the other
+            self.within = True
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                self.within = False
 
         return count
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.distributed.reduce_scatter_tensor = self.usual
+        for name, usual in self.usual.items():
+            setattr(torch.distributed, name, usual)
         if trainer.is_global_zero:
             Path("reductions.json").write_text(json.dumps({"steps": trainer.global_step, "reductions": self.reductions}))
 
