@@ -22,7 +22,7 @@ from project.survive.checkpoints import Checkpoints
 from project.survive.reading import SafeCheckpointIO
 from project.survive.together import Copied, Together
 from project.train.spread import part_of_stored, taken_apart
-from tests.conftest import PATIENCE, _SERVER
+from tests.conftest import _SERVER, PATIENCE
 
 SPREAD = ("weight", "bias", "one")
 _MOVES = ((os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (torch, "save"))

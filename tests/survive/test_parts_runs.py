@@ -66,7 +66,8 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "where", "step"), [(2, "accumulation", 7), (2, "write", 9), (3, "step", 8), (3, "write", 6), (3, "validation", 12)]
+    ("ranks", "where", "step"),
+    [(2, "accumulation", 7), (2, "write", 9), (3, "step", 8), (3, "write", 6), (3, "validation", 12)],
 )
 def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step):
     """Within an epoch, too: the samples are those that would have come."""
