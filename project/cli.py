@@ -43,6 +43,7 @@ from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.sweep import with_trial
+from project.train.deferred import builder
 from project.trainer import Trainer
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -180,12 +181,23 @@ class ProjectCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         if self.dry:
             add_instantiator(modules_on_paper, nn.Module)
+        elif self._is_built_later():
+            add_instantiator(builder(), nn.Module)
         try:
             super().instantiate_classes()
         except ValueError as error:
             if "Problem with given class_path" not in str(error):
                 raise
             raise UserError(f"Something can't be made: {condensed(str(error))}") from error
+
+    def _is_built_later(self) -> bool:
+        """Whether the strategy gives the network its weights, block by block."""
+        settings = self.config[self.subcommand]
+        strategy = settings.trainer.strategy
+        named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
+        wanted = isinstance(strategy, str) or bool(strategy.init_args.get("deferred", True))
+        sharded = named.startswith("sharded") or named.endswith(".Sharded")
+        return self.subcommand in ("fit", *EVALUATING) and sharded and wanted and not settings.get("doctor")
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]

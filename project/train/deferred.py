@@ -6,8 +6,8 @@ draws the same as ever. To the code that builds, these tensors look like others:
 that Python asks for is computed.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ _FILL = {
     *("randn_like", "rand_like", "randint_like"),
 }
 """Random numbers that don't depend on what was there before."""
+_MOVED = {"running_mean", "running_var"}
+"""Batch norm writes to these, and its operations don't say so; no others of torch's do that."""
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Only values tell what these give."""
 
@@ -37,13 +39,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
 
 
-def _gives_tensors(function: Any) -> bool:
+def _can_be_noted(function: Any) -> bool:
+    """Whether it gives tensors whose shapes don't depend on values, and is torch's own: others may draw and not say so."""
+    if function.namespace not in ("aten", "prims") or not _UNKNOWN.isdisjoint(function.tags):
+        return False
     return all(str(one.type) in ("Tensor", "List[Tensor]") for one in function._schema.returns)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     arguments = function._schema.arguments
-    changed = [(at, one.name) for at, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+    changed = [
+        (at, one.name)
+        for at, one in enumerate(arguments)
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in _MOVED
+    ]
     return [*each([args[at] if at < len(args) else kwargs.get(name) for at, name in changed])]
 
 
@@ -66,7 +75,7 @@ def _refuse_meta(device: Any) -> None:
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation on a tensor without memory."""
 
-    def __init__(self, record: Record, small: int) -> None:
+    def __init__(self, record: Record, small: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record, self.small = record, small
 
@@ -91,11 +100,13 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nothing in it is without memory; what it makes may become so, if it is large."""
         usual = partial(function, *args, **kwargs)
         sent = self._is_sent_to_ours(kwargs)
-        small = 0 if sent else self.small
-        given = not sent and any(one.untyped_storage().nbytes() > small for one in tensors if not one.is_meta)
-        if given or not self._is_on_cpu(function, tensors, kwargs) or not _gives_tensors(function):
+        if self.small is None and not sent:
             return usual()
-        if _written(function, args, kwargs) or not _UNKNOWN.isdisjoint(function.tags):
+        small = 0 if sent or self.small is None else self.small
+        given = not sent and any(one.untyped_storage().nbytes() > small for one in tensors if not one.is_meta)
+        if given or not self._is_on_cpu(function, tensors, kwargs) or not _can_be_noted(function):
+            return usual()
+        if _written(function, args, kwargs):
             return usual()
         try:
             results = function(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
@@ -126,8 +137,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(function, args, kwargs)
         device = kwargs.get("device")
         if (
-            not _gives_tensors(function)
-            or not _UNKNOWN.isdisjoint(function.tags)
+            not _can_be_noted(function)
             or (device is not None and device.type not in ("cpu", "meta"))  # torch itself says meta
             or any(not self.record.knows(one) for one in written)
         ):
@@ -267,14 +277,40 @@ class AsUsual(TorchFunctionMode):
 
 
 @contextmanager
-def deferred(small: int = SMALL) -> Iterator[Record]:
+def deferred(small: int = SMALL, record: Record | None = None) -> Iterator[Record]:
     """What is built here has no memory for its weights, until `materialize` gives it some.
 
     Args:
         small: tensors of at most so many bytes are as always.
+        record: of what was built before, which this goes on with.
     """
-    record = Record()
+    record = record or Record()
     with Operations(record, small), AsUsual(record):
         yield record
     record.forget_last()
-    waiting.append(record)
+    if record not in waiting:
+        waiting.append(record)
+
+
+def builder() -> Callable[..., Any]:
+    """What makes the modules of a configuration, one within another: a class, and what its constructor is given."""
+    record = Record()
+
+    def made(class_type: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with deferred(record=record):
+            return class_type(*args, **kwargs)
+
+    return made
+
+
+@contextmanager
+def resumed() -> Iterator[None]:
+    """What is done here to a model that waits for its weights (a deep copy of it is made, say) will have been done when it gets
+    them. What is made here of anything else is as always."""
+    with ExitStack() as stack:
+        for record in waiting:
+            stack.enter_context(Operations(record, None))
+            stack.enter_context(AsUsual(record))
+        yield
+    for record in waiting:
+        record.forget_last()

@@ -54,16 +54,6 @@ def materialize(module: nn.Module, device: Device, name: str = "") -> None:
             one.data = one.data.to(device)
 
 
-def copied(copy: nn.Module, original: nn.Module) -> None:
-    """A deep copy that was made outside of `deferred` (an average of weights, say), while the original had no values: it will
-    get the same ones."""
-    for one, other in zip(_held(copy), _held(original), strict=True):
-        for record in waiting:
-            if record.knows(other) and not record.knows(one):
-                piece = record.piece(other)
-                record.add(torch.ops.aten.clone.default, ((piece,), {}), {piece.storage}, set(), one, None)
-
-
 def _held(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 

@@ -216,7 +216,6 @@ def _again(operation: Operation, found: dict[int, torch.UntypedStorage]) -> None
         generator = torch.Generator()
     if operation.drawn:
         (generator or torch.default_generator).set_state(operation.drawn.state)
-    before = None if operation.drawn else torch.default_generator.get_state()
 
     def real(noted: Any) -> Any:
         if isinstance(noted, Piece):
@@ -228,8 +227,6 @@ def _again(operation: Operation, found: dict[int, torch.UntypedStorage]) -> None
     torch.set_default_dtype(operation.default)
     args, kwargs = mapped(operation.args, real), mapped(operation.kwargs, real)
     results = [*each(operation.function(*args, **kwargs))]
-    if before is not None and not torch.equal(before, torch.default_generator.get_state()):
-        raise UserError(f"{operation.function} draws random numbers, and torch does not say so: it can't be deferred. {HINT}")
     for piece, result in zip(operation.made, results, strict=True):
         if piece is None:
             continue

@@ -6,7 +6,7 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -27,8 +27,10 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.deferred import resumed
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
+from project.train.materialize import finish, materialize
 from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import part_of_stored, parts_like
@@ -51,6 +53,8 @@ class Sharded(DDPStrategy):
         cpu_offload: parameters, gradients and optimiser lie in the host's memory.
         param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
         reduce_dtype: what gradients are added up in.
+        deferred: build the network without memory for its weights, which then come block by block, with the same values: no
+            rank ever holds the whole. From the command line only.
         process_group_backend: as in DDPStrategy.
         timeout: as in DDPStrategy.
     """
@@ -63,19 +67,21 @@ class Sharded(DDPStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        deferred: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
         self.patience = timeout
         """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
         """Of weights that layers compute with in another order than the usual one, by name."""
+        self._building = ExitStack()
         self.root: Root | None = None
         """Of a network that is spread."""
 
@@ -105,16 +111,22 @@ class Sharded(DDPStrategy):
 
     # Set up ----------------------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
+        super().setup_environment()
+        self._building.enter_context(resumed())
+
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._building.close()
         if not self.spread:
-            assert self.model is not None
+            finish(self.model, "cpu")
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
             return
-        assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
         training = trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync and training:
@@ -124,6 +136,8 @@ class Sharded(DDPStrategy):
             self._tell(self._spread(self.model))
             for one in averages:
                 self._spread(one.module)
+            finish(self.model, self.root_device)
+            _refuse_no_values(self.model)
         self.root = Root(self.model, self.shard == "gradients")
         self.root.reduce(not self.exact)
         if training:
@@ -138,6 +152,7 @@ class Sharded(DDPStrategy):
         settings = {"mesh": self._mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             _refuse_what_cant_be(name, block)
+            materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
             self._begin_alike(block)
@@ -302,6 +317,15 @@ def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
             )
         found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
     return found
+
+
+def _refuse_no_values(model: nn.Module) -> None:
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if one.is_meta:
+            raise UserError(
+                f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
+                "strategy's deferred: false, which builds the network whole on each rank."
+            )
 
 
 def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
