@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torchvision
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import MulticlassConfusionMatrix
 
