@@ -17,9 +17,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import yaml
+from jsonargparse import add_instantiator
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
+from torch import nn
 
 from project import early_start
 from project.bench import report
@@ -30,6 +32,7 @@ from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, con
 from project.config_files import EVALUATING, RUNS, checked, expand, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
+from project.doctor.foretelling import modules_on_paper
 from project.engines.command import command
 from project.errors import UserError
 from project.export.export import SETTINGS, exportable
@@ -40,6 +43,7 @@ from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.sweep import with_trial
+from project.train.building import builder
 from project.trainer import Trainer
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -100,6 +104,14 @@ class ProjectCLI(LightningCLI):
             help="Before a fit: is the cluster fit for it? Does not start where it is not.",
         )
         parser.add_argument(
+            "--dry_run",
+            type=str | None,
+            nargs="?",
+            const="true",
+            default=None,
+            help="Says what each rank of a fit would hold, and trains nothing; of other numbers of ranks: --dry_run=8,64,1024.",
+        )
+        parser.add_argument(
             "--debug",
             type=bool,
             default=False,
@@ -136,16 +148,22 @@ class ProjectCLI(LightningCLI):
         if self._wanted_checkpoint is not None:
             settings.ckpt_path = None
 
+    @property
+    def dry(self) -> bool:
+        """Nothing is trained, and nothing is left."""
+        return self.subcommand == "fit" and str(self.config[self.subcommand].dry_run).lower() not in ("none", "false")
+
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand]
         if self._wanted_checkpoint is not None:
             settings.ckpt_path = self._wanted_checkpoint
         if self.subcommand == "export":  # before anything slow is done
             exportable(settings.to, settings.batch_size, settings.out)
-            if (detect().world_size or 1) > 1:
-                raise UserError("export takes one process. HINT: start it with plain Python: python -m project export ...")
+        if (self.subcommand == "export" or self.dry) and (detect().world_size or 1) > 1:
+            verb = f"{self.subcommand}{' --dry_run' * self.dry}"
+            raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
         path = settings.get("ckpt_path")
-        if path and path not in ("best", "last") and not Path(path).is_file():
+        if path and path not in ("best", "last") and not Path(path).exists():
             raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(
@@ -161,12 +179,25 @@ class ProjectCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
+        if self.dry:
+            add_instantiator(modules_on_paper, nn.Module)
+        elif self._is_built_later():
+            add_instantiator(builder(), nn.Module)
         try:
             super().instantiate_classes()
         except ValueError as error:
             if "Problem with given class_path" not in str(error):
                 raise
             raise UserError(f"Something can't be made: {condensed(str(error))}") from error
+
+    def _is_built_later(self) -> bool:
+        """Whether the strategy gives the network its weights, block by block."""
+        settings = self.config[self.subcommand]
+        strategy = settings.trainer.strategy
+        named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
+        wanted = isinstance(strategy, str) or bool(strategy.init_args.get("deferred", True))
+        sharded = named.startswith("sharded") or named.endswith(".Sharded")
+        return self.subcommand in ("fit", *EVALUATING) and sharded and wanted and not settings.get("doctor")
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]
@@ -185,7 +216,7 @@ class ProjectCLI(LightningCLI):
         if settings.debug:
             log_communication(self.folder)
             ours.append(RankLogs())
-        if self.subcommand == "fit":
+        if self.subcommand == "fit" and not self.dry:
             ours += [Changes(configuration), SaveConfig(self._saved), Life()]
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
         given = trainer_settings.callbacks or []
@@ -194,6 +225,8 @@ class ProjectCLI(LightningCLI):
             kwargs.update(devices=1, num_nodes=1)
         elif self.subcommand in ("export", "manifest"):
             kwargs.update(SETTINGS)
+        elif self.dry:
+            kwargs.update(devices=1, num_nodes=1)
         places = trainer_settings.devices, trainer_settings.accelerator
         early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
@@ -219,6 +252,8 @@ class ProjectCLI(LightningCLI):
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the others.
         """
         fit = self.subcommand == "fit"
+        if self.dry:
+            return False
         if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
             return fit and given is not False
         named = loggers.made(given, self.folder, str(self.folder.relative_to(root / RUNS)), rank)
@@ -230,7 +265,7 @@ class ProjectCLI(LightningCLI):
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
         how = (settings.checkpoints.monitor, settings.checkpoints.mode)
-        if verb == "manifest":  # leaves nothing
+        if verb == "manifest" or self.dry:  # leaves nothing
             return None
         if verb == "fit":
             self._run = open_run(root, settings.run, self._kind(), launch)
@@ -278,6 +313,9 @@ class ProjectCLI(LightningCLI):
 
     def before_fit(self) -> None:
         settings = self.config[self.subcommand]
+        if self.dry:
+            self.trainer.dry_run(self.model, self.datamodule, settings.dry_run)
+            raise SystemExit(0)
         if settings.doctor:
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 

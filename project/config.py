@@ -64,7 +64,7 @@ _UNWRITABLE = "Unable to serialize instance"
 
 # What `fit --help` shows; the rest is on request.
 _MATTERS = (
-    *("config", "run", "resume", "change", "doctor", "debug", "seed_everything", "ckpt_path"),
+    *("config", "run", "resume", "change", "doctor", "dry_run", "debug", "seed_everything", "ckpt_path"),
     *("to", "out", "batch_size"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
     *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),

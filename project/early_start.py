@@ -46,7 +46,7 @@ def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
 def starts_ranks(strategy: Any) -> bool:
     """Whether Lightning starts processes for this `trainer.strategy` as is done here; for some it forks."""
     named = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
-    if type(strategy).__name__ == "Sharded" or named in ("sharded", "project.Sharded"):
+    if type(strategy).__name__ == "Sharded" or named in ("sharded", "sharded_node", "sharded_gradients", "project.Sharded"):
         return True
     return strategy in (None, "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 
@@ -80,7 +80,7 @@ def start(words: list[str]) -> None:
     """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
     if not words or words[0] not in _VERBS or not _LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
         return
-    if any(word.startswith("--print_config") for word in words):
+    if any(word.startswith(("--print_config", "--dry_run")) for word in words):
         return
     try:
         expanded = expand(run_config(with_trial(list(words))))

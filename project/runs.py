@@ -19,7 +19,8 @@ from project.cluster.launcher import Launch
 from project.cluster.settings import flat
 from project.config_files import RUNS, checked
 from project.errors import UserError
-from project.survive.checkpoints import goes_by, manifest_of, newest_good, read_manifest
+from project.survive.checkpoints import goes_by
+from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ _TABLE: dict[Kind, list[str]] = {
             "dashboard",
         ),
         "data.init_args.num_workers",
-        *("run", "resume", "change", "doctor", "debug", "base", "weights_only", "data.source.init_args.download"),
+        *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only", "data.source.init_args.download"),
     ],
     # What is learned from here on.
     "word": [
@@ -132,7 +133,7 @@ class Run:
         return found
 
     def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
             return path, read_manifest(path)
@@ -140,11 +141,10 @@ class Run:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
     def _set_aside_later(self, path: Path) -> None:
-        for newer in (self.folder / "checkpoints").glob("step-*.ckpt"):
+        for newer in checkpoints_in(self.folder / "checkpoints"):
             if newer.name > path.name:  # or the next 'auto' would go on from there
                 log.info("%s is of a later step and is set aside.", newer)
-                for part in (newer, manifest_of(newer)):
-                    part.replace(part.with_name(part.name + ".later"))
+                put_aside(newer, ".later")
 
     def _compare(self, manifest: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
         """Says what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
@@ -282,7 +282,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
 
     Verified as for going on from it, and nothing is touched: the run may be going on.
     """
-    newest = sorted((folder / "checkpoints").glob("step-*.ckpt"), reverse=True)
+    newest = checkpoints_in(folder / "checkpoints")[::-1]
     rated: list[tuple[float, Path]] = []
     monitor, mode = goes_by(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
     if which != "last":

@@ -50,9 +50,11 @@ from project.cluster.rendezvous import Rendezvous
 from project.config_files import RUNS
 from project.data import ImageData
 from project.doctor.doctor import examine
+from project.doctor.dry_run import Row
 from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
+from project.doctor.foretelling import foretell
 from project.engines.kubernetes import written
 from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
 from project.engines.manifest import name as name_of
@@ -61,10 +63,13 @@ from project.errors import UserError
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
-from project.survive.checkpoints import Checkpoints, SafeCheckpointIO, checkpoints_of, newest_good
+from project.export.plain import as_one_file
+from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import hang_up
+from project.survive.files import newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
+from project.survive.reading import SafeCheckpointIO
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
@@ -110,6 +115,15 @@ class ResumingOnHosts(Resuming):
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]
+        strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
+        spread = isinstance(strategy, Sharded) and strategy.spread
+        if isinstance(io, SafeCheckpointIO):
+            io.slice_of = strategy.slice_of if isinstance(strategy, Sharded) and spread else None
+        self._read_on_hosts(trainer, checkpoint_path, weights_only)
+        if checkpoint_path and isinstance(strategy, Sharded) and spread:
+            self._loaded_checkpoint = strategy.cut(self._loaded_checkpoint)
+
+    def _read_on_hosts(self, trainer: "Trainer", checkpoint_path: Any, weights_only: bool | None) -> None:
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
@@ -264,7 +278,13 @@ class Trainer(pl.Trainer):
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
+            if self.num_nodes > 1 and not shared_folder:
+                raise UserError(
+                    "trainer.strategy=sharded has each rank write its part of a checkpoint into one folder, and "
+                    "trainer.shared_folder=false has none. HINT: put the runs where all hosts see them."
+                )
             self.strategy.exact = exact
+            self.strategy.refuse_other_settings(gradient_compression, on_cpu(accelerator))
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
@@ -319,6 +339,7 @@ class Trainer(pl.Trainer):
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
+        self._checkpoint_connector.weights_only = kwargs.get("weights_only")  # type: ignore[attr-defined]
         if self.num_nodes > 1:
             self._meet_as_equals()
         elif self.world_size > 1:
@@ -407,6 +428,24 @@ class Trainer(pl.Trainer):
             raise SystemExit(1) from None
         return list(found)
 
+    def dry_run(self, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = "") -> list[Row]:
+        """Says what each rank of a fit would hold, and trains nothing. The rows of its table, in bytes.
+
+        Args:
+            model: the model of the run; one made by `made_on_paper` takes no memory.
+            datamodule: its data, for a micro-batch.
+            ranks: numbers of ranks, as in "8,64,1024"; none is needed. By default the settings' number.
+        """
+        wanted, loaders = self._wanted_accumulation, self._data_connector
+        self._wanted_accumulation = loaders.wanted = "auto"  # here there is one rank, whatever there will be
+        self.strategy.connect(model)
+        self._as_for_a_fit(model, datamodule)
+        try:
+            return foretell(self, model, datamodule, ranks, self._wanted_global_batch, wanted, self._exact)
+        finally:
+            self._wanted_accumulation = loaders.wanted = wanted
+            self.training = False
+
     def bench(
         self,
         model: LightningModule,
@@ -444,7 +483,8 @@ class Trainer(pl.Trainer):
         Args:
             model: the model of the run.
             datamodule: its data, whose validation set the file is checked on.
-            to: safetensors (the weights), onnx or torch-export (the network).
+            to: safetensors (the weights), onnx or torch-export (the network), or checkpoint (all that a run goes on from, as
+                one file, where a sharded run has left a folder).
             ckpt_path: best (the default of a run), last, or the path of a checkpoint.
             out: the folder that gets the file; by default export-FORMAT in the run's folder.
             batch_size: the network takes batches of so many samples; None: of any number.
@@ -454,8 +494,10 @@ class Trainer(pl.Trainer):
         form = exportable(to, batch_size, target)
         if self.world_size > 1:
             raise UserError("export takes one process. HINT: start it with plain Python, with trainer.devices=1.")
-        capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
         checkpoint = Path(ckpt_path) if ckpt_path else None
+        if form == "checkpoint":
+            return as_one_file(self, checkpoint, target)
+        capture, of = self._capture(model, datamodule, ckpt_path, weights_only)
         return export(self, model, datamodule, capture, of, form, checkpoint, target, batch_size)
 
     def manifest(
@@ -569,7 +611,7 @@ class Trainer(pl.Trainer):
         self.training = False
         return examination
 
-    def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule) -> None:
+    def _as_for_a_fit(self, model: LightningModule, data: LightningDataModule | None) -> None:
         """Puts them together as far as the data's loaders need it."""
         self.state.fn, self.training = TrainerFn.FITTING, True
         self._data_connector.attach_data(model, datamodule=data)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +14,10 @@ class Group:
     def __init__(self) -> None:
         self._found: Callable[[], Any] | None = None
 
-    def make(self) -> None:
+    def make(self, timeout: timedelta | None = None) -> None:
+        """`timeout`: how long a rank is waited for; None: as long as torch waits."""
         if self() is None:
-            self._found = weakref.ref(dist.new_group(backend="gloo"))
+            self._found = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
 
     def __call__(self) -> Any:
         """torch's group; None where there is none, or no more."""

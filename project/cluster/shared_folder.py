@@ -79,7 +79,7 @@ def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Prob
 
 
 def file_problem(path: Path, hosts: Sequence[str], gather: Gather) -> str | None:
-    """What is wrong with a file that all ranks are about to read."""
+    """What is wrong with a file, or a folder of files, that all ranks are about to read."""
     prints = gather(_fingerprint(path))
     if prints[0] is None:
         return None  # whoever reads it says so
@@ -92,6 +92,9 @@ def file_problem(path: Path, hosts: Sequence[str], gather: Gather) -> str | None
 
 def _fingerprint(path: Path) -> str | None:
     try:
+        if path.is_dir():
+            inside = sorted(f"{one.name} {one.stat().st_size}" for one in path.iterdir())
+            return f"{len(inside)} files {hashlib.sha256(chr(10).join(inside).encode()).hexdigest()}"
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _END))

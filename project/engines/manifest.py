@@ -86,7 +86,7 @@ def image_of(image: str | None) -> str:
     """The image, with a word on one that may be another tomorrow."""
     if image is None:
         raise UserError(
-            "Nothing says which image the pods are to run. HINT: --image REPOSITORY@sha256:DIGEST; docs/kubernetes.md says how "
+            "Nothing says which image the pods are to run. HINT: --image REPOSITORY@sha256:DIGEST; docs/containers.md says how "
             "to build one."
         )
     if not re.fullmatch(r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", image):

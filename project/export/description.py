@@ -15,7 +15,7 @@ from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
-from project.survive.checkpoints import manifest_of, sha256_of
+from project.survive.files import manifest_of, sha256_of
 
 CONFIG = "config.yaml"
 

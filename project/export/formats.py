@@ -19,13 +19,19 @@ from torch.export import Dim, ExportedProgram
 from project.errors import UserError
 from project.export.capture import Inputs, Samples
 
-Format = Literal["safetensors", "onnx", "torch-export"]
+Format = Literal["safetensors", "onnx", "torch-export", "checkpoint"]
 
-FILES: dict[str, str] = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch-export": "model.pt2"}
+FILES: dict[str, str] = {
+    "safetensors": "model.safetensors",
+    "onnx": "model.onnx",
+    "torch-export": "model.pt2",
+    "checkpoint": "step-N.ckpt",  # all that a run goes on from (export/plain.py)
+}
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "safetensors": ("safetensors",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "torch-export": (),
+    "checkpoint": (),
 }
 
 

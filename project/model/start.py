@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
+from project.parts import Parted, Stored
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
     Args:
         network: gets the weights.
-        path: a state_dict, or a file that holds one: a checkpoint of this project or of another, or safetensors.
+        path: a state_dict, or a file that holds one: a checkpoint of this project (also a folder of parts) or of another, or
+            safetensors.
         prefix: what the names in the file begin with, and the network's own don't ('module.', say).
         say: whether to say so; one rank is enough.
     """
@@ -55,8 +57,9 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
         log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
 
 
-def _spread_like(ours: Tensor, value: Tensor) -> Tensor:
+def _spread_like(ours: Tensor, given: Tensor | Stored) -> Tensor:
     """This rank's part of a value, where the network is sharded. Nothing is sent."""
+    value = given.read() if isinstance(given, Stored) else given
     if not dist.is_initialized():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -66,14 +69,15 @@ def _spread_like(ours: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(ours.device), ours.device_mesh, ours.placements, src_data_rank=None)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+def _read(path: Path) -> dict[str, Tensor | Stored]:
+    if not path.exists():
         raise UserError(f"There is no file {path}. HINT: model.init_from is the path of a state_dict or a checkpoint.")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        # Of a file of the usual kind only what is copied is read: no rank that holds a part holds the whole meanwhile.
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        content: Any = _load(path) if path.is_file() else _in_parts(path)
+    except UserError:
+        raise
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(
             f"{path} can't be read: it is not a file of torch.save, or it holds more than weights and plain values, and "
@@ -83,7 +87,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
     for value in (*places.values(), content):
         if isinstance(value, Mapping):
-            tensors = {str(name): one for name, one in value.items() if isinstance(one, Tensor)}
+            tensors = {str(name): one for name, one in value.items() if isinstance(one, (Tensor, Stored))}
             if tensors:
                 return tensors
     keys = (
@@ -92,13 +96,23 @@ def _read(path: Path) -> dict[str, Tensor]:
     raise UserError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _in_parts(folder: Path) -> dict[str, Any]:
+    """Read when it is known which of it are the weights."""
+    return Parted(folder, _load).checkpoint(lambda stored: stored)
+
+
+def _load(path: Path) -> Any:
+    """What is not used of a file of the usual kind is not read: no rank that holds a part holds the whole meanwhile."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
         raise UserError(f"{path} needs safetensors. HINT: pip install 'project[export]'") from error
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor | Stored] = load_file(path)
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(f"{path} can't be read as safetensors: {error}") from error
     if not tensors:
@@ -106,7 +120,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _better_prefix(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], given: str) -> str:
+def _better_prefix(theirs: Mapping[str, Tensor | Stored], ours: Mapping[str, Tensor], given: str) -> str:
     """The prefix with which the most would fit, as a hint."""
     name = next((name for name, value in ours.items() if value.ndim), "")
     prefixes = {other[: -len(name)] for other in theirs if name and other.endswith(name)} - {given}

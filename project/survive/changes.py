@@ -60,11 +60,8 @@ class Changes(Callback):
             self._moves = moves
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Just before the optimiser's state is restored."""
-        if self._moves is not None:
-            self._fresh = [
-                copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in _groups(trainer)
-            ]
+        """Before the optimiser's state is restored; of a sharded network, before the checkpoint is read, too."""
+        self._fresh = [copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in _groups(trainer)]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Just after; and now the loaders have said how large their batches are."""

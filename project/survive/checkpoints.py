@@ -1,156 +1,43 @@
 """Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one goes.
 
-A checkpoint is a file, step-N.ckpt, and its manifest, step-N.json: checksum, position, metrics, the run's configuration
-and versions. Both are written under another name, forced to the disk and renamed, the manifest first: a file that is there
-has one. `newest_good` reads back: what fails its checksum is set aside (*.bad), and the next newest is taken.
+When a checkpoint is made, what goes into it, and which are kept. How one lies on the disk is told in survive/files.py, and how
+the ranks write one together, where the network is spread over them, in survive/together.py.
 """
 
-import hashlib
 import json
 import logging
-import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.cluster.place import image
+from project.cluster.place import host, image
 from project.errors import UserError
-from project.survive.readable import check, plain_values
+from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
+from project.survive.readable import check
+from project.survive.reading import SafeCheckpointIO
+from project.survive.together import Copied, Lost, Together
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
+from project.train.sharded import Sharded
+from project.train.spread import taken_apart
 
 log = logging.getLogger(__name__)
-
-_CHUNK = 1 << 22
-
-
-class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's reader and writer, with `weights_only` on unless it was switched off."""
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        try:
-            with plain_values():
-                return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
-                "HINT: if you trust where it comes from, set weights_only=false."
-            ) from error
-        except Exception as error:  # whatever a damaged file makes of the reader
-            raise UserError(
-                f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
-                "the same folder."
-            ) from error
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def manifest_of(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; a ValueError says what is wrong with it."""
-    try:
-        manifest: dict[str, Any] = json.loads(manifest_of(path).read_text())
-        size, digest = manifest["bytes"], manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its manifest can't be read ({error})") from error
-    if path.stat().st_size != size:
-        raise UserError(f"it has {path.stat().st_size} bytes instead of {size}")
-    with path.open("rb") as file:
-        if sha256_of(file) != digest:
-            raise UserError("its checksum is wrong")
-    return manifest
-
-
-def sha256_of(file: BinaryIO) -> str:
-    """SHA-256 of a file's content."""
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def newest_good(folder: Path, set_aside: bool = True) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
-    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
-        try:
-            return path, read_manifest(path)
-        except (ValueError, OSError) as error:
-            if not set_aside:
-                continue
-            log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
-            for part in (path, manifest_of(path)):
-                if os.path.lexists(part):
-                    part.replace(part.with_name(part.name + ".bad"))
-    return None
-
-
-def _write(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Fills a file under another name, forces it to the disk and gives it its name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Writes a checkpoint and its manifest, and reads it back."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        _write(temporary, lambda file: torch.save(checkpoint, file))
-        with temporary.open("rb") as file:
-            manifest = {**manifest, "bytes": temporary.stat().st_size, "sha256": sha256_of(file)}
-        text = json.dumps(manifest, indent=1).encode()
-        _write(manifest_of(path), lambda file: file.write(text))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    read_manifest(path)
-
-
-def _cause(error: BaseException | None) -> str:
-    """What the operating system said, if it was that: PyTorch's writer hides it behind an error of its own."""
-    text = str(error)
-    while error is not None:
-        if isinstance(error, OSError):
-            return str(error)
-        error = error.__cause__ or error.__context__
-    return text
 
 
 # The callback --------------------------------------------------------------------------------------------------------
 
 
-Record = tuple[dict[str, Any], dict[str, Any]]
-"""What is written: a checkpoint and its manifest."""
+Record = tuple[Copied, dict[str, Any]]
+"""What this rank writes: a checkpoint, or its share of one, and its manifest."""
 
 
 class SaveFirst(Callback):
@@ -196,7 +83,8 @@ class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
     Rank 0 writes, in a thread, one checkpoint at a time, from a copy in main memory: the peak is one more model and
-    optimiser state there. A disk that is full or gone is reported and tried again; training goes on.
+    optimiser state there. Where the network is spread over the ranks, each writes its own part so. A disk that is full or
+    gone is reported and tried again; training goes on.
 
     Args:
         every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
@@ -239,15 +127,18 @@ class Checkpoints(Checkpoint):
         self._before_validation: Record | None = None
         self._ended_at: int | None = None
         self._read_back = False
+        self._together: Together | None = None
 
     # When ------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
+        self._together = None
+        if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.spread:
+            self._together = Together(host())
+            self._together.meet(trainer.strategy.patience)
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
-            for left in (*self._folder.glob(".step-*"), *self._folder.glob("step-*.json")):
-                if left.name.startswith(".") or not left.with_suffix(".ckpt").exists():
-                    left.unlink()  # of a write that was cut off
+            clean_up(self._folder)
             for path, manifest in self._kept():
                 self._note(path, manifest)
 
@@ -276,6 +167,8 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._together is not None:
+            self.wait()  # whether it has failed is known to all ranks alike when all have written
         if self._ended_at != trainer.global_step or self.failed:
             self.save(trainer, finished=not out_of_time(trainer))
         self.wait()
@@ -331,15 +224,18 @@ class Checkpoints(Checkpoint):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # nothing is to be left of it
         at = position(trainer)
-        if self._saved_at == (at.global_step, finished) and not self._validated and not self.failed:
-            return
+        if self._saved_at == (at.global_step, finished) and not self._validated:
+            if self._together is not None:
+                self.wait()
+            if not self.failed:
+                return
         for settle in self.before_save:
             settle(trainer)
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
         remembered, self._before_validation = self._before_validation, None
         copy, manifest = remembered if remembered and at.validation_due else self._record(trainer, finished)
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero and self._together is None:
             return
         self.wait()
         # '-' sorts before '.': when the validation is over, the checkpoint without it is no longer the newest.
@@ -349,11 +245,15 @@ class Checkpoints(Checkpoint):
         self._pending = self._writer.submit(self._write, path, copy, manifest)
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
-        """A copy of the run's state in main memory, and its manifest; on other ranks than 0, nothing."""
+        """A copy of what this rank writes of the run's state, in main memory, and its manifest, which is rank 0's."""
         at = position(trainer)
         checkpoint = checkpoint_of(trainer)
+        slices: dict[str, torch.Tensor] = {}
+        if self._together is not None:
+            apart = taken_apart(checkpoint)
+            checkpoint, slices = apart.marked, apart.slices
         if not trainer.is_global_zero:
-            return {}, {}
+            return Copied({}, _copied(slices)), {}
         # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.
         first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
@@ -373,8 +273,7 @@ class Checkpoints(Checkpoint):
             "image": image(),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        # The host waits for the device here: the copy must hold this step's values, not a later one's.
-        return apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)), manifest
+        return Copied(_copied(checkpoint), _copied(slices)), manifest
 
     @property
     def writing(self) -> bool:
@@ -386,23 +285,37 @@ class Checkpoints(Checkpoint):
             self._pending.result()
             self._pending = None
 
-    def _write(self, path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> None:
+    def _write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> None:
         began = time.monotonic()
+        first = self._together is None or bool(manifest)  # rank 0, who speaks for all
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            check(checkpoint)
-            write(path, checkpoint, manifest)
-            if not self._read_back:
-                SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
-                self._read_back = True
+            path, size = self._stored(path, copied, manifest)
             self.failed, self.seconds = None, time.monotonic() - began
-            self._news = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": path.stat().st_size / 1e6}
-            self._note(path, manifest)
-            self._prune()
+            if first:
+                self._news = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
+                self._note(path, manifest)
+                self._prune()
+        except Lost as error:
+            self.failed = str(error)
+            log.log(logging.WARNING if first else logging.DEBUG, "Checkpoint %s is left unfinished: %s.", path, error)
         except Exception as error:
-            self.failed = _cause(error)
+            self.failed = cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
-            log.error("Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
+            level = logging.ERROR if first else logging.DEBUG
+            log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
+
+    def _stored(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+        """Where it lies, whole and read back, and its size."""
+        if self._together is not None:
+            return self._together.write(path, copied, manifest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check(copied.marked)
+        path = free_name(path, folder=False)
+        size = write(path, copied.marked, manifest)
+        if not self._read_back:
+            SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
+            self._read_back = True
+        return path, size
 
     def _note(self, path: Path, manifest: dict[str, Any]) -> None:
         self.last = path
@@ -411,21 +324,31 @@ class Checkpoints(Checkpoint):
         value = metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
-        better = self.best is None or (value > self.best[0] if mode == "max" else value < self.best[0])
+        again = self.best is not None and same_step(self.best[1], path)
+        better = self.best is None or again or (value > self.best[0] if mode == "max" else value < self.best[0])
         if better:
             self.best = value, path
 
     def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        for path in sorted(self._folder.glob("step-*.ckpt")):
+        for path in checkpoints_in(self._folder):
             try:
                 yield path, json.loads(manifest_of(path).read_text())
             except (OSError, ValueError):
                 continue
 
     def _prune(self) -> None:
-        paths = sorted(self._folder.glob("step-*.ckpt"))
+        paths = [path for path in checkpoints_in(self._folder) if not self._superseded(path)]
         keep = {*paths[-self.keep_last :], self.last, self.best[1] if self.best else None}
-        for path in paths:
+        for path in checkpoints_in(self._folder):
             if path not in keep:
-                path.unlink(missing_ok=True)
-                manifest_of(path).unlink(missing_ok=True)
+                remove(path)
+
+    def _superseded(self, path: Path) -> bool:
+        """Whether the last one, which was read back, is of the same position."""
+        return self.last is not None and path != self.last and same_step(path, self.last)
+
+
+def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    """In main memory. The host waits for the device here: the copy must hold this step's values, not a later one's."""
+    copied: dict[str, Any] = apply_to_collection(tensors, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return copied

@@ -8,7 +8,8 @@ average of the weights, a checkpoint) sees the running statistics, and nothing e
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,19 @@ def compiled(module: nn.Module) -> set[nn.Module]:
     kinds = {one: type(one).__name__ == "OptimizedModule" for one in module.modules()}
     whole = (one for one, wraps in kinds.items() if wraps or one._compiled_call_impl is not None)
     return {layer for one in whole for layer in one.modules()}
+
+
+@contextmanager
+def unmoved(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """A forward pass that was taken before is taken again: these layers' statistics stay what they are."""
+    own = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: one if one is None else one.clone() for name, one in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, own, strict=True):
+            norm._buffers.update(buffers)
 
 
 class _Passes(Tensor):

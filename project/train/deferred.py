@@ -277,17 +277,19 @@ class AsUsual(TorchFunctionMode):
 
 
 @contextmanager
-def deferred(small: int = SMALL) -> Iterator[Record]:
+def deferred(small: int = SMALL, record: Record | None = None) -> Iterator[Record]:
     """What is built here has no memory for its weights, until `materialize` gives it some.
 
     Args:
         small: tensors of at most so many bytes are as always.
+        record: of what was built before, which this goes on with.
     """
-    record = Record()
+    record = record or Record()
     with Operations(record, small), AsUsual(record):
         yield record
     record.forget_last()
-    waiting.append(record)
+    if record not in waiting:
+        waiting.append(record)
 
 
 @contextmanager

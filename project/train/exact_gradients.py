@@ -198,11 +198,18 @@ class ExactGradients:
         micro_batches: of a step, over all ranks, as many for each; the gradient is the mean over them.
         world_size: ranks.
         gathered: what the module computes with by the names of its parameters, where those are spread over the ranks.
+        layouts: of gradients that lie in another order than the usual one where nothing is spread, by name.
     """
 
     def __init__(
-        self, module: nn.Module, micro_batches: int, world_size: int, gathered: Mapping[str, nn.Parameter] | None = None
+        self,
+        module: nn.Module,
+        micro_batches: int,
+        world_size: int,
+        gathered: Mapping[str, nn.Parameter] | None = None,
+        layouts: Mapping[str, torch.memory_format] | None = None,
     ) -> None:
+        self._layouts = layouts or {}
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
         named = [(name, one) for name, one in (gathered or self._owners).items() if one.requires_grad]
@@ -285,7 +292,9 @@ class ExactGradients:
     def _put(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         owner = self._owners[name]
         if isinstance(owner, DTensor):
-            self.whole[id(owner)], gradient = gradient, view_of(gradient, owner)
+            # A norm is added up in the order in which the numbers lie.
+            self.whole[id(owner)] = gradient.contiguous(memory_format=self._layouts.get(name, torch.contiguous_format))
+            gradient = view_of(gradient, owner)
         owner.grad = gradient
 
     def _agree(self) -> Callable[[], dict[_Unit, int]]:

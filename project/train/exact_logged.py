@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
 from project.train.exact import ExactScalar, apart, exact_mean, exact_total
@@ -51,6 +52,15 @@ class ExactResults(Results):
             found: Any = self.values()
             for metric in found:
                 metric._forward_cache = None
+
+    def _made_whole(self, name: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            raise UserError(
+                f"trainer.exact can't be kept: {name!r}, which is logged, follows from parameters or gradients that are spread "
+                "over the ranks, and its last bits from how many these are. HINT: don't log it (the gradient's norm is logged "
+                "anyway), or trainer.strategy=ddp."
+            )
+        return value
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         metric: Any = self[key]

@@ -44,6 +44,7 @@ class Loaders(_DataConnector):
         super().__init__(trainer)
         self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._made: list[DealtLoader] = []  # for training, in this verb
         self._counted = False
         self._said: set[str] = set()
         self.sanity_steps: int | float | None = None
@@ -57,11 +58,14 @@ class Loaders(_DataConnector):
 
     def start_over(self) -> None:
         """Another fit, or another verb."""
-        self._start, self._counted = (0, 0), False
+        self._start, self._counted, self._made = (0, 0), False, []
 
     def start_at(self, epoch: int, micro_batches: int) -> None:
-        """Training goes on from here, with the next loaders that are made: so many micro-batches are done, over all ranks."""
+        """Training goes on from here: so many micro-batches are done, over all ranks. Loaders may have been made already: a
+        schedule that asks for the length of the run has them made, and a sharded network is restored after that."""
         self._start = epoch, micro_batches
+        for loader in self._made:
+            self._put(loader)
 
     def _put(self, loader: DealtLoader) -> DealtLoader:
         epoch, done = self._start
@@ -72,6 +76,8 @@ class Loaders(_DataConnector):
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         training = mode == RunningStage.TRAINING
         if isinstance(dataloader, DealtLoader):
+            if training:
+                self._made.append(dataloader)
             return self._put(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
@@ -116,6 +122,7 @@ class Loaders(_DataConnector):
         )
         dealt = deal(loader, order.limited(self.limits["train"]), trainer.global_rank, trainer.world_size, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact
+        self._made.append(dealt)
         return self._put(dealt)
 
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:

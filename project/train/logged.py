@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from project.data.dealing import DealtLoader
 from project.train.exact_metrics import ExactMetrics
@@ -41,7 +42,11 @@ class Results(_ResultCollection):
             meta.sync.should = how.get("sync_dist", False)
             meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
-        super().log(fx, name, value, **how)
+        super().log(fx, name, self._made_whole(name, value), **how)
+
+    def _made_whole(self, name: str, value: Any) -> Any:
+        """What follows from parameters that are spread over the ranks is spread, too. All ranks log it."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         """`weight`: what it counts for in its step."""

@@ -34,7 +34,7 @@ from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
-from project.train.usual import is_fused, why_not_ours
+from project.train.usual import is_fused, spread, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -247,9 +247,12 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
-        if self.recorder is not None and (why_not or self.exact) and not self._said_why_not:
+        no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
+        if spread(self.trainer):
+            no_graph = no_graph or "a sharded network is gathered in between"
+        if self.recorder is not None and no_graph and not self._said_why_not:
             self._said_why_not = True
-            say_why_not(self.trainer, why_not or "trainer.exact adds up gradients by itself")
+            say_why_not(self.trainer, no_graph)
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
@@ -267,7 +270,7 @@ class Steps(_TrainingEpochLoop):
         self._plateaus = any(one.reduce_on_plateau for one in configs)
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
-        if self.recorder is not None and not self.exact:
+        if self.recorder is not None and no_graph is None:
             if self.graphs is None or self.graphs.module is not self._module:
                 of = self._mover(names[-1]), self._optimizer, is_fused(self._optimizer)
                 self.graphs = Captured(self.trainer, self.recorder, *of)
@@ -280,8 +283,8 @@ class Steps(_TrainingEpochLoop):
         if self._gradients is not None:
             self._gradients.close()
         strategy = trainer.strategy
-        gathered = strategy.gathered_parameters() if isinstance(strategy, Sharded) else None
-        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, gathered), None
+        spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
         self._gradients.load_state_dict(known)
         self._looks_at_buffers = True
         callbacks: list[Callback] = trainer.callbacks

@@ -25,6 +25,7 @@ from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, position, set_counters
+from project.train.spread import taken_apart
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Resuming(_CheckpointConnector):
     """The states of the schedules as the configuration has them, before any step."""
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
+    weights_only: bool | None = None
+    """What this verb was told. Lightning does not say it where a sharded network is restored."""
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
-            checkpoint["states_of_ranks"] = _of_ranks(self.trainer, self._own_states(checkpoint))
+            checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
 
     def _own_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class Resuming(_CheckpointConnector):
         path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        self.read(path, weights_only)
+        self.read(path, self.weights_only if weights_only is None else weights_only)
         if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
             self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
@@ -117,6 +120,8 @@ class Resuming(_CheckpointConnector):
         set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
+        if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
+            iter(fetcher)  # begun already, at the beginning of the epoch: where a sharded network is restored
 
     def _loops(self) -> Steps:
         steps = self.trainer.fit_loop.epoch_loop

@@ -5,7 +5,7 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
@@ -25,13 +25,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
+from project.parts import Stored
 from project.train.blocks import Named, blocks_of
-from project.train.micro_batch import joins
-from project.train.spread import parts_like
+from project.train.building import build_in_hooks, built
+from project.train.held import Shard, Sharing
+from project.train.layout import usual_order
+from project.train.materialize import copied, finish, materialize
+from project.train.recompute import recompute
+from project.train.root import Root
+from project.train.spread import part_of_stored, parts_like
 
 log = logging.getLogger(__name__)
 
-Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,6 +53,8 @@ class Sharded(DDPStrategy):
         cpu_offload: parameters, gradients and optimiser lie in the host's memory.
         param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
         reduce_dtype: what gradients are added up in.
+        deferred: build the network without memory for its weights, which then come block by block, with the same values: no rank
+            ever holds the whole.
         process_group_backend: as in DDPStrategy.
         timeout: as in DDPStrategy.
     """
@@ -60,62 +67,129 @@ class Sharded(DDPStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        deferred: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
+        self.patience = timeout
+        """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
-        self.parts: list[FSDPModule] = []
-        """The root and its blocks, once the network is spread."""
-        self._kept = False  # from one micro-batch of a step to the next: what was gathered
+        self.layouts: dict[str, torch.memory_format] = {}
+        """Of weights that layers compute with in another order than the usual one, by name."""
+        self.root: Root | None = None
+        """Of a network that is spread."""
 
     @property
     def spread(self) -> bool:
-        """Whether each rank holds a part: on one rank it has all."""
-        return bool(self.world_size > 1)
+        """Whether each rank holds a part. On one rank it has all, and only a type of its own needs the machinery."""
+        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Each rank takes its part of a checkpoint."""
         return self.spread
 
+    def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
+        """Of the Trainer's settings, and of these, what does not go together."""
+        rounds = self.param_dtype or self.reduce_dtype
+        problems = {
+            f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
+            f"reduce_dtype={compression} does it": compression != "none",
+            "trainer.exact can't be kept: param_dtype and reduce_dtype round what is computed with and added up, which DDP "
+            "does not. HINT: leave them out": self.exact and rounds,
+            "cpu_offload is for the memory of a GPU, and there is none. HINT: leave it out": self.cpu_offload and on_cpu,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise UserError(f"strategy=sharded: {problem}.")
+
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        build_in_hooks(model)
+
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As DDP's, but that the network is spread for an evaluation, too."""
+        """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
         assert self.accelerator is not None
         assert self.model is not None
-        if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
+        built(self.model)
+        if not self.spread:
+            finish(self.model, "cpu")
+            if self.checkpoint_activations:
+                self._recompute(blocks_of(self.model, self.blocks))
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        training = trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync and training:
             self.model = self._layer_sync.apply(self.model)
-        self._averages = _averages(trainer)
-        Strategy.setup(self, trainer)
-
-    def _setup_model(self, model: nn.Module) -> Any:
-        if self.spread:
-            self._tell(self._spread(model))
-            self.parts = [one for one in model.modules() if isinstance(one, FSDPModule)]
-            self.parts[0].set_requires_gradient_sync(not self.exact)
-            for one in self._averages:
+        if not isinstance(self.model, FSDPModule):  # in another fit it is
+            averages = _averages(trainer)
+            for one in averages:
+                copied(one.module, self.model)
+            self._tell(self._spread(self.model))
+            for one in averages:
                 self._spread(one.module)
-        return model
+            finish(self.model, self.root_device)
+        self.root = Root(self.model, self.shard == "gradients")
+        self.root.reduce(not self.exact)
+        if training:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _spread(self, model: nn.Module) -> Named:
+        """Block by block, so that the device has one of them whole at a time."""
+        blocks = blocks_of(model, self.blocks)
+        if self.checkpoint_activations:
+            self._recompute(blocks)
+        settings = {"mesh": self._mesh, **self._settings()}
+        for name, block in [*blocks, ("", model)]:
+            _refuse_what_cant_be(name, block)
+            materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
+            of_block = usual_order(block)
+            self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
+            self._begin_alike(block)
+            if block is model:
+                fully_shard(block, reshard_after_forward=False, **settings)
+                continue
+            fully_shard(block, reshard_after_forward=self.shard != "gradients", **settings)
+        return blocks
+
+    def _recompute(self, blocks: Named) -> None:
+        for _, block in blocks:
+            if "forward" not in vars(block):  # in another fit it is so already
+                recompute(block)
+
+    def _begin_alike(self, block: nn.Module) -> None:
+        """On the device, in its type, and with rank 0's values, as with DDP."""
+        self.precision_plugin.convert_module(block)
+        block.to(self.root_device)
+        for tensor in (*block.parameters(), *block.buffers()):
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor.detach(), 0)
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
 
-    def _spread(self, model: nn.Module) -> Named:
-        mesh, settings = self._mesh, self._settings()
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
-        found = blocks_of(model, self.blocks)
-        for name, block in found:
-            _refuse_mixed(name, block)
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.shard != "gradients", **settings)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, **settings)
-        return found
+    def sharing(self, ranks: int) -> Sharing:
+        """How so many ranks share a network, as train/held.py takes it."""
+        return Sharing(
+            ranks,
+            self.shard,
+            per_host=self.num_processes,
+            param_dtype=_DTYPES[self.param_dtype],
+            reduce_dtype=_DTYPES[self.reduce_dtype],
+            checkpoint_activations=self.checkpoint_activations,
+            cpu_offload=self.cpu_offload,
+            exact=self.exact,
+            on_gpu=self.root_device.type != "cpu",
+        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -144,6 +218,8 @@ class Sharded(DDPStrategy):
         By the names, and in the order, of the network's own."""
         module = self.lightning_module
         assert module is not None
+        if self.root is None:
+            return {}
         found: dict[str, nn.Parameter] = {}
         for prefix, part in module.named_modules():
             if isinstance(part, FSDPModule):
@@ -158,103 +234,46 @@ class Sharded(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """A micro-batch whose step goes on: its gradients wait for those of the last one."""
-        self._goes_on(True)
+        if self.root is None:
+            yield
+            return
+        self.root.begin_of_more(self.exact)
         try:
             yield
         finally:
-            self._goes_on(False)
-
-    def _goes_on(self, step_goes_on: bool) -> None:
-        for root in self.parts[:1]:
-            if not self.exact:
-                root.set_requires_gradient_sync(not step_goes_on)
-            if self.shard == "gradients":
-                self._kept = step_goes_on or self._kept
-                root.set_reshard_after_backward(not step_goes_on)
+            self.root.end_of_more(self.exact)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._through_root("training_step", *args, **kwargs)
+            return self._call("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._through_root("validation_step", *args, **kwargs)
+            return self._call("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._through_root("test_step", *args, **kwargs)
+            return self._call("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._through_root("predict_step", *args, **kwargs)
+            return self._call("predict_step", *args, **kwargs)
 
-    def _through_root(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A module's hooks gather what it holds itself, and they are around `forward`: in there the step is taken."""
-        module: Any = self.lightning_module
-        step = getattr(module, name)
-        if not self.spread:
-            return step(*args, **kwargs)
-        training = name == "training_step"
-        if training and not self._kept:
-            self.let_go()
-        self._kept = False
-        before = module.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            put_back()
-            return step(*args, **kwargs)
-
-        def put_back() -> None:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = before
-
-        module.forward = forward
-        try:
-            if training:
-                return module(*args, **kwargs)
-            with self._noting_what_is_gathered():
-                output = module(*args, **kwargs)
-        finally:
-            put_back()
-        self.let_go()
-        if joins(module.trainer):
-            self._gather_as_others()
-        return output
-
-    @contextmanager
-    def _noting_what_is_gathered(self) -> Iterator[None]:
-        """Of a forward pass: which parts, and in which order."""
-        self._order: list[FSDPModule] = []
-        root, modules = self.parts[0], [one for one in self.parts if isinstance(one, nn.Module)]
-        kept = {id(root)} if self.shard != "gradients" else {id(one) for one in modules}
-
-        def note(module: Any, _: Any) -> None:
-            if id(module) not in kept or module not in self._order:
-                self._order.append(module)
-
-        hooks = [one.register_forward_pre_hook(note, prepend=True) for one in modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _gather_as_others(self) -> None:
-        """Other ranks have one micro-batch more to evaluate, and their blocks are gathered from all ranks."""
-        for one in self._order:
-            one.unshard()
-            if one is not self._order[0] and self.shard != "gradients":
-                one.reshard()
-        self.let_go()
-
-    def let_go(self) -> None:
-        """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""
-        for one in self.parts if self.shard == "gradients" else self.parts[:1]:
-            one.reshard()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step = getattr(self.lightning_module, name)
+        return step(*args, **kwargs) if self.root is None else self.root.call(step, *args, **kwargs)
 
     # A checkpoint ----------------------------------------------------------------------------------------------------
+
+    def slice_of(self, stored: Stored) -> DTensor:
+        """Of a tensor that lies in parts, what this rank holds."""
+        return part_of_stored(stored, self._mesh)
+
+    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Of all that is named and shaped as the network's parameters (weights, averages of them), this rank's parts."""
+        mine = self.lightning_module.state_dict()  # type: ignore[union-attr]
+        states = {name: one for name, one in checkpoint.items() if isinstance(one, Mapping)}
+        return checkpoint | {name: _cut(state, mine) for name, state in states.items() if _same_names(state, mine)}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self.spread:
@@ -270,6 +289,16 @@ class Sharded(DDPStrategy):
                     like = {name: parameters[number] for name, one in values.items() if _of_shape(one, parameters[number])}
                     values.update(parts_like({name: values[name] for name in like}, like))
         super().load_optimizer_state_dict(checkpoint)
+
+
+def _same_names(state: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, Tensor) and name in mine for name, one in state.items())
+
+
+def _cut(state: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What has another shape is left for whoever says that it is another network."""
+    fitting = {name: one for name, one in state.items() if name in mine and getattr(one, "shape", ()) == mine[name].shape}
+    return {**state, **parts_like(fitting, mine)}
 
 
 def _of_shape(value: Any, parameter: Tensor) -> bool:
@@ -289,13 +318,20 @@ def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
     return found
 
 
-def _refuse_mixed(name: str, block: nn.Module) -> None:
-    kinds = sorted({str(one.dtype) for one in block.parameters() if one.requires_grad})
-    if len(kinds) > 1:
+def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
+    own = {at: one for at, one in block.named_parameters(prefix=name) if one.requires_grad and not isinstance(one, DTensor)}
+    if scalars := [at for at, one in own.items() if one.ndim == 0]:
         raise UserError(
-            f"strategy=sharded: the parameters of {name} are {' and '.join(kinds)}, and what is gathered at once has one type. "
-            "HINT: name smaller blocks, or give the module one type."
+            f"strategy=sharded: {scalars[0]} is one number without a dimension, and can't be spread. HINT: "
+            "nn.Parameter(torch.tensor([...])), of one dimension."
+        )
+    if len(kinds := sorted({str(one.dtype) for one in own.values()})) > 1:
+        raise UserError(
+            f"strategy=sharded: the parameters of {name or 'what is in no block'} are {' and '.join(kinds)}, and what is "
+            "gathered at once has one type. HINT: name smaller blocks, or give the module one type."
         )
 
 
-StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over the ranks")
+StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
+StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
+StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")

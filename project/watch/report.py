@@ -234,10 +234,17 @@ def _go_on(history: History) -> str:
         f"python -m project fit --config {config} --run {history.name}",
         "# Its figures on the test set, with its best weights:",
         f"python -m project test --config {config} --run {history.name}",
-        "# Its weights, in Python:",
-        f'weights = torch.load("{folder}/checkpoints/{newest}", weights_only=True)["state_dict"]',
+        *_weights(history, folder, config, newest),
     ]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _weights(history: History, folder: str, config: str, newest: str) -> list[str]:
+    if history.checkpoints[0][0].is_dir():
+        lines = ["# Its checkpoints lie in parts, one of each rank; as one file:"]
+        return [*lines, f"python -m project export --config {config} --run {history.name} --to checkpoint"]
+    lines = ["# Its weights, in Python:"]
+    return [*lines, f'weights = torch.load("{folder}/checkpoints/{newest}", weights_only=True)["state_dict"]']
 
 
 def refuse_nothing(history: History) -> None:

@@ -70,8 +70,8 @@ class RayHosts:
     def __init__(self, count: int, folder: Path, cpus: int = 2) -> None:
         need_ray()
         self.hosts, self._folder, self._cpus = Hosts(count, folder), folder, cpus
-        # The paths of Unix sockets have a hundred characters.
-        self._session = Path(tempfile.mkdtemp(prefix="ray-"))
+        # What Ray writes on h1. The paths of Unix sockets have a hundred characters.
+        self.session = Path(tempfile.mkdtemp(prefix="ray-"))
         (folder / "token").write_text(secrets.token_hex(32))
         (folder / "token").chmod(0o600)
         self.environment = environment(
@@ -96,14 +96,14 @@ class RayHosts:
 
     def __exit__(self, *_: object) -> None:
         self.hosts.__exit__()
-        shutil.rmtree(self._session, ignore_errors=True)
+        shutil.rmtree(self.session, ignore_errors=True)
 
     def _said(self, index: int) -> str:
         return (self._folder / f"raylet-{index}.txt").read_text(errors="replace")
 
     def start_node(self, index: int) -> None:
         host = self.hosts[index]
-        head = ("--head", "--port=6390", "--include-dashboard=false", f"--temp-dir={self._session}")
+        head = ("--head", "--port=6390", "--include-dashboard=false", f"--temp-dir={self.session}")
         place = head if index == 0 else (f"--address={ADDRESS}",)
         words = (*_RAY, "start", *place, f"--node-ip-address={host.address}", f"--num-cpus={self._cpus}", "--block")
         with (self._folder / f"raylet-{index}.txt").open("wb") as output:

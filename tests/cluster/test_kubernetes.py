@@ -104,6 +104,27 @@ def test_pods_are_killed_drained_and_replaced_and_the_curve_is_one(alone, hosts,
     assert_one_curve(tmp_path, runs, alone)
 
 
+def test_a_drained_pod_that_does_not_end_in_its_grace_is_killed_and_replaced(alone, hosts, tmp_path):
+    """Its rank hangs. Of the three pods it alone is replaced, and what was saved before is gone on with."""
+    found = manifest(tmp_path, *FIT[1:], slowly(0.05), "--nodes=3")
+    job = without_doctor(job_of(found))
+    job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 5
+    with Cluster(hosts, tmp_path, job, **HURRY) as cluster:
+        runs = cluster.claim("it-runs")
+        cluster.wait_for(lambda: step(runs) >= 8, 150)
+        before = dict(cluster.pods)
+        before[1].freeze()
+        before[1].delete(disrupted=True)
+        cluster.wait_for(lambda: cluster.ended, 30)
+        assert [(one.index, one.code, one.action) for one in cluster.ended] == [(1, 137, "Ignore")]
+        cluster.wait_for(lambda: cluster.log().count("Goes on from") == 1, 150)
+        assert (cluster.pods[0], cluster.pods[2]) == (before[0], before[2])
+        (runs / "hurry").touch()
+        assert cluster.wait(150) == "Complete"
+        assert not cluster.failures
+    assert_one_curve(tmp_path, runs, alone)
+
+
 def test_a_wrong_key_ends_the_job_and_no_restart_is_spent_on_it(hosts, tmp_path):
     """The launchers may start their workers again three times, and the Job its pod six times."""
     found = manifest(tmp_path, *FIT[1:], "--nodes=1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -161,13 +162,17 @@ def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
 
 def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     """Four trials, two at a time. The second one is killed, and goes on from its checkpoint; where ASHA stops it then, it goes
-    on without Ray to the same bits as one that nothing happened to.
+    on without Ray to the same bits as one that nothing happened to. The key of a service goes to the trials, and into no file.
     """
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
     words = (*FIT, "--trainer.threads=1")
-    driver = cluster.start(*words, slowly(0.05), "--run=it", "--tune=sweep.yaml", "--cpus=2", cwd=tmp_path)
+    key = secrets.token_hex()
+    search = ("--run=it", "--tune=sweep.yaml", "--cpus=2")
+    driver = cluster.start(*words, slowly(0.05), *search, cwd=tmp_path, env={"WANDB_API_KEY": key})
     driver.says("it-2  step 20  val/loss")
-    os.kill(child_of(cluster, "it-2"), signal.SIGKILL)
+    child = child_of(cluster, "it-2")
+    assert f"WANDB_API_KEY={key}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    os.kill(child, signal.SIGKILL)
     log = tmp_path / "lightning_logs/it-2/log.txt"
     wait_until(lambda: "Goes on from" in log.read_text(), 150, driver.output)
     (tmp_path / "hurry").touch()
@@ -177,6 +182,9 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert driver.output().count("it-2  step 20  val/loss") == 1  # also where Tune hears of it again
     assert driver.output().count("best        it-2: val/loss") == 1
     assert Path(driver.output().rpartition("checkpoint  ")[2].strip()).is_file()
+    written = [file for folder in (tmp_path, cluster.session) for file in folder.rglob("*") if file.is_file()]
+    assert tmp_path / "lightning_logs/it-ray/tuner.pkl" in written
+    assert not [file for file in written if key.encode() in file.read_bytes()]
     for run in (
         ("--sweep=sweep.yaml", "--trial=2", "--run=it"),
         ("--run=by-hand", f"--model.optimizer.init_args.lr={RATES[1]}"),

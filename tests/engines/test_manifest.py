@@ -157,6 +157,10 @@ def test_numbers_of_pods_names_and_images_are_looked_at(caplog):
     for odd in (None, "", "two words", "project@sha256:12"):
         with pytest.raises(UserError, match="image"):
             image_of(odd)
+    with pytest.raises(UserError, match="which image") as refused:
+        image_of(None)
+    (page,) = re.findall(r"docs/\w+\.md", str(refused.value))
+    assert "docker build" in (ROOT / page).read_text()  # it says how to build one
 
 
 def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):

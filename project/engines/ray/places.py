@@ -1,6 +1,7 @@
 """Ray Train: where the workers are placed, when they are started again, and with how many."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import ray
@@ -51,11 +52,11 @@ def train(asked: Asked, office: Any, needs: dict[str, float], environment: dict[
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     config = {
         **{"office": office, "words": asked.words, "run": asked.run, "cwd": str(asked.cwd), "grace": asked.grace},
-        **{"checkpoints": str(asked.checkpoints), "environment": environment},
+        "checkpoints": str(asked.checkpoints),
     }
     elastic = asked.least < asked.workers
     DataParallelTrainer(
-        work,
+        partial(work, environment=environment),  # Ray's dashboard shows the config, and the environment may have keys
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(
             num_workers=(asked.least, asked.workers) if elastic else asked.workers,

@@ -31,12 +31,14 @@ def search(asked: Asked) -> int:
 
         needs = {name: value * asked.workers for name, value in resources(ray, asked).items()}
         told = described(asked, sweep)
-        _try_it(ray, told, sweep, needs, noted)
+        _try_it(ray, told, passed_on(asked), sweep, needs, noted)
         return _search(asked, sweep, told, needs, noted)
 
 
 def described(asked: Asked, sweep: Sweep) -> dict[str, Any]:
-    """What a trial has to know of its search."""
+    """What a trial has to know of its search. Tune writes it down beside the runs, for all to read: so no environment is in it,
+    which may have the keys of a service.
+    """
     words = without(asked.words, "--run")  # trials have names of their own
     if asked.workers > 1:
         words.append(f"--trainer.devices={asked.workers}")  # a trial's ranks are on one host, as plain Python starts them
@@ -45,18 +47,20 @@ def described(asked: Asked, sweep: Sweep) -> dict[str, Any]:
     return {
         **{"words": words, "run": asked.run, "folder": str(asked.folder.parent), "cwd": str(asked.cwd)},
         **{"flags": [sweep.words(number + 1) for number in range(len(sweep.trials))], "workers": asked.workers},
-        **{"metric": sweep.metric, "environment": passed_on(asked), "grace": asked.grace},
+        **{"metric": sweep.metric, "grace": asked.grace},
     }
 
 
-def _try_it(ray: Any, told: Mapping[str, Any], sweep: Sweep, needs: Mapping[str, float], noted: Noted) -> None:
+def _try_it(
+    ray: Any, told: Mapping[str, Any], environment: dict[str, str], sweep: Sweep, needs: Mapping[str, float], noted: Noted
+) -> None:
     """Before anything starts: one step and one validation, where a trial would run, with all values that a key may have."""
     from project.engines.ray.trial import tried
 
     every = [flag(key, value) for key, values in sweep.extremes.items() for value in values]
     words = [*told["words"], *every, *sweep.words(1), "--trainer.fast_dev_run=true", f"--run={told['run']}-trying"]
     task = ray.remote(tried).options(num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0))
-    answer = task.remote(dict(told), words)
+    answer = task.remote(dict(told), environment, words)
     while not ray.wait([answer], timeout=0.5)[0]:
         if noted.numbers:
             raise SystemExit(128 + noted.numbers[0])
@@ -80,7 +84,7 @@ def _search(asked: Asked, sweep: Sweep, told: dict[str, Any], needs: dict[str, f
     )
     news = News(told, sweep)
     tuner = tune.Tuner(
-        tune.with_resources(Trial, needs),
+        tune.with_resources(tune.with_parameters(Trial, environment=passed_on(asked)), needs),
         param_space={"number": tune.grid_search(list(range(1, len(sweep.trials) + 1))), "search": told},
         tune_config=tune.TuneConfig(
             metric=sweep.metric, mode=sweep.mode, scheduler=scheduler, max_concurrent_trials=sweep.together,

@@ -49,14 +49,14 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     that it has logged before, too. So what Tune decides does not depend on which trial was killed, and when.
     """
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Starts the child."""
+    def setup(self, config: dict[str, Any], environment: dict[str, str]) -> None:
+        """Starts the child. `environment` comes by Ray's memory, and `config` is written down."""
         search = config["search"]
         self._search, self._told = search, 0
         at_usual_priority()
         self._folder = Path(search["folder"]) / name_of(search, config["number"])
         self._events, self._said = Events(self._folder), Said()
-        environment = environment_of(search["environment"], search["workers"])
+        environment = environment_of(environment, search["workers"])
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
             environment.pop(name, None)
         self._child = Child(words_of(search, config["number"]), environment, Path(search["cwd"]), self._said)
@@ -117,11 +117,11 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         """It goes on by its name."""
 
 
-def tried(search: Mapping[str, Any], words: list[str]) -> str:
+def tried(search: Mapping[str, Any], environment: dict[str, str], words: list[str]) -> str:
     """A step and a validation with these words, where a trial would run: what is wrong, or nothing."""
     said = Said()
     at_usual_priority()
     with tempfile.TemporaryDirectory() as folder:
         words = [*words, f"--trainer.default_root_dir={folder}"]
-        code = Child(words, environment_of(search["environment"], 1), Path(search["cwd"]), said).wait()
+        code = Child(words, environment_of(environment, 1), Path(search["cwd"]), said).wait()
     return "" if code == 0 else said.why()

@@ -61,7 +61,7 @@ def at_usual_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def work(config: dict[str, Any]) -> None:
+def work(config: dict[str, Any], environment: dict[str, str]) -> None:
     """Ray calls this in each worker; an exception asks it to start all of them again."""
     context, office = ray.train.get_context(), config["office"]
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -71,7 +71,7 @@ def work(config: dict[str, Any]) -> None:
     nodes = ray.get(office.comes.remote(name, rank, world, socket.gethostname(), node, newest(config["checkpoints"])))
     if not nodes:
         return
-    environment = environment_of(config["environment"], nodes.count(node))
+    environment = environment_of(environment, nodes.count(node))
     environment |= layout(rank, nodes, os.environ.get("CUDA_VISIBLE_DEVICES"))
     environment |= {"TORCHELASTIC_RUN_ID": config["run"], "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     child = Child(config["words"], environment, Path(config["cwd"]), lambda number, text: office.says.remote(number, text))

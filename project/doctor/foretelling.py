@@ -1,0 +1,78 @@
+"""A Trainer, a model and its data, put together as far as a dry run needs them."""
+
+from typing import Any, TypeVar
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from project.data import ImageData
+from project.doctor.dry_run import Row, about, numbers, rows, show
+from project.train.batching import accumulation
+from project.train.first_batch import first_batch
+from project.train.foretold import Foretold, room
+from project.train.held import Sharing
+from project.train.micro_batch import samples_of
+from project.train.on_paper import made_on_paper
+from project.train.sharded import Sharded
+
+Made = TypeVar("Made")
+
+
+def foretell(
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    ranks: str,
+    global_batch: int | None,
+    wanted: Any,
+    exact: bool,
+) -> list[Row]:
+    """Shows the table, and returns its rows. The Trainer has been attached to both, as for a fit on one rank."""
+    made: dict[str, Any] = {}
+
+    def batch() -> Any:
+        if data is not None:
+            data.prepare_data()
+            data.setup("fit")
+        made["batch"] = first_batch(module, data, streams=True)
+        return trainer.precision_plugin.convert_input(made["batch"])
+
+    made_on_paper(lambda: _as_in_a_fit(trainer, module))
+    strategy, settings = trainer.strategy, trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
+    devices = settings.get("devices")
+    devices, nodes = devices if isinstance(devices, int) and devices > 0 else 1, int(settings.get("num_nodes") or 1)
+    foretold = Foretold(trainer, module, strategy.blocks if isinstance(strategy, Sharded) else None, batch)
+    sharing = sharing_of(strategy, exact)
+    foretold.held(sharing)  # now there is a micro-batch, if there can be one
+    samples = samples_of(made.get("batch"))
+
+    def many(count: int) -> int:
+        if isinstance(data, ImageData):
+            return accumulation(
+                data.global_batch_size, data.batch_size, count, wanted, "data.global_batch_size data.batch_size"
+            )
+        return accumulation(global_batch, samples, count, wanted, "trainer.global_batch_size batch_size") if samples else 1
+
+    found = rows(foretold, sharing, numbers(ranks, devices * nodes), devices, many)
+    named = settings.get("strategy")
+    said = about(foretold, samples, sharing, named if isinstance(named, str) else strategy, str(trainer.precision))
+    show(foretold, found, sharing, said, lambda here: room(strategy.root_device, here))
+    return found
+
+
+def sharing_of(strategy: Strategy, exact: bool) -> Sharing:
+    """How ranks share a network with this strategy."""
+    if isinstance(strategy, Sharded):
+        return strategy.sharing(ranks=1)
+    return Sharing(exact=exact, on_gpu=strategy.root_device.type != "cpu")
+
+
+def _as_in_a_fit(trainer: Trainer, module: LightningModule) -> None:
+    module.configure_model()
+    module.setup("fit")
+    trainer.precision_plugin.convert_module(module)
+
+
+def modules_on_paper(class_type: type[Made], *args: Any, **kwargs: Any) -> Made:
+    """Makes what a YAML names, without memory."""
+    return made_on_paper(lambda: class_type(*args, **kwargs))

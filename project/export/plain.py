@@ -1,0 +1,102 @@
+"""A checkpoint that lies in parts as one plain file, with all that is in it: a run goes on from it with any strategy.
+
+It is never whole in memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from project.errors import UserError
+from project.export import description
+from project.export.folder import ABOUT, staging
+from project.parts import Parted, Stored, changed
+from project.survive.files import entry_of, manifest_of, read_manifest, write_file, write_manifest
+from project.survive.readable import plain_values
+
+log = logging.getLogger(__name__)
+
+
+def as_one_file(trainer: Trainer, checkpoint: Path | None, target: Path) -> Path:
+    """Writes the file and its manifest into the folder `target`, and returns the file, which `--resume` takes."""
+    if checkpoint is None:
+        raise UserError("export --to checkpoint needs a checkpoint. HINT: --run NAME, or --ckpt_path PATH.")
+    manifest = _manifest(checkpoint)
+    with staging(target) as folder:
+        file = folder / checkpoint.name
+        if checkpoint.is_dir():
+            _write(checkpoint, file)
+        else:
+            shutil.copyfile(checkpoint, file)
+        whole = {key: value for key, value in manifest.items() if key != "parts"}
+        write_manifest(file, {**whole, **entry_of(file)})
+        files = description.of_files(folder)
+        description.copy_config(trainer, folder)
+        about = {"format": "checkpoint", "file": file.name, **description.origin(checkpoint), "files": files}
+        about["versions"] = description.of_versions("checkpoint")
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    file = target / checkpoint.name
+    log.info("%-11s %s (%.1f MB), and beside it its manifest, %s and config.yaml", "exported", file, _megabytes(file), ABOUT)
+    log.info("%-11s python -m project fit --config %s --run NAME --resume %s", "to go on", target / "config.yaml", file)
+    return file
+
+
+def _megabytes(file: Path) -> float:
+    return file.stat().st_size / 1e6
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    if not manifest_of(checkpoint).exists():
+        return {}
+    try:
+        return read_manifest(checkpoint)
+    except (ValueError, OSError) as error:
+        raise UserError(f"Checkpoint {checkpoint} can't be used: {error}. HINT: take an older one.") from error
+
+
+def _write(checkpoint: Path, file: Path) -> None:
+    with plain_values():
+        parted = Parted(checkpoint, _load)
+        with TemporaryDirectory(dir=file.parent, prefix=".tensors-") as place:
+            content = parted.checkpoint(lambda stored: _on_disk(stored, Path(place) / "tensor"))
+            write_file(file, lambda opened: torch.save(content, opened))
+        _compare(parted, _load(file))
+
+
+def _on_disk(stored: Stored, file: Path) -> Tensor:
+    """Put together in a file that goes when the tensor goes."""
+    if not stored.all.count:
+        return stored.read()
+    size = stored.all.count * stored.dtype.itemsize
+    with file.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, size)  # a disk that is full is an error here, and the end of the process later
+    storage = torch.UntypedStorage.from_file(str(file), True, size)
+    file.unlink()
+    flat = torch.empty(0, dtype=stored.dtype).set_(storage)  # type: ignore[arg-type]
+    return stored.fill(flat.view(stored.shape), stored.all)
+
+
+def _compare(parted: Parted, written: Mapping[str, Any]) -> None:
+    """Tensor by tensor, as it will be read."""
+    found: dict[str, Any] = {}
+    changed(written, lambda value, name: found.setdefault(name, value))
+
+    def compare(stored: Stored) -> None:
+        bits = [one.contiguous().view(-1).view(torch.uint8) for one in (found[stored.name], stored.read())]
+        if not torch.equal(*bits):
+            raise UserError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
+
+    parted.checkpoint(compare)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

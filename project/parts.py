@@ -1,0 +1,194 @@
+"""A checkpoint in parts: a folder in which each rank has written what it held of the tensors that were spread over the ranks.
+
+`whole.pt` is a checkpoint as any other, but that a mark stands where a tensor was spread: its name, shape and type, and which
+rank's part has which of its slices. `part-00001-of-00003.pt` holds rank 1's slices by name. Whatever is read is mapped into
+memory: who asks for a slice reads that, and no whole tensor is made where nobody asks for one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from project.errors import UserError
+
+WHOLE = "whole.pt"
+_MARK = "tensor in parts"
+
+Load = Callable[[Path], Any]
+"""Reads a file of torch.save."""
+
+
+def part_name(rank: int, ranks: int) -> str:
+    return f"part-{rank:05d}-of-{ranks:05d}.pt"
+
+
+# Where a slice lies --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A slice of a tensor: where it begins, and how large it is, by dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return prod(self.size)
+
+    def within(self, other: "Box") -> tuple[slice, ...] | None:
+        """What the two have in common, as an index into the other one; None if that is nothing."""
+        found = []
+        for start, size, their_start, their_size in zip(self.start, self.size, other.start, other.size, strict=True):
+            first, end = max(start, their_start), min(start + size, their_start + their_size)
+            if first >= end:
+                return None
+            found.append(slice(first - their_start, end - their_start))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is spread: over a grid of ranks, cut along one dimension of it for each of the grid's.
+
+    Args:
+        ranks: by their place in the grid, the last dimension first.
+        grid: how many there are along each of its dimensions.
+        along: the dimension of the tensor that is cut along each of the grid's; None: there are copies.
+    """
+
+    ranks: tuple[int, ...]
+    grid: tuple[int, ...]
+    along: tuple[int | None, ...]
+
+    def box(self, shape: tuple[int, ...], place: tuple[int, ...]) -> Box:
+        """The slice at a place of the grid, cut as `torch.chunk` cuts."""
+        start, size = [0] * len(shape), [*shape]
+        for dimension, count, mine in zip(self.along, self.grid, place, strict=True):
+            if dimension is not None:
+                each = -(-size[dimension] // count)
+                first = min(mine * each, size[dimension])
+                start[dimension] += first
+                size[dimension] = min(each, size[dimension] - first)
+        return Box(tuple(start), tuple(size))
+
+    def is_copy(self, place: tuple[int, ...]) -> bool:
+        """Whether another place, which comes first, has the same slice."""
+        return any(at for at, dimension in zip(place, self.along, strict=True) if dimension is None)
+
+    def slices(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+        """Each slice once, with the rank that has written it."""
+        for rank, place in zip(self.ranks, product(*map(range, self.grid)), strict=True):
+            box = self.box(shape, place)
+            if box.count and not self.is_copy(place):
+                yield rank, box
+
+
+# Marks ---------------------------------------------------------------------------------------------------------------
+
+
+def mark(name: str, tensor: Tensor, layout: Layout) -> dict[str, Any]:
+    """What stands in `whole.pt` for a tensor that is spread."""
+    spread = {"ranks": layout.ranks, "grid": layout.grid, "along": layout.along}
+    return {_MARK: name, "shape": tuple(tensor.shape), "dtype": tensor.dtype, **spread}
+
+
+def changed(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """The same dicts, lists and tuples, with other values in them: `change` is told each value, and its name."""
+    if isinstance(value, Mapping) and _MARK not in value:
+        made: Any = copy(value)
+        for key, one in value.items():
+            if (new := changed(one, change, f"{name}/{key}")) is not one:
+                made[key] = new
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(changed(one, change, f"{name}/{at}") for at, one in enumerate(value))
+    return change(value, name)
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+class Stored:
+    """A tensor that lies in parts."""
+
+    def __init__(self, folder: "Parted", said: Mapping[str, Any]) -> None:
+        self.folder, self.name = folder, str(said[_MARK])
+        self.shape: tuple[int, ...] = tuple(said["shape"])
+        self.dtype: torch.dtype = said["dtype"]
+        self.layout = Layout(said["ranks"], said["grid"], said["along"])
+
+    @property
+    def all(self) -> Box:
+        return Box((0,) * len(self.shape), self.shape)
+
+    def fill(self, tensor: Tensor, wanted: Box) -> Tensor:
+        """Reads a slice into a tensor of its size."""
+        filled = 0
+        for rank, box in self.layout.slices(self.shape):
+            if (to := box.within(wanted)) is not None and (of := wanted.within(box)) is not None:
+                part = self.folder.slice_of(rank, self.name, box)[of]
+                tensor[to].copy_(part)
+                filled += part.numel()
+        if filled != wanted.count:
+            raise UserError(f"{self.folder.path}: {wanted.count - filled} values of {self.name} are in no part.")
+        return tensor
+
+    def read(self, wanted: Box | None = None) -> Tensor:
+        """A slice, or all of it."""
+        wanted = wanted or self.all
+        return self.fill(torch.empty(wanted.size, dtype=self.dtype), wanted)
+
+
+class Parted:
+    """A checkpoint's folder. A part is opened when something of it is needed.
+
+    Args:
+        path: the folder.
+        load: reads one of its files, mapped into memory.
+    """
+
+    def __init__(self, path: Path, load: Load) -> None:
+        self.path, self._load = path, load
+        self._parts: dict[int, Mapping[str, Tensor]] = {}
+        content = self._open(WHOLE, "what is not spread")
+        self._name: str = content["name"]
+        self._ranks: int = content["ranks"]
+        self._whole: dict[str, Any] = content["checkpoint"]
+
+    def checkpoint(self, make: Callable[[Stored], Any] = Stored.read) -> dict[str, Any]:
+        """All of it, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
+
+        def change(value: Any, name: str) -> Any:
+            return make(Stored(self, value)) if isinstance(value, Mapping) and _MARK in value else value
+
+        found: dict[str, Any] = changed(self._whole, change)
+        return found
+
+    def slice_of(self, rank: int, name: str, box: Box) -> Tensor:
+        """What a rank has written of a tensor."""
+        if rank not in self._parts:
+            content = self._open(file := part_name(rank, self._ranks), f"what rank {rank} held")
+            if content["name"] != self._name:
+                raise UserError(f"{self.path / file} is a part of another checkpoint.")
+            self._parts[rank] = content["slices"]
+        found = self._parts[rank].get(name)
+        if found is None or tuple(found.shape) != box.size:
+            raise UserError(f"{self.path / part_name(rank, self._ranks)}: rank {rank} has not written its slice of {name}.")
+        return found
+
+    def _open(self, file: str, what: str) -> Any:
+        try:
+            return self._load(self.path / file)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path / file} is missing: {what}. HINT: take an older checkpoint from the same folder; where the "
+                "ranks wrote to disks of their own, bring the parts together."
+            ) from None

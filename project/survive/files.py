@@ -1,0 +1,224 @@
+"""A checkpoint on the disk: whole or not there, with a manifest that says how to know; and which of them is to be trusted.
+
+A checkpoint is a file or, where the network was spread over the ranks, a folder of parts: step-N.ckpt; beside it lies its
+manifest, step-N.json: checksums, position, metrics, the run's configuration and versions. Both are written under another
+name, forced to the disk and renamed, the manifest first: a checkpoint that is there has one.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from project.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 22
+_READERS = 4  # files of a checkpoint that are read at once
+
+Entry = dict[str, Any]
+"""A file in a manifest: its size and checksum, and the rank and host that have written it."""
+
+
+def manifest_of(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The oldest first."""
+    return sorted(folder.glob("step-*.ckpt"))
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that is what the manifest says; a ValueError says what is wrong with it."""
+    try:
+        manifest: dict[str, Any] = json.loads(manifest_of(path).read_text())
+        parts: dict[str, Entry] | None = manifest.get("parts")
+        if parts is None:
+            manifest["bytes"], manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"its manifest can't be read ({error})") from error
+    if parts is None:
+        if path.is_dir():
+            raise UserError("it is a folder, and its manifest is of a file")
+        if problem := _problem(path, manifest):
+            raise UserError(f"it {problem}")
+        return manifest
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda one: part_problem(path, *one), parts.items())
+        if problems := [one for one in found if one]:
+            raise UserError("; ".join(problems))
+    return manifest
+
+
+def part_problem(folder: Path, name: str, entry: Entry) -> str:
+    """What is wrong with a part, and who has written it; nothing if it is as it was."""
+    by = f"{name}, which rank {entry['rank']} on {entry['host']} has written,"
+    try:
+        problem = _problem(folder / name, entry)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{by} is missing"
+    except OSError as error:
+        return f"{by} can't be read ({error})"
+    return f"{by} {problem}" if problem else ""
+
+
+def _problem(path: Path, entry: Entry) -> str:
+    """Of a file: how it is not what was written."""
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"has {size} bytes instead of {entry['bytes']}"
+    with path.open("rb") as file:
+        return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
+
+
+def newest_good(folder: Path, set_aside: bool = True) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
+    found = checkpoints_in(folder)
+    for path in reversed(found):
+        try:
+            return path, read_manifest(path)
+        except (ValueError, OSError) as error:
+            if not set_aside:
+                continue
+            log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
+            put_aside(path, ".bad")
+    if found and set_aside:
+        log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
+    return None
+
+
+# What goes -----------------------------------------------------------------------------------------------------------
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """A checkpoint and its manifest. A folder first gets another name: what is there is whole, or nothing."""
+    if path.is_dir():
+        going = path.with_name(f".{path.name}.gone")
+        _remove(going)
+        path.replace(going)
+        path = going
+    _remove(path)
+    manifest_of(path.with_name(path.name.removeprefix(".").removesuffix(".gone"))).unlink(missing_ok=True)
+
+
+def put_aside(path: Path, suffix: str) -> None:
+    """A checkpoint and its manifest get other names, under which nobody looks for one."""
+    for one in (path, manifest_of(path)):
+        if os.path.lexists(one):
+            aside = one.with_name(one.name + suffix)
+            if aside.is_dir() or one.is_dir():  # a folder takes nobody's place
+                _remove(aside)
+            one.replace(aside)
+
+
+def clean_up(folder: Path) -> None:
+    """Removes what is left of writes that were cut off."""
+    for left in (*folder.glob(".step-*"), *folder.glob("step-*.json")):
+        if left.name.startswith(".") or not left.with_suffix(".ckpt").exists():
+            _remove(left)
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def sync(folder: Path) -> None:
+    """Forces the names in a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Fills a file under another name, forces it to the disk and gives it its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Of a checkpoint that is about to get this name."""
+    text = json.dumps(manifest, indent=1).encode()
+    write_file(manifest_of(path), lambda file: file.write(text))
+
+
+def entry_of(path: Path) -> Entry:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": sha256_of(file)}
+
+
+def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> int:
+    """Writes a checkpoint as a file, and its manifest, and reads it back; returns how many bytes it has."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        write_file(temporary, lambda file: torch.save(checkpoint, file))
+        manifest = {**manifest, **entry_of(temporary)}
+        write_manifest(path, manifest)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    read_manifest(path)
+    size: int = manifest["bytes"]
+    return size
+
+
+def free_name(path: Path, folder: bool) -> Path:
+    """Where a checkpoint of this name goes. A file takes the place of a file; a folder is never written to twice, and so
+    gets a name that comes after the one that is there: step-000000006_02.ckpt."""
+    name, number = path, 1
+    while name.is_dir() or (folder and os.path.lexists(name)):
+        number += 1
+        name = path.with_name(f"{path.stem}_{number:02d}{path.suffix}")
+    return name
+
+
+def same_step(path: Path, other: Path) -> bool:
+    """Whether two checkpoints are of one position, written one after the other."""
+    return path.stem.partition("_")[0] == other.stem.partition("_")[0]
+
+
+def cause(error: BaseException | None) -> str:
+    """What the operating system said, if it was that: PyTorch's writer hides it behind an error of its own."""
+    text = str(error)
+    while error is not None:
+        if isinstance(error, OSError):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return text

@@ -1,0 +1,59 @@
+"""How a checkpoint is read: a file or a folder of parts, whole, or of what is spread over the ranks this rank's slices."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from project.errors import UserError
+from project.parts import Parted, Stored
+from project.survive.readable import plain_values
+
+_SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file open, is copied
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Lightning's reader and writer, with `weights_only` on unless it was switched off; it reads folders of parts, too."""
+
+    slice_of: Callable[[Stored], Any] | None = None
+    """What this rank takes of a tensor that lies in parts, where the network is spread; None: all of it. Files are then
+    mapped into memory: who takes a slice of a tensor reads no more than that."""
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        safe, path_ = True if weights_only is None else weights_only, Path(path)
+        try:
+            with plain_values():
+                if path_.is_dir():
+                    parted = Parted(path_, lambda file: _mapped(file, safe))
+                    return parted.checkpoint(self.slice_of or Stored.read)
+                if self.slice_of is not None and path_.is_file():
+                    return _let_go(_mapped(path_, safe))
+                return super().load_checkpoint(path, map_location, safe)
+        except pickle.UnpicklingError as error:
+            raise UserError(
+                f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
+                "HINT: if you trust where it comes from, set weights_only=false."
+            ) from error
+        except UserError:
+            raise
+        except Exception as error:  # whatever a damaged file makes of the reader
+            raise UserError(
+                f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
+                "the same folder."
+            ) from error
+
+
+def _mapped(path: Path, weights_only: bool) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+def _let_go(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = apply_to_collection(checkpoint, Tensor, lambda one: one.clone() if one.nbytes < _SMALL else one)
+    return found

@@ -1,0 +1,180 @@
+"""Checkpoints that the ranks write together, each its own part: all of it, or nothing.
+
+Each rank's writer is a thread beside the training. They meet in a group of their own, as the training's may be in use, and
+after each move they tell each other how it went: a disk that is full on one host is every rank's failure, and a rank that is
+gone ends the wait of the others. What they write lies in a new folder under another name, until all parts are on the disk
+and the manifest names them; then rank 0 renames it, and each rank reads back its part.
+"""
+
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from project.cluster.group import Group
+from project.parts import WHOLE, Parted, Stored, part_name
+from project.survive.files import Entry, cause, entry_of, free_name, part_problem, put_aside, sync, write_file, write_manifest
+from project.survive.readable import check, plain_values
+
+T = TypeVar("T")
+
+
+class Incomplete(Exception):
+    """A checkpoint that at least one rank could not write."""
+
+
+class Lost(Incomplete):
+    """One that was left when a rank had gone."""
+
+
+@dataclass
+class Copied:
+    """A rank's share of a checkpoint, in main memory: its slices of what is spread; on rank 0, what is whole, with marks."""
+
+    marked: dict[str, Any]
+    slices: dict[str, Tensor]
+
+
+class Together:
+    """This rank's writer among those of all ranks.
+
+    Args:
+        host: this rank's.
+    """
+
+    def __init__(self, host: str = "") -> None:
+        self.host = host
+        self._group = Group()
+        self._members: Any = None  # torch's group, held while something is being written
+        self._read_back = False
+
+    def meet(self, timeout: timedelta | None) -> None:
+        """Called by all ranks; `timeout`: how long they wait for each other's disks."""
+        self._group.make(timeout)
+
+    @property
+    def ready(self) -> bool:
+        return self._group() is not None
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._members)
+
+    @property
+    def _ranks(self) -> int:
+        return dist.get_world_size(self._members)
+
+    def write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+        """Writes a checkpoint; the name that it got, and its size. All ranks' writers call it, and all raise Incomplete where
+        one of them fails."""
+        self._members = self._group()
+        if self._members is None:
+            raise Lost("the ranks are no longer connected")
+        try:
+            return self._write(path, copied, manifest)
+        finally:
+            self._members = None
+
+    def _write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+        staging, name = self._on_rank_0(lambda: _stage(path))
+        try:
+            written = self._all(lambda: self._parts(staging, name, copied))
+            entries = {file: entry for entries in written for file, entry in entries.items()}
+            path = self._on_rank_0(lambda: _commit(staging, path, {**manifest, "parts": entries}))
+        except Exception:
+            if self._rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        try:
+            self._all(lambda: self._verify(path, written[self._rank]))
+        except Incomplete:
+            if self._rank == 0:
+                put_aside(path, ".bad")
+            raise
+        return path, sum(entry["bytes"] for entry in entries.values())
+
+    # Moves -----------------------------------------------------------------------------------------------------------
+
+    def _all(self, move: Callable[[], T]) -> list[T]:
+        """What each rank's move came to, by rank; Incomplete says on which ranks it has failed, and why."""
+        mine: Any = (None, "")
+        try:
+            mine = (move(), "")
+        except Exception as error:
+            mine = (None, cause(error) or type(error).__name__)
+        said: list[Any] = [None] * self._ranks
+        try:
+            dist.all_gather_object(said, (*mine, self.host), group=self._members)
+        except RuntimeError as error:  # gloo's
+            raise Lost(f"a rank does not answer: {_brief(str(error))}") from error
+        if wrong := [f"rank {rank} on {host}: {why}" for rank, (_, why, host) in enumerate(said) if why]:
+            raise Incomplete("; ".join(wrong))
+        return [found for found, _, _ in said]
+
+    def _on_rank_0(self, move: Callable[[], T]) -> T:
+        found = self._all(lambda: move() if self._rank == 0 else None)[0]
+        assert found is not None
+        return found
+
+    def _parts(self, staging: Path, name: str, copied: Copied) -> dict[str, Entry]:
+        """Writes what is this rank's."""
+        contents: dict[str, Any] = {}
+        if self._rank == 0:
+            check(copied.marked)
+            contents[WHOLE] = {"name": name, "ranks": self._ranks, "checkpoint": copied.marked}
+        if copied.slices:
+            contents[part_name(self._rank, self._ranks)] = {"name": name, "slices": copied.slices}
+        entries = {}
+        for file, content in contents.items():
+            write_file(staging / file, lambda opened, content=content: torch.save(content, opened))  # type: ignore[misc]
+            entries[file] = {**entry_of(staging / file), "rank": self._rank, "host": self.host}
+        return entries
+
+    def _verify(self, path: Path, mine: dict[str, Entry]) -> None:
+        for file, entry in mine.items():
+            if problem := part_problem(path, file, entry):
+                raise OSError(problem)
+        if not self._read_back:  # the first of this process, as one that goes on will read it
+            with plain_values():
+                Parted(path, _load).checkpoint(self._try)
+            self._read_back = True
+
+    def _try(self, stored: Stored) -> None:
+        for rank, box in stored.layout.slices(stored.shape):
+            if rank == self._rank:
+                stored.read(box)
+
+
+def _stage(path: Path) -> tuple[Path, str]:
+    """A new folder, and a name that no other checkpoint has."""
+    name = uuid.uuid4().hex
+    staging = path.with_name(f".{path.name}.{name[:8]}.part")
+    staging.mkdir(parents=True)
+    return staging, name
+
+
+def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
+    """All parts are there: the checkpoint gets its manifest, and its name."""
+    sync(staging)
+    path = free_name(path, folder=True)
+    write_manifest(path, manifest)
+    staging.replace(path)
+    sync(path.parent)
+    return path
+
+
+def _brief(text: str) -> str:
+    """Gloo's reason, without its own file, and without its guesses."""
+    return re.sub(r"^\[\S+gloo\S+\] ", "", text.strip()).partition(" This is typically")[0].partition("\n")[0].rstrip(".")
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -1,0 +1,126 @@
+"""What each rank of a run will hold, before it holds it: the network, its optimiser and a micro-batch, on paper."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+from project.cluster.environment import limits
+from project.train.activations import Activations, activations
+from project.train.blocks import Named, blocks_of
+from project.train.held import Held, Inventory, Sharing, held, inventory
+from project.train.on_paper import batch_on_paper, copied_to_paper
+from project.train.optimizer_state import OptimizerState
+
+log = logging.getLogger(__name__)
+
+USABLE = 0.95
+"""Of a device's memory: the rest goes to its driver, to libraries, and into gaps."""
+
+Found = TypeVar("Found")
+
+
+class Foretold:
+    """Of one network. What can't be reckoned on paper is not known, and `unknown` says why.
+
+    Args:
+        trainer: the run's.
+        module: its module, with the parameters in the types that they are trained in.
+        blocks: the names of its blocks, as `blocks_of` takes them.
+        batch: makes a micro-batch, on the host.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, blocks: Any, batch: Callable[[], Any]) -> None:
+        self.trainer, self.module, self._batch = trainer, module, batch
+        self.device = trainer.strategy.root_device
+        self.blocks: Named = blocks_of(module, blocks)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        averages = sum(isinstance(one, WeightAveraging) for one in callbacks)
+        self.inventory: Inventory = inventory(module, self.blocks, averages)
+        self.unknown: dict[str, str] = {}
+        self._optimizer = self._try("optimizer", lambda: OptimizerState(self._copy(None)))
+        self._activations = cache(self._reckon_activations)
+        self._micro_batch = cache(batch)
+
+    def held(self, sharing: Sharing) -> Held:
+        """By one rank, where the ranks share so."""
+        state = self._optimizer
+        kept = self._activations(sharing.param_dtype if sharing.spread else None)
+        again = sharing.spread and sharing.checkpoint_activations
+        return held(
+            self.inventory,
+            sharing,
+            None if state is None else self._try("optimizer", lambda: state.bytes(sharing.parts)),
+            None if kept is None else kept.checkpointed if again else kept.kept,
+            {**self.unknown},
+        )
+
+    def _copy(self, dtype: torch.dtype | None) -> LightningModule:
+        return copied_to_paper(self.module, self.device, dtype)
+
+    def _reckon_activations(self, dtype: torch.dtype | None) -> Activations | None:
+        def reckon() -> Activations:
+            copied = self._copy(dtype)
+            named = dict(copied.named_modules())
+            batch = batch_on_paper(self._micro_batch(), self.device, dtype)
+            context = self.trainer.precision_plugin.train_step_context
+            return activations(copied, [(name, named[name]) for name, _ in self.blocks], batch, context)
+
+        return self._try("activations", reckon)
+
+    def _try(self, what: str, reckon: Callable[[], Found]) -> Found | None:
+        try:
+            with _no_trace():
+                return reckon()
+        except Exception as error:  # somebody's module may do whatever it likes
+            log.debug("%s can't be reckoned on paper", what, exc_info=True)
+            first = str(error).strip().partition("\n")[0]
+            self.unknown[what] = f"{type(error).__name__}: {first}" if first else type(error).__name__
+            return None
+
+
+@contextmanager
+def _no_trace() -> Iterator[None]:
+    """Random numbers go on as if nothing had been drawn; what is said of a first batch is said when it comes."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def room(device: torch.device, ranks_here: int) -> int | None:
+    """Bytes that a rank can have on its device; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    left: int | None = limits(Path("."))["memory"]
+    return None if left is None else left // max(1, ranks_here)
+
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "shard=full": {"shard": "full"},
+    "checkpoint_activations=true": {"checkpoint_activations": True},
+    "cpu_offload=true": {"cpu_offload": True},
+    "param_dtype=bf16": {"param_dtype": torch.bfloat16},
+}
+"""Of `Sharded`, with which a rank may hold less."""
+
+
+def best_option(foretold: Foretold, sharing: Sharing) -> tuple[str, Held] | None:
+    """The option that saves most, and what a rank holds with it."""
+    now, found = foretold.held(sharing).total, []
+    for name, change in _OPTIONS.items():
+        other = replace(sharing, **{"shard": sharing.shard or "full", **change})
+        then = foretold.held(other)
+        if other != sharing and then.total < now:
+            found.append((then.total, name, then))
+    return min(found, key=lambda one: one[0])[1:] if found else None

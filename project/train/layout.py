@@ -1,0 +1,41 @@
+"""Weights whose numbers lie in channels_last: `fully_shard` spreads them in their usual order, and layers compute with theirs.
+
+The bits of a convolution depend on the order in which its weight lies, and on GPUs its speed does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
+    """Lays a module's own parameters in their usual order; each layer is given its weight as it was for the time of a forward
+    pass. Says which, by name, lay how."""
+    found: dict[str, torch.memory_format] = {}
+    for prefix, layer in module.named_modules():
+        for name, one in list(layer.named_parameters(recurse=False)):
+            if one.is_contiguous():
+                continue
+            format = _FORMATS.get(one.ndim)
+            one.data = one.data.contiguous()
+            if format is not None:
+                found[f"{prefix}.{name}" if prefix else name] = format
+                _lend(layer, name, format)
+    return found
+
+
+def _lend(layer: nn.Module, name: str, format: torch.memory_format) -> None:
+    """An attribute of the layer's own stands before its parameter of that name."""
+
+    def give(layer: Any, _: Any) -> None:
+        weight: Tensor = layer.get_parameter(name)
+        layer.__dict__[name] = weight.contiguous(memory_format=format)
+
+    def take_back(layer: Any, *_: Any) -> None:
+        layer.__dict__.pop(name, None)
+
+    layer.register_forward_pre_hook(give)
+    layer.register_forward_hook(take_back, always_call=True)

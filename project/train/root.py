@@ -1,0 +1,109 @@
+"""The root of a network that is spread: it gathers what is in no block, and its steps are taken from within its `forward`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from project.train.micro_batch import joins
+
+
+class Root:
+    """A LightningModule that `fully_shard` was applied to, after its blocks.
+
+    Args:
+        module: the root.
+        keeps: blocks stay gathered from the forward pass to the backward pass.
+    """
+
+    def __init__(self, module: nn.Module, keeps: bool) -> None:
+        assert isinstance(module, FSDPModule)
+        self._root: Any = module
+        self._keeps = keeps
+        self._parts: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        self._stays = False  # gathered, from one micro-batch of a step to the next
+        self._order: list[Any] = []
+
+    # The backward pass -----------------------------------------------------------------------------------------------
+
+    def reduce(self, on: bool) -> None:
+        """Whether a backward pass adds up the gradients of all ranks."""
+        self._root.set_requires_gradient_sync(on)
+
+    def begin_of_more(self, exact: bool) -> None:
+        """A micro-batch whose step goes on: its gradients wait for those of the last one."""
+        if not exact:
+            self.reduce(False)
+        if self._keeps:
+            self._root.set_reshard_after_backward(False)
+
+    def end_of_more(self, exact: bool) -> None:
+        if not exact:
+            self.reduce(True)
+        if self._keeps:
+            self._root.set_reshard_after_backward(True)
+            self._stays = True
+
+    # The forward pass ------------------------------------------------------------------------------------------------
+
+    def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes a step of the module in its `forward`: hooks around that gather what it holds itself."""
+        module = self._root
+        training = step.__name__ == "training_step"
+        if training and not self._stays:
+            self._let_go()
+        self._stays = False
+        before = module.__dict__.get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            put_back()
+            return step(*args, **kwargs)
+
+        def put_back() -> None:
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.forward = before
+
+        module.forward = forward
+        try:
+            if training:
+                return module(*args, **kwargs)
+            with self._noting_what_is_gathered():
+                output = module(*args, **kwargs)
+        finally:
+            put_back()
+        self._let_go()
+        if joins(module.trainer):
+            self._gather_as_others()
+        return output
+
+    def _let_go(self) -> None:
+        """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""
+        for one in self._parts if self._keeps else (self._root,):
+            one.reshard()
+
+    @contextmanager
+    def _noting_what_is_gathered(self) -> Iterator[None]:
+        """Of a forward pass: which parts, and in which order."""
+        self._order = []
+
+        def note(part: Any, _: Any) -> None:
+            if not (self._keeps or part is self._root) or part not in self._order:
+                self._order.append(part)
+
+        hooks = [one.register_forward_pre_hook(note, prepend=True) for one in self._parts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _gather_as_others(self) -> None:
+        """Other ranks have one micro-batch more to evaluate, and their blocks are gathered from all ranks."""
+        for one in self._order:
+            one.unshard()
+            if one is not self._root and not self._keeps:
+                one.reshard()
+        self._let_go()

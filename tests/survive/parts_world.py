@@ -1,0 +1,232 @@
+"""Ranks that write checkpoints in parts without a training: processes that are started, struck, and looked at."""
+
+import io
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from project.cluster.interfaces import use_loopback
+from project.parts import Stored
+from project.survive.checkpoints import Checkpoints
+from project.survive.reading import SafeCheckpointIO
+from project.survive.together import Copied, Together
+from project.train.spread import part_of_stored, taken_apart
+from tests.conftest import _SERVER, PATIENCE
+
+SPREAD = ("weight", "bias", "one")
+_MOVES = ((os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (torch, "save"))
+
+
+def whole(step: int) -> dict[str, Any]:
+    """A run's state at a step: a matrix that no number of ranks divides, a vector that is smaller than most, averages of
+    them, what each rank has, and values of other kinds."""
+    draw = torch.Generator().manual_seed(step)
+    weight, bias = torch.randn(7, 3, generator=draw), torch.randn(2, generator=draw)
+    one = torch.randn(1, 5, generator=draw, dtype=torch.float64)
+    state = {"weight": weight, "bias": bias, "one": one, "running_mean": torch.full((4,), float(step))}
+    moments = {number: {"step": torch.tensor(float(step)), "exp_avg": state[name] * 2} for number, name in enumerate(SPREAD)}
+    return {
+        "state_dict": state,
+        "current_model_state": {name: value + 1 for name, value in state.items()},
+        "optimizer_states": [{"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1, 2], "betas": (0.9, 0.99)}]}],
+        "callbacks": {"Yours": {"list": [bias.clone(), step], "empty": torch.empty(0, 3)}},
+        "position": {"global_step": step},
+    }
+
+
+def spread(value: Any, mesh: DeviceMesh, name: str = "") -> Any:
+    """The same, with what is named in SPREAD, and the moments of it, spread by torch over a mesh."""
+    if isinstance(value, dict):
+        return {key: spread(one, mesh, str(key)) for key, one in value.items()}
+    if isinstance(value, list):
+        return [spread(one, mesh, f"{name} {at}") for at, one in enumerate(value)]
+    if name not in (*SPREAD, "exp_avg", "list 0"):
+        return value
+    return distribute_tensor(value, mesh, [Shard(0) if at == "shard" else Replicate() for at in mesh.mesh_dim_names or ()])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A rank ends before its so-manieth move of a write (in the middle of what it saves), alone or with `all`."""
+
+    rank: int
+    move: int
+    all: bool = False
+
+
+@dataclass
+class World:
+    """Ranks of one checkpoint folder.
+
+    Args:
+        folder: of a run.
+        ranks: how many.
+        hosts: over how many hosts they have copies.
+    """
+
+    folder: Path
+    ranks: int = 2
+    hosts: int = 1
+    codes: list[int] = field(default_factory=list)
+
+    def run(self, work: Callable[..., Any], *words: Any) -> list[Any]:
+        """What `work` says on each rank; None of one that has ended before."""
+        self.folder.mkdir(exist_ok=True)
+        place = self.folder / "world"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        processes = [_SERVER.Process(target=_rank, args=(self, rank, work, *words)) for rank in range(self.ranks)]
+        for one in processes:
+            one.start()
+        for one in processes:
+            one.join(PATIENCE)
+            assert one.exitcode is not None, "a rank is still running"
+        self.codes = [int(one.exitcode or 0) for one in processes]
+        said = [place / f"said-{rank}" for rank in range(self.ranks)]
+        return [json.loads(one.read_text()) if one.exists() else None for one in said]
+
+
+def _rank(world: World, rank: int, work: Callable[..., Any], *words: Any) -> None:
+    torch.set_num_threads(1)
+    use_loopback()
+    place = world.folder / "world"
+    (place / f"pid-{rank}").write_text(str(os.getpid()))
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world.ranks)
+    sizes, names = ((world.ranks,), ("shard",)) if world.hosts == 1 else (
+        (world.hosts, world.ranks // world.hosts), ("copies", "shard"),
+    )  # fmt: skip
+    said = work(world, init_device_mesh("cpu", sizes, mesh_dim_names=names), *words)
+    (place / f"said-{rank}").write_text(json.dumps(said))
+    if all(one.exists() for one in (place / f"pid-{rank}" for rank in range(world.ranks))):
+        dist.destroy_process_group()
+
+
+# What a world does ---------------------------------------------------------------------------------------------------
+
+
+def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | None, keep: int) -> list[Any]:
+    """Writes a checkpoint of each step as `Checkpoints` does, struck in the last; what became of each, and how many moves the
+    last one took."""
+    rank = dist.get_rank()
+    together = Together(f"host-{rank}")
+    together.meet(None)
+    checkpoints = Checkpoints(keep_last=keep, monitor=None)
+    checkpoints._together, checkpoints._folder = together, world.folder / "checkpoints"
+    said: list[Any] = []
+    moves = [0]
+    for step in steps:
+        apart = taken_apart(spread(whole(step), mesh))
+        if step == steps[-1]:
+            _count(moves, strike, world)
+        manifest = {"position": {"global_step": step}} if rank == 0 else {}
+        path = checkpoints._folder / f"step-{step:09d}.ckpt"
+        checkpoints._write(path, Copied(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        said.append(checkpoints.failed)
+    return [*said, moves[0]]
+
+
+def _count(moves: list[int], strike: Strike | None, world: World) -> None:
+    """From here on, moves are counted, and the strike falls."""
+    for module, name in _MOVES:
+        setattr(module, name, _counted(getattr(module, name), moves, strike, world))
+
+
+def _counted(real: Any, moves: list[int], strike: Strike | None, world: World) -> Any:
+    def move(*args: Any, **kwargs: Any) -> Any:
+        number, moves[0] = moves[0], moves[0] + 1
+        if strike is not None and (strike.rank, strike.move) == (dist.get_rank(), number):
+            if real.__name__ == "save":
+                content = io.BytesIO()
+                real(args[0], content)
+                args[1].write(content.getvalue()[: len(content.getvalue()) // 2])
+                args[1].flush()
+            ranks = range(world.ranks) if strike.all else ()
+            others = [int((world.folder / "world" / f"pid-{one}").read_text()) for one in ranks]
+            for pid in (*(one for one in others if one != os.getpid()), os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    return move
+
+
+def full_disk(world: World, mesh: DeviceMesh, sick: int) -> list[Any]:
+    """Three checkpoints, of which the second finds a rank's disk full."""
+    real = torch.save
+
+    def full(value: Any, file: Any) -> None:
+        file.write(b"half")
+        raise RuntimeError("unexpected pos 64 vs 0") from OSError(28, "No space left on device")
+
+    rank = dist.get_rank()
+    together = Together(f"host-{rank}")
+    together.meet(None)
+    checkpoints = Checkpoints(keep_last=9, monitor=None)
+    checkpoints._together, checkpoints._folder = together, world.folder / "checkpoints"
+    said: list[Any] = []
+    for step in (1, 2, 3):
+        torch.save = full if step == 2 and rank == sick else real
+        apart = taken_apart(spread(whole(step), mesh))
+        manifest = {"position": {"global_step": step}} if rank == 0 else {}
+        path = checkpoints._folder / f"step-{step:09d}.ckpt"
+        checkpoints._write(path, Copied(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        dist.barrier()  # what is left goes when the others have been told
+        there = sorted(one.name for one in checkpoints._folder.iterdir())
+        said.append((checkpoints.failed, there))
+        dist.barrier()
+    return said
+
+
+def read(world: World, mesh: DeviceMesh, name: str, step: int) -> list[Any]:
+    """Whether what this rank reads is its part of a step; and how many values it has read, and should hold."""
+    taken = [0]
+    fill = Stored.fill
+
+    def counted(stored: Stored, tensor: Tensor, wanted: Any) -> Tensor:
+        taken[0] += wanted.count
+        return fill(stored, tensor, wanted)
+
+    Stored.fill = counted  # type: ignore[method-assign]
+    reader = SafeCheckpointIO()
+    reader.slice_of = lambda stored: part_of_stored(stored, mesh)
+    found = reader.load_checkpoint(world.folder / "checkpoints" / name)
+    wanted = spread(whole(step), mesh)
+    held = [0]
+    alike = _alike(found, wanted, held)
+    return [alike, taken[0], held[0]]
+
+
+def _alike(found: Any, wanted: Any, held: list[int]) -> bool:
+    """All of it is looked at: what is spread is brought together by all ranks."""
+    if isinstance(wanted, DTensor):
+        held[0] += wanted.to_local().numel()
+        put_together = same(found.full_tensor(), wanted.full_tensor())
+        placed = (found.placements, found.stride()) == (wanted.placements, wanted.stride())
+        return put_together and placed and same(found.to_local(), wanted.to_local())
+    if isinstance(wanted, dict):
+        parts = [_alike(found[key], one, held) for key, one in wanted.items()]
+        return all(parts) and found.keys() == wanted.keys()
+    if isinstance(wanted, list):
+        parts = [_alike(*pair, held) for pair in zip(found, wanted, strict=True)]
+        return all(parts)
+    return same(found, wanted)

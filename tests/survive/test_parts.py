@@ -1,0 +1,197 @@
+"""Checkpoints in parts can be trusted as files can: cut off anywhere, damaged, incomplete, and read by any number of ranks."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from project.survive.files import clean_up, newest_good, read_manifest
+from project.survive.files import write as write_file
+from project.survive.reading import SafeCheckpointIO
+from tests.survive.parts_world import Strike, World, full_disk, read, same, whole, write
+
+NAMES = {step: f"step-{step:09d}.ckpt" for step in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Two checkpoints of three ranks."""
+    folder = tmp_path_factory.mktemp("three")
+    world = World(folder, ranks=3)
+    assert [said[:2] for said in world.run(write, [1, 2], None, 9)] == [[None, None]] * 3
+    return folder
+
+
+@pytest.fixture
+def copied(three, tmp_path):
+    shutil.copytree(three / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+# Cut off -------------------------------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_lost(folder: Path) -> int:
+    """At the next start: the newest is whole, and nothing else is there but what is, too."""
+    clean_up(folder)
+    found = newest_good(folder)
+    assert found is not None
+    path, manifest = found
+    step = manifest["position"]["global_step"]
+    assert same(SafeCheckpointIO().load_checkpoint(path), whole(step))
+    for one in folder.iterdir():
+        assert one.suffix in (".ckpt", ".json"), one
+        read_manifest(one.with_suffix(".ckpt"))
+    return step
+
+
+def strikes(ranks: int, folder: Path) -> list[Strike]:
+    """Every place between two moves of a write, on each rank."""
+    moves = [said[-1] for said in World(folder, ranks).run(write, [1, 2], None, 1)]
+    assert moves[0] > 9
+    assert all(moves[1:])
+    return [Strike(rank, move) for rank, count in enumerate(moves) for move in range(count)]
+
+
+def struck(folder: Path, ranks: int, strike: Strike) -> int:
+    world = World(folder, ranks)
+    said = world.run(write, [1, 2], strike, 1)
+    assert world.codes[strike.rank] == -signal.SIGKILL
+    left = [rank for rank in range(ranks) if rank != strike.rank and not strike.all]
+    assert [world.codes[rank] for rank in left] == [0] * len(left)  # and nobody waits for the dead
+    assert all("does not answer" in said[rank][1] for rank in left if said[rank][1]), said
+    return assert_nothing_is_lost(folder / "checkpoints")
+
+
+def test_a_rank_is_killed_at_every_third_place(tmp_path):
+    places = strikes(2, tmp_path / "count")[::3]
+    found = [struck(tmp_path / f"{one.rank}-{one.move}", 2, one) for one in places]
+    assert set(found) == {1, 2}  # some fell before the checkpoint was there, and some when it was
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_is_killed_at_any_place(tmp_path):
+    places = strikes(2, tmp_path / "count")
+    assert {struck(tmp_path / f"{one.rank}-{one.move}", 2, one) for one in places} == {1, 2}
+
+
+@pytest.mark.slow
+def test_one_of_three_ranks_is_killed_at_any_place(tmp_path):
+    places = strikes(3, tmp_path / "count")
+    assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
+
+
+@pytest.mark.slow
+def test_all_are_killed_at_any_place(tmp_path):
+    places = [Strike(one.rank, one.move, all=True) for one in strikes(3, tmp_path / "count")]
+    assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
+
+
+def test_a_full_disk_of_one_rank_is_every_ranks_failure_and_tried_again(tmp_path):
+    world = World(tmp_path, ranks=3)
+    for first, second, third in world.run(full_disk, 1):
+        assert first[0] is None
+        assert second[0] == "rank 1 on host-1: [Errno 28] No space left on device"
+        assert second[1] == [NAMES[1], "step-000000001.json"]  # nothing is left of it
+        assert third[0] is None
+    assert assert_nothing_is_lost(tmp_path / "checkpoints") == 3
+
+
+# Damaged -------------------------------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def of_another(path: Path) -> None:
+    shutil.copyfile(path.parent.with_name(NAMES[1]) / path.name, path)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, of_another, Path.unlink])
+@pytest.mark.parametrize(("part", "rank"), [("part-00002-of-00003.pt", 2), ("whole.pt", 0)])
+def test_a_part_that_is_not_what_was_written_is_named(copied, caplog, damage, part, rank):
+    damage(copied / NAMES[2] / part)
+    found = newest_good(copied)
+    assert found is not None
+    assert found[0].name == NAMES[1]
+    assert f"{part}, which rank {rank} on host-{rank} has written," in caplog.text
+    assert not (copied / NAMES[2]).exists()
+    assert (copied / f"{NAMES[2]}.bad").is_dir()
+    assert (copied / "step-000000002.json.bad").is_file()
+
+
+def test_where_none_is_left_that_is_said(copied, caplog):
+    for step in (1, 2):
+        (copied / NAMES[step] / "part-00001-of-00003.pt").unlink()
+    assert newest_good(copied) is None
+    assert "No checkpoint is left" in caplog.text
+
+
+def test_without_a_manifest_parts_still_know_each_other(copied):
+    of_another(copied / NAMES[2] / "part-00001-of-00003.pt")
+    with pytest.raises(ValueError, match=r"part-00001-of-00003\.pt is a part of another checkpoint"):
+        SafeCheckpointIO().load_checkpoint(copied / NAMES[2])
+    (copied / NAMES[1] / "part-00001-of-00003.pt").unlink()
+    with pytest.raises(ValueError, match=r"part-00001-of-00003\.pt is missing: what rank 1 held"):
+        SafeCheckpointIO().load_checkpoint(copied / NAMES[1])
+
+
+# Read ----------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_where_nothing_is_spread(three):
+    for step in (1, 2):
+        assert same(SafeCheckpointIO().load_checkpoint(three / "checkpoints" / NAMES[step]), whole(step))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_rank_reads_its_slices_and_no_more(copied, ranks):
+    for alike, taken, held in World(copied.parent, ranks).run(read, NAMES[2], 2):
+        assert alike
+        assert taken == held
+
+
+def test_copies_are_written_once(tmp_path):
+    world = World(tmp_path, ranks=4, hosts=2)
+    assert [said[0] for said in world.run(write, [1], None, 9)] == [None] * 4
+    folder = tmp_path / "checkpoints" / NAMES[1]
+    assert sorted(one.name for one in folder.iterdir()) == ["part-00000-of-00004.pt", "part-00001-of-00004.pt", "whole.pt"]
+    assert same(SafeCheckpointIO().load_checkpoint(folder), whole(1))
+    for ranks, hosts in ((4, 2), (3, 1)):
+        assert all(said[0] for said in World(tmp_path, ranks, hosts).run(read, NAMES[1], 1))
+
+
+# A step that is written again, and what goes -------------------------------------------------------------------------
+
+
+def test_a_folder_is_never_written_to_again(tmp_path):
+    """The same step once more, where a folder is, or a file: the new one has a name that comes after, and the old one goes."""
+    folder = tmp_path / "checkpoints"
+    assert World(tmp_path).run(write, [1, 2, 2], None, 2)[0][:3] == [None, None, None]
+    assert sorted(one.name for one in folder.glob("*.ckpt")) == [NAMES[1], "step-000000002_02.ckpt"]
+    assert newest_good(folder)[0].name == "step-000000002_02.ckpt"
+    write_file(folder / NAMES[3], whole(3), {"position": {"global_step": 3}})
+    assert World(tmp_path).run(write, [3], None, 2)[0][:1] == [None]
+    assert sorted(one.name for one in folder.glob("*.ckpt")) == ["step-000000002_02.ckpt", "step-000000003_02.ckpt"]
+    assert sorted(one.stem for one in folder.glob("*.json")) == ["step-000000002_02", "step-000000003_02"]
+    assert assert_nothing_is_lost(folder) == 3
+
+
+def test_the_manifest_names_who_wrote_what(three):
+    manifest = json.loads((three / "checkpoints/step-000000002.json").read_text())
+    assert {name: (one["rank"], one["host"]) for name, one in manifest["parts"].items()} == {
+        "whole.pt": (0, "host-0"),
+        **{f"part-0000{rank}-of-00003.pt": (rank, f"host-{rank}") for rank in range(3)},
+    }
+    for name, one in manifest["parts"].items():
+        assert one["bytes"] == os.path.getsize(three / "checkpoints" / NAMES[2] / name)

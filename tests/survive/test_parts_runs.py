@@ -1,0 +1,173 @@
+"""Sharded runs that are killed, damaged and moved: on as many ranks or others, from DDP and back, the same to the last bit."""
+
+import functools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.errors import UserError
+from project.survive.readable import plain_values
+from project.survive.reading import SafeCheckpointIO
+from project.trainer import Trainer
+from tests.conftest import TINY, forked
+from tests.survive.test_resume import curves, faults, same
+
+# A global batch for 1, 2, 3 and 4 ranks; weights that three and four ranks don't divide.
+FIT = (
+    *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--run=it"),
+    *("--model.network.init_args.widths=[6,10]", "--data.batch_size=4", "--data.global_batch_size=48"),
+    *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=4"),
+)
+STEPS = 15  # 5 in each epoch
+SHARDED, DDP, EXACT = "--trainer.strategy=sharded", "--trainer.strategy=ddp", "--trainer.exact=true"
+LEARNED = ("state_dict", "optimizer_states", "lr_schedulers", "position")
+AVERAGE = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.8}}
+
+
+def checkpoint(folder: Path, steps: int = STEPS) -> Path:
+    return max((folder / "lightning_logs/it/checkpoints").glob(f"step-{steps:09d}*.ckpt"))
+
+
+def final(folder: Path) -> dict:
+    return SafeCheckpointIO().load_checkpoint(checkpoint(folder))
+
+
+def assert_same(folder: Path, other: Path, parts: tuple[str, ...] = LEARNED) -> None:
+    ours, theirs = final(folder), final(other)
+    for part in parts:
+        assert same(ours[part], theirs[part]), part
+    assert curves(folder) == curves(other)
+
+
+def with_average(fault: str) -> str:
+    word, _, callbacks = fault.partition("=")
+    return f"{word}={json.dumps([AVERAGE, *json.loads(callbacks)])}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    @functools.cache
+    def run(ranks: int, *words: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"uninterrupted-{ranks}")
+        done = forked(folder, *FIT, *(words or (SHARDED, faults())), ranks=ranks)
+        assert done.code == 0, done.output
+        return folder
+
+    return run
+
+
+def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"trainer\.shared_folder=false has none"):
+        Trainer(accelerator="cpu", strategy="sharded", num_nodes=2, devices=1, shared_folder=False, default_root_dir=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "where", "step"),
+    [(2, "accumulation", 7), (2, "write", 9), (3, "step", 8), (3, "write", 6), (3, "validation", 12)],
+)
+def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step):
+    """Within an epoch, too: the samples are those that would have come."""
+    fault = faults({"rank": ranks - 1, "where": where, "step": step})
+    struck = quick(*FIT, SHARDED, fault, ranks=ranks)
+    assert struck.code != 0
+    assert checkpoint(tmp_path, 3).is_dir()
+    resumed = quick(*FIT, SHARDED, fault, ranks=ranks)
+    assert resumed.code == 0, resumed.output
+    assert "Goes on from" in resumed.output
+    assert_same(tmp_path, uninterrupted(ranks))
+
+
+@pytest.mark.slow
+def test_stopped_with_a_signal(uninterrupted, quick, tmp_path):
+    fault = faults({"rank": 1, "where": "step", "step": 7, "number": int(signal.SIGTERM)})
+    stopped = quick(*FIT, SHARDED, fault, ranks=3)
+    assert stopped.code == 143, stopped.output
+    assert "step-00000000" in stopped.output.partition("Stopped by SIGTERM")[2]
+    resumed = quick(*FIT, SHARDED, fault, ranks=3)
+    assert resumed.code == 0, resumed.output
+    assert_same(tmp_path, uninterrupted(3))
+
+
+@pytest.mark.slow
+def test_the_world_shrinks_and_grows(uninterrupted, quick, tmp_path):
+    places = [(3, 4), (2, 7), (4, 8), (1, 11), (2, 13)]  # ranks, step
+    for ranks, step in places:
+        struck = quick(*FIT, SHARDED, EXACT, faults({"rank": ranks - 1, "step": step}), ranks=ranks)
+        assert struck.code != 0
+    resumed = quick(*FIT, SHARDED, EXACT, faults(), ranks=3)
+    assert resumed.code == 0, resumed.output
+    assert_same(tmp_path, uninterrupted(1, DDP, EXACT, faults()))
+
+
+@pytest.mark.slow
+def test_from_ddp_and_back_with_an_average_of_the_weights(uninterrupted, quick, tmp_path):
+    for ranks, strategy, step in ((2, DDP, 4), (3, SHARDED, 7), (2, DDP, 10), (2, SHARDED, 13)):
+        fault = with_average(faults({"rank": ranks - 1, "step": step}))
+        struck = quick(*FIT, strategy, EXACT, fault, ranks=ranks)
+        assert struck.code != 0
+        assert checkpoint(tmp_path, step // 3 * 3).is_dir() == (strategy == SHARDED), struck.output
+    resumed = quick(*FIT, SHARDED, EXACT, with_average(faults()), ranks=3)
+    assert resumed.code == 0, resumed.output
+    averaged = uninterrupted(1, DDP, EXACT, with_average(faults()))
+    assert_same(tmp_path, averaged, (*LEARNED, "current_model_state", "averaging_state"))
+
+
+@pytest.mark.slow
+def test_a_lost_part_is_named_and_the_one_before_is_taken(uninterrupted, quick, tmp_path):
+    fault = faults({"rank": 1, "where": "step", "step": 8})
+    assert quick(*FIT, SHARDED, fault, ranks=2).code != 0
+    (checkpoint(tmp_path, 6) / "part-00001-of-00002.pt").unlink()
+    resumed = quick(*FIT, SHARDED, fault, ranks=2)
+    assert resumed.code == 0, resumed.output
+    assert "part-00001-of-00002.pt, which rank 1 on" in resumed.output
+    assert "is missing. It is set aside as step-000000006.ckpt.bad" in resumed.output
+    assert_same(tmp_path, uninterrupted(2))
+
+
+@pytest.mark.slow
+def test_other_verbs_take_a_folder(uninterrupted, quick, tmp_path):
+    run = uninterrupted(3)
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
+    saved = checkpoint(run)
+    words = [word for word in FIT[1:] if "run=" not in word]
+    figures = []
+    for ranks, strategy in ((1, DDP), (2, SHARDED), (3, SHARDED)):
+        done = quick("test", *words, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
+        assert done.code == 0, done.output
+        (found,) = (tmp_path / f"lightning_logs/test-{ranks}").glob("test*.json")
+        figures.append(json.loads(found.read_text())["metrics"])
+    assert figures[0] == figures[1] == figures[2]
+
+    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
+    assert done.code == 0, done.output
+    begun = quick("fit", *words, f"--model.init_from={saved}", "--run=begun", "--trainer.max_steps=1")
+    assert begun.code == 0, begun.output
+    assert "tensors begin as in" in begun.output
+
+
+@pytest.mark.slow
+def test_one_file_of_it_goes_on_as_the_folder_does(uninterrupted, quick, tmp_path):
+    run = uninterrupted(3)
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
+    words = [word for word in FIT[1:] if "run=" not in word]
+    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=checkpoint", "--out=one")
+    assert done.code == 0, done.output
+    (file,) = (tmp_path / "one").glob("*.ckpt")
+    with plain_values():
+        assert same(torch.load(file, weights_only=True), final(run))
+    for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(run), DDP, 1), ("c", file, SHARDED, 2)):
+        more = (f"--run={name}", f"--resume={source}", strategy, EXACT, "--trainer.max_epochs=4", "--change=trainer.exact")
+        done = quick("fit", *words, *more, ranks=ranks)
+        assert done.code == 0, done.output
+    ends = [max((tmp_path / f"lightning_logs/{name}/checkpoints").glob("*.ckpt")) for name in "abc"]
+    ours = [SafeCheckpointIO().load_checkpoint(one) for one in ends]
+    assert ours[0]["position"]["global_step"] == 20
+    for part in LEARNED:
+        assert same(ours[0][part], ours[1][part]), part
+        assert same(ours[0][part], ours[2][part]), part

@@ -1,0 +1,111 @@
+"""What the tests of sharded runs plug in, and modules that can't be sharded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from project.train.micro_batch import micro_batch
+from tests.own import Regression
+
+
+def whole(tensor: Tensor) -> Tensor:
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().cpu().clone()
+
+
+class Gather(Callback):
+    """Leaves the weights, the optimiser and the average at the end, whole: gathered.pt."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        averages = [one for callback in trainer.callbacks for one in vars(callback).values() if isinstance(one, AveragedModel)]
+        state = {
+            "module": dict(pl_module.state_dict()),
+            "optimizers": [one.state_dict() for one in trainer.optimizers],
+            "average": [dict(one.state_dict()) for one in averages],
+        }
+        spread = any(isinstance(one, DTensor) and one.to_local().numel() < one.numel() for one in pl_module.parameters())
+        found = apply_to_collection(state, Tensor, whole)
+        if trainer.is_global_zero:
+            torch.save({**found, "spread": spread}, "gathered.pt")
+
+
+class CountReductions(Callback):
+    """Counts this rank's calls of torch's reduce_scatter in the steps: reductions.json."""
+
+    NAMES = ("reduce_scatter_tensor", "reduce_scatter_single")  # until torch 2.14, and since
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.reductions, self.within = 0, False
+        self.usual = {name: getattr(torch.distributed, name) for name in self.NAMES if hasattr(torch.distributed, name)}
+        for name, usual in self.usual.items():
+            setattr(torch.distributed, name, self.counted(usual))
+
+    def counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.reductions += not self.within  # one may call the other
+            self.within = True
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                self.within = False
+
+        return count
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, usual in self.usual.items():
+            setattr(torch.distributed, name, usual)
+        if trainer.is_global_zero:
+            Path("reductions.json").write_text(json.dumps({"steps": trainer.global_step, "reductions": self.reductions}))
+
+
+def poisoned(trainer: Trainer) -> bool:
+    """One micro-batch of the second step, whichever rank has it."""
+    return bool(trainer.global_step == 1 and micro_batch(trainer).key[2] == 5)
+
+
+class Poison(Callback):
+    """Its gradient is not finite."""
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if poisoned(trainer):
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+
+
+class Poisoned(Regression):
+    """Its loss is not finite."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if poisoned(self.trainer) else loss
+
+
+class Scaled(Regression):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+
+class Mixed(Regression):
+    """Has parameters of two types outside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(3, 3)
+
+
+class Normed(Regression):
+    """Logs a norm of its gradient."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([one.grad.norm() for one in self.parameters() if one.grad is not None]).norm()
+        self.log("norm", norm)

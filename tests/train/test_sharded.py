@@ -1,0 +1,183 @@
+"""trainer.strategy=sharded: the same run, of which each rank holds a part."""
+
+import json
+
+import pytest
+import torch
+
+from tests.conftest import TINY, forked
+from tests.own import write_texts
+from tests.survive.test_resume import curves, same
+
+GATHER = {"class_path": "tests.train.gather.Gather"}
+COUNT = {"class_path": "tests.train.gather.CountReductions"}
+EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.9}}
+ALL = (
+    *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.log_every_n_steps=1", "--run=it"),
+    "--trainer.num_sanity_val_steps=0",
+)
+RUNS = {
+    # Batch norm, channels_last, augmentation, clipping, a kept tail; 5 steps in an epoch
+    "minires": (
+        *("fit", "--config=configs/ddp.yaml", *TINY, *ALL, "--data.source.init_args.train_size=220"),
+        *("--data.batch_size=4", "--data.global_batch_size=48", "--data.crop_padding=2", "--trainer.max_epochs=2"),
+        *("--trainer.gradient_clip_val=0.5", "--trainer.val_check_interval=2"),
+    ),
+    # AdamW, tied weights, dropout, clipping, bf16
+    "gpt": (
+        *("fit", "--config=configs/gpt.yaml", *ALL, "--trainer.precision=bf16-mixed", "--trainer.global_batch_size=24"),
+        *("--trainer.max_steps=9", "--trainer.val_check_interval=3", "--trainer.gradient_clip_val=0.1"),
+        "--trainer.limit_val_batches=5",
+        *("--data.init_args.text=../texts", "--data.init_args.held_out=0.2", "--data.init_args.context=16"),
+        *("--data.init_args.batch_size=2", "--model.init_args.context=16", "--model.init_args.layers=3"),
+        *("--model.init_args.heads=2", "--model.init_args.width=32", "--model.init_args.dropout=0.2"),
+        *("--model.init_args.vocabulary=257", "--model.init_args.warmup_steps=3"),
+    ),
+    # Of somebody who knows nothing of this, in float64; a kept tail
+    "regression": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.own.Regression", "--trainer.max_epochs=2", *ALL),
+        *("--trainer.global_batch_size=24", "--data.init_args.size=140", "--trainer.gradient_clip_val=0.5"),
+    ),
+}
+EXACT = "--trainer.exact=true"
+
+
+def sharded(**settings) -> str:
+    return "--trainer.strategy=" + json.dumps({"class_path": "project.Sharded", "init_args": settings})
+
+
+def callbacks(*more) -> str:
+    return "--trainer.callbacks=" + json.dumps([GATHER, *more])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("sharded")
+    write_texts(place / "texts")
+    return place
+
+
+@pytest.fixture(scope="module")
+def train(place):
+    """Trains one of the runs in a folder of its own; each but once."""
+    made = {}
+
+    def train(name, *words, ranks=1, plugged=()):
+        key = (name, words, ranks, str(plugged))
+        if key not in made:
+            folder = place / f"{len(made)}-{name}"
+            folder.mkdir()
+            done = forked(folder, *RUNS[name], *words, callbacks(*plugged), ranks=ranks)
+            assert done.code == 0, done.output
+            made[key] = folder
+        return made[key]
+
+    return train
+
+
+def weights(folder):
+    return torch.load(folder / "gathered.pt", weights_only=True)
+
+
+def losses(folder):
+    return [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points]
+
+
+def furthest(one, other):
+    """The largest difference of two states, relative to 1."""
+    found = 0.0
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            found = max(found, (value.double() - other[name].double()).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("gpt", 3, {}),
+        ("regression", 2, {"shard": "node"}),
+        pytest.param("minires", 3, {}, marks=pytest.mark.slow),
+        pytest.param("gpt", 2, {"shard": "gradients", "checkpoint_activations": True}, marks=pytest.mark.slow),
+        pytest.param("minires", 2, {"checkpoint_activations": True, "blocks": ["BasicBlock"]}, marks=pytest.mark.slow),
+        pytest.param("regression", 3, {"shard": "gradients"}, marks=pytest.mark.slow),
+    ],
+)
+def test_exact_runs_have_the_bits_of_one_rank(train, name, ranks, settings):
+    one = train(name, EXACT, plugged=(EMA,))
+    other = train(name, EXACT, sharded(**settings), ranks=ranks, plugged=(EMA,))
+    ours, theirs = weights(one), weights(other)
+    assert theirs.pop("spread")
+    assert not ours.pop("spread")
+    assert same(ours, theirs)
+    assert ours["average"]
+    assert curves(one) == curves(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("gpt", 3, {}),
+        pytest.param("regression", 3, {"shard": "gradients"}, marks=pytest.mark.slow),
+        pytest.param("gpt", 2, {"shard": "gradients"}, marks=pytest.mark.slow),
+        pytest.param("regression", 2, {"shard": "node"}, marks=pytest.mark.slow),
+    ],
+)
+def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
+    words = ("--trainer.precision=64-true",)
+    one, other = train(name, *words), train(name, *words, sharded(**settings), ranks=ranks)
+    ours, theirs = weights(one), weights(other)
+    assert furthest(ours["module"], theirs["module"]) < 1e-12
+    losses = [
+        [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points] for folder in (one, other)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # written as float32
+    assert theirs["spread"]
+
+
+def test_gradients_are_added_up_once_a_step_and_block(train):
+    """4 micro-batches a rank in each of 9 steps; 3 blocks and the root."""
+    folder = train("gpt", sharded(), ranks=3, plugged=(COUNT,))
+    assert json.loads((folder / "reductions.json").read_text()) == {"steps": 9, "reductions": 9 * 4}
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(train, where):
+    """A rank sees its part of the gradient only, and all of them must know."""
+    words = ("--trainer.precision=64-true", "--trainer.nonfinite=skip")
+    words += ("--model=tests.train.gather.Poisoned",) if where == "loss" else ()
+    plugged = ({"class_path": "tests.train.gather.Poison"},) if where == "gradient" else ()
+    folder = train("regression", *words, sharded(), ranks=3, plugged=plugged)
+    found = weights(folder)
+    assert all(torch.isfinite(one).all() for one in found["module"].values() if one.is_floating_point())
+    assert "The step is skipped (1 so far)" in (folder / "output.txt").read_text()
+    alone = train("regression", *words, plugged=plugged)
+    assert furthest(weights(alone)["module"], found["module"]) < 1e-12
+
+
+REFUSED = {
+    "trainer.gradient_compression=bf16 is for Dist": ("regression", {}, "--trainer.gradient_compression=bf16"),
+    "trainer.exact can't be kept: param_dtype": ("regression", {"param_dtype": "bf16"}, EXACT),
+    "there is none. HINT: leave it out": ("regression", {"cpu_offload": True}, ""),
+    "the network has no such module": ("gpt", {"blocks": ["Blok"]}, ""),
+    "is one number without a dimension": ("regression", {}, "--model=tests.train.gather.Scaled"),
+    "are torch.float32 and torch.float64": ("regression", {}, "--model=tests.train.gather.Mixed"),
+    "StochasticWeightAveraging keeps a whole network": ("regression", {}, "swa"),
+    "'norm', which is logged, follows from parameters": ("regression", {}, "--model=tests.train.gather.Normed"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_in_one_line(place, tmp_path, message):
+    name, settings, word = REFUSED[message]
+    (tmp_path / "run").mkdir()
+    write_texts(tmp_path / "texts")
+    words = [word] if word.startswith("--") else []
+    if "Normed" in word:
+        words.append(EXACT)
+    swa = [{"class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}]
+    words.append(callbacks(*(swa if word == "swa" else [])))
+    done = forked(tmp_path / "run", *RUNS[name], sharded(**settings), *words, ranks=2)
+    assert done.code == 1, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
