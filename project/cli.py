@@ -43,7 +43,7 @@ from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.sweep import with_trial
-from project.train.building import builder
+from project.train.deferred import builder
 from project.trainer import Trainer
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log

@@ -112,7 +112,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     except ImportError as error:
         raise UserError(f"{path} needs safetensors. HINT: pip install 'project[export]'") from error
     try:
-        tensors: dict[str, Tensor | Stored] = load_file(path)
+        tensors: dict[str, Tensor | Stored] = {**load_file(path)}
     except Exception as error:  # whatever a file that is none makes of the reader
         raise UserError(f"{path} can't be read as safetensors: {error}") from error
     if not tensors:

@@ -6,7 +6,7 @@ draws the same as ever. To the code that builds, these tensors look like others:
 that Python asks for is computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -290,6 +290,17 @@ def deferred(small: int = SMALL, record: Record | None = None) -> Iterator[Recor
     record.forget_last()
     if record not in waiting:
         waiting.append(record)
+
+
+def builder() -> Callable[..., Any]:
+    """What makes the modules of a configuration, one within another: a class, and what its constructor is given."""
+    record = Record()
+
+    def made(class_type: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with deferred(record=record):
+            return class_type(*args, **kwargs)
+
+    return made
 
 
 @contextmanager

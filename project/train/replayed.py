@@ -107,8 +107,6 @@ class Record:
         """Pieces of each storage that have got their values: which bytes, whose, and whether that is a parameter."""
         self.kept: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         """The memory of what is no parameter, so that what shares it goes on sharing it."""
-        self.versions: dict[int, int] = {}
-        """By the id of a parameter, how often it had been changed when it was last built on."""
         self.replaying = False
         self.in_call = False
         """Is one of these tensors being asked for something."""

@@ -6,7 +6,7 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -27,10 +27,10 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
-from project.train.building import build_in_hooks, built
+from project.train.deferred import resumed
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
-from project.train.materialize import copied, finish, materialize
+from project.train.materialize import finish, materialize
 from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import part_of_stored, parts_like
@@ -53,8 +53,8 @@ class Sharded(DDPStrategy):
         cpu_offload: parameters, gradients and optimiser lie in the host's memory.
         param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
         reduce_dtype: what gradients are added up in.
-        deferred: build the network without memory for its weights, which then come block by block, with the same values: no rank
-            ever holds the whole.
+        deferred: build the network without memory for its weights, which then come block by block, with the same values: no
+            rank ever holds the whole. From the command line only.
         process_group_backend: as in DDPStrategy.
         timeout: as in DDPStrategy.
     """
@@ -81,6 +81,7 @@ class Sharded(DDPStrategy):
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
         """Of weights that layers compute with in another order than the usual one, by name."""
+        self._building = ExitStack()
         self.root: Root | None = None
         """Of a network that is spread."""
 
@@ -108,17 +109,18 @@ class Sharded(DDPStrategy):
             if holds:
                 raise UserError(f"strategy=sharded: {problem}.")
 
-    def connect(self, model: pl.LightningModule) -> None:
-        super().connect(model)
-        build_in_hooks(model)
-
     # Set up ----------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
+        super().setup_environment()
+        self._building.enter_context(resumed())
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
         assert self.accelerator is not None
         assert self.model is not None
-        built(self.model)
+        self._building.close()
         if not self.spread:
             finish(self.model, "cpu")
             if self.checkpoint_activations:
@@ -131,12 +133,11 @@ class Sharded(DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averages = _averages(trainer)
-            for one in averages:
-                copied(one.module, self.model)
             self._tell(self._spread(self.model))
             for one in averages:
                 self._spread(one.module)
             finish(self.model, self.root_device)
+            _refuse_no_values(self.model)
         self.root = Root(self.model, self.shard == "gradients")
         self.root.reduce(not self.exact)
         if training:
@@ -316,6 +317,15 @@ def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
             )
         found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
     return found
+
+
+def _refuse_no_values(model: nn.Module) -> None:
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if one.is_meta:
+            raise UserError(
+                f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
+                "strategy's deferred: false, which builds the network whole on each rank."
+            )
 
 
 def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
