@@ -150,7 +150,7 @@ def test_a_pod_is_lost_for_good_and_the_others_go_on_without_it(alone, hosts, tm
 
 
 def test_a_trainjob_whose_pods_are_all_replaced_is_the_same_run_to_the_last_bit(hosts, tmp_path):
-    """A pod of three is lost: by their exit codes all are replaced. Then one is lost again, and JobSet makes the whole Job anew."""
+    """A pod of three is lost: by their exit codes all are replaced. Another is lost, and JobSet makes the Job anew."""
     (whole := tmp_path / "whole").mkdir()
     uninterrupted = forked(whole, *FIT, ranks=3)
     assert uninterrupted.code == 0, uninterrupted.output
