@@ -35,7 +35,7 @@ class Kill(Callback):
     def _strike(self, trainer: Trainer) -> None:
         if trainer.global_rank != self.rank:
             return
-        Path("killed").touch()
+        Path("killed").write_text(str(sum(os.times()[:2])))
         others = [int(one.name.partition("-")[2]) for one in Path().glob("rank-*")] if self.all else []
         for pid in (*(one for one in others if one != os.getpid()), os.getpid()):
             with suppress(ProcessLookupError):

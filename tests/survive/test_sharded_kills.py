@@ -5,7 +5,6 @@ was saved is lost.
 import itertools
 import json
 import random
-import signal
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,12 +90,12 @@ def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
         assert (folder / "killed").exists(), said
         began = (folder / "began").read_text()
         assert int(began) == at, said
-        assert (f"Goes on from" in run.output) == (at > 0), said
+        assert ("Goes on from" in run.output) == (at > 0), said
         struck[f"{where} of {'all' if strike.all else 'one'} on {ranks}"] += 1
         noted = [int(line) for line in (folder / "saved").read_text().splitlines()] if (folder / "saved").exists() else [0]
         at = newest(folder)
         assert at >= noted[-1], said
-        print(ranks, strategy[-30:], strike, at, run.code)
+        print(ranks, strategy[-30:], strike, at, run.code, (folder / "killed").read_text(), flush=True)
     assert struck.total() == KILLS
     assert at < STEPS[name]
     run = start(name, folder, 3, sharded(), Strike())

@@ -1,15 +1,12 @@
 """A network that is large for its work, for test_cramped.py; and what it took of the memory."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-
-from tests.own import Regression
 
 
 def memory(name: str) -> int:
