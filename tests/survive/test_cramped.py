@@ -16,7 +16,7 @@ FIT = (
 )
 WEIGHTS = 16 * 2048 * (2048 + 1) * 4
 """Bytes of the network's parameters."""
-LIMIT = int(9.5 * WEIGHTS)
+LIMIT = 3000 << 20
 """Bytes for both ranks."""
 
 
