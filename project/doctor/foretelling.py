@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
@@ -37,8 +38,7 @@ def foretell(
 
     made_on_paper(lambda: _as_in_a_fit(module))
     strategy, settings = trainer.strategy, trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
-    devices = settings.get("devices")
-    devices, nodes = devices if isinstance(devices, int) and devices > 0 else 1, int(settings.get("num_nodes") or 1)
+    devices, nodes = _devices(settings.get("devices"), strategy.root_device.type), int(settings.get("num_nodes") or 1)
     foretold = Foretold(trainer, module, strategy.blocks if isinstance(strategy, Sharded) else None, batch)
     sharing, samples = sharing_of(strategy, exact), samples_of(foretold.batch)
 
@@ -60,6 +60,15 @@ def sharing_of(strategy: Strategy, exact: bool) -> Sharing:
     if isinstance(strategy, Sharded):
         return strategy.sharing(ranks=1)
     return Sharing(exact=exact, on_gpu=strategy.root_device.type != "cpu")
+
+
+def _devices(wanted: Any, kind: str) -> int:
+    """Of each host, as `trainer.devices` says it."""
+    if isinstance(wanted, (list, tuple)):
+        return len(wanted)
+    if str(wanted).isdigit():
+        return int(wanted)
+    return torch.cuda.device_count() if kind == "cuda" else 1
 
 
 def _as_in_a_fit(module: LightningModule) -> None:
