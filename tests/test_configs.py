@@ -23,6 +23,7 @@ CONFIGS = {
     "wandb": SHORT,
     "mlflow": SHORT,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
+    "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }
 
