@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a sharded step costs: ours against the bare loop of scripts/measure/bare_fsdp.py; and, over hosts, `node` against `full`.
+"""What a sharded step costs: ours against the bare loop of bare_fsdp.py; and, over hosts, `node` against `full`.
 
     .venv/bin/python scripts/measure/sharded_cost.py overhead [TURNS]      two ranks of this machine
     .venv/bin/python scripts/measure/sharded_cost.py hosts [TURNS]         as root, on Linux with iproute2
@@ -51,7 +51,8 @@ def show(title: str, one: Measured, other: Measured) -> None:
         flush=True,
     )
     for name, found in (("the first", one), ("the second", other)):
-        print(f"  {name}, milliseconds: " + ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items()), flush=True)
+        phases = ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items())
+        print(f"  {name}, milliseconds: {phases}", flush=True)
 
 
 def overhead(turns: int) -> None:
@@ -74,7 +75,12 @@ def hosts(turns: int) -> None:
         for shard in ("node", "full"):
             port, commands = find_free_network_port(), []
             for rank in range(4):
-                store = (f"MASTER_ADDR={two[0].address}", f"MASTER_PORT={port}", f"NODE_RANK={rank // 2}", f"LOCAL_RANK={rank % 2}")
+                store = (
+                    f"MASTER_ADDR={two[0].address}",
+                    f"MASTER_PORT={port}",
+                    f"NODE_RANK={rank // 2}",
+                    f"LOCAL_RANK={rank % 2}",
+                )
                 enter = (*two[rank // 2].enter(), "env", "--unset=RANK", "--unset=WORLD_SIZE", *store)
                 commands.append((*enter, *fit(shard, SMALL, 4, shard), "--trainer.num_nodes=2"))
             programs.append(Program(shard, 4, tuple(commands), ENVIRONMENT))
