@@ -1,4 +1,4 @@
-"""The bare loop that scripts/measure/sharded_cost.py compares with: torch's `fully_shard` on the blocks of our GPT, and no Trainer.
+"""The bare loop that sharded_cost.py compares with: torch's `fully_shard` on the blocks of our GPT, and no Trainer.
 
 Gradients are added up once a step, as in ours; optimiser, schedule, data and the type are the same. Takes its turns as
 project/bench/worker.py does: RANK, WORLD_SIZE and where the store is come from the environment.

@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""A GPT of 100 million parameters, sharded: the bytes that each rank holds, and the weights after 50 steps, against DDP's.
+"""A large GPT, sharded: the bytes that each rank holds, and the weights after some steps, against DDP's.
 
-    .venv/bin/python scripts/measure/sharded.py [float64|exact] [RANKS ...]        usually on 1, 2 and 4 ranks, and both
+    .venv/bin/python scripts/measure/sharded.py                       100 M parameters, 50 steps: an hour of two cores, 12 GB
+    .venv/bin/python scripts/measure/sharded.py --kinds float32 --steps 3 --ranks 2 4           the bytes alone
+    .venv/bin/python scripts/measure/sharded.py --kinds float64 exact --width 192 --layers 4 --vocabulary 2000
 
 DDP runs on one rank, and accumulates what more ranks would compute; what it holds is the same on any number of ranks. Bytes are
-counted in the third step, when its gradients are there and the optimiser has its moments. Needs 12 GB of memory, and an hour
-of two cores. Prints a line for each run, and what two runs differ by.
+counted in the third step, when its gradients are there and the optimiser has its moments. Prints a line for each run, and what
+two runs differ by.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -25,15 +28,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[2]
-STEPS = int(os.environ.get("STEPS", "50"))
-GPT = {"vocabulary": 20_000, "context": 16, "layers": 12, "heads": 12, "width": 768}
-KINDS = {"float64": ("--trainer.precision=64-true",), "exact": ("--trainer.precision=32-true", "--trainer.exact=true")}
+KINDS = {
+    "float32": ("--trainer.precision=32-true",),
+    "float64": ("--trainer.precision=64-true",),
+    "exact": ("--trainer.precision=32-true", "--trainer.exact=true"),
+}
 WORDS = (
     *("fit", f"--config={ROOT}/configs/gpt.yaml", "--run=it", "--checkpoints.monitor=null", "--data.init_args.text=../texts"),
-    *("--data.init_args.batch_size=1", "--data.init_args.context=16", "--model.init_args.warmup_steps=5"),
-    *("--trainer.accelerator=cpu", "--trainer.threads=1", "--trainer.global_batch_size=4", f"--trainer.max_steps={STEPS}"),
+    *("--data.init_args.batch_size=1", "--data.init_args.context=16", "--model.init_args.context=16"),
+    *("--model.init_args.heads=12", "--model.init_args.warmup_steps=5"),
+    *("--trainer.accelerator=cpu", "--trainer.threads=1", "--trainer.global_batch_size=4"),
     *("--trainer.limit_val_batches=0", "--checkpoints.every_n_steps=1000000", "--trainer.log_every_n_steps=1"),
-    *(f"--model.init_args.{name}={value}" for name, value in GPT.items()),
     "--trainer.callbacks+=scripts.measure.sharded.Holding",
 )
 
@@ -65,60 +70,84 @@ class Holding(Callback):
             torch.save(whole, "weights.pt")
 
 
-def run(place: Path, name: str, kind: str, strategy: str, ranks: int) -> Path:
-    folder = place / name
-    folder.mkdir()
-    words = (*WORDS, *KINDS[kind], f"--trainer.strategy={strategy}", f"--trainer.devices={ranks}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    began = time.perf_counter()
-    with (folder / "output.txt").open("w") as output:
-        command = [sys.executable, "-m", "project", *words]
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"{name} has ended with {done.returncode}:\n{(folder / 'output.txt').read_text()[-3000:]}")
-    held = [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(ranks)]
-    most = max(sum(one.values()) for one in held)
-    parts = ", ".join(f"{name} {max(one[name] for one in held) / 2**20:.1f}" for name in held[0])
-    seconds = time.perf_counter() - began
-    print(f"{name}: a rank holds {most / 2**20:.1f} MiB ({parts}); {seconds:.0f} s with start and end", flush=True)
-    (folder / "most").write_text(str(most))
-    shutil.rmtree(folder / "lightning_logs")
-    return folder
+class Runs:
+    """Trains the same GPT in several ways, each in a folder of its own."""
+
+    def __init__(self, place: Path, args: argparse.Namespace) -> None:
+        self.place, self.steps = place, args.steps
+        sizes = {"vocabulary": args.vocabulary, "layers": args.layers, "width": args.width}
+        self.words = (*WORDS, f"--trainer.max_steps={args.steps}")
+        self.words += tuple(f"--model.init_args.{name}={value}" for name, value in sizes.items())
+        (place / "texts").mkdir()
+        for number in range(256):
+            text = f"File {number} says {number * number}, and {number % 7} times so.\n"
+            (place / "texts" / f"{number}.txt").write_text(text * 2)
+
+    def run(self, kind: str, strategy: str, ranks: int) -> Path:
+        folder = self.place / f"{kind}, {strategy}, {ranks} rank(s)"
+        folder.mkdir()
+        words = (*self.words, *KINDS[kind], f"--trainer.strategy={strategy}", f"--trainer.devices={ranks}")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        began = time.perf_counter()
+        with (folder / "output.txt").open("w") as output:
+            command = [sys.executable, "-m", "project", *words]
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        if done.returncode:
+            sys.exit(f"{folder.name} has ended with {done.returncode}:\n{(folder / 'output.txt').read_text()[-3000:]}")
+        shutil.rmtree(folder / "lightning_logs")
+        parts = {name: max(one[name] for one in held(folder)) / 2**20 for name in held(folder)[0]}
+        print(
+            f"{folder.name}: a rank holds {most(folder) / 2**20:.1f} MiB "
+            f"({', '.join(f'{name} {size:.1f}' for name, size in parts.items())}); "
+            f"{time.perf_counter() - began:.0f} s with start and end",
+            flush=True,
+        )
+        return folder
+
+    def compare(self, one: Path, other: Path, ranks: int) -> None:
+        ours, theirs = (torch.load(folder / "weights.pt", weights_only=True, mmap=True) for folder in (one, other))
+        assert list(ours) == list(theirs)
+        furthest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+        count = sum(one.numel() for one in ours.values())
+        print(
+            f"  against DDP: {most(one) / most(other) * ranks:.4f} times 1/{ranks} of its bytes; {count:,} "
+            f"weights differ after {self.steps} steps by at most {furthest:.1e}, sha256 {digest(ours)} and {digest(theirs)}",
+            flush=True,
+        )
+
+
+def held(folder: Path) -> list[dict[str, int]]:
+    """By rank."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("held-*.json"))]
+
+
+def most(folder: Path) -> int:
+    return max(sum(one.values()) for one in held(folder))
 
 
 def digest(state: dict[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, one in state.items():
         found.update(name.encode() + one.contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def compare(one: Path, other: Path, ranks: int) -> None:
-    ours, theirs = (torch.load(folder / "weights.pt", weights_only=True, mmap=True) for folder in (one, other))
-    assert list(ours) == list(theirs)
-    furthest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
-    share = int((one / "most").read_text()) / int((other / "most").read_text()) * ranks
-    print(
-        f"  against {other.name}: {share:.4f} times 1/{ranks} of its bytes; weights after {STEPS} steps differ by at most "
-        f"{furthest:.1e}, sha256 {digest(ours)[:16]} and {digest(theirs)[:16]}",
-        flush=True,
-    )
+    return found.hexdigest()[:16]
 
 
 def main() -> None:
-    kinds = [one for one in KINDS if one in sys.argv] or list(KINDS)
-    counts = [int(one) for one in sys.argv[1:] if one.isdigit()] or [1, 2, 4]
-    with TemporaryDirectory() as folder:
-        place = Path(folder)
-        (place / "texts").mkdir()
-        for number in range(256):
-            words = f"File {number} says {number * number}, and {number % 7} times so.\n"
-            (place / "texts" / f"{number}.txt").write_text(words * 2)
-        for kind in kinds:
-            ddp = run(place, f"{kind}, DDP", kind, "ddp", 1)
-            for ranks in counts:
-                sharded = run(place, f"{kind}, sharded, {ranks} rank(s)", kind, "sharded", ranks)
-                compare(sharded, ddp, ranks)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["float64", "exact"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=50, help="at least 3; here: %(default)s")
+    parser.add_argument("--vocabulary", type=int, default=20_000)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    args = parser.parse_args()
+    with TemporaryDirectory() as place:
+        runs = Runs(Path(place), args)
+        for kind in args.kinds:
+            ddp = runs.run(kind, "ddp", 1)
+            for ranks in args.ranks:
+                sharded = runs.run(kind, "sharded", ranks)
+                runs.compare(sharded, ddp, ranks)
                 (sharded / "weights.pt").unlink()
             (ddp / "weights.pt").unlink()
 

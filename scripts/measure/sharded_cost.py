@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a sharded step costs: ours against the bare loop of scripts/measure/bare_fsdp.py; and, over hosts, `node` against `full`.
+"""What a sharded step costs: ours against the bare loop of bare_fsdp.py; and, over hosts, `node` against `full`.
 
     .venv/bin/python scripts/measure/sharded_cost.py overhead [TURNS]      two ranks of this machine
     .venv/bin/python scripts/measure/sharded_cost.py hosts [TURNS]         as root, on Linux with iproute2
@@ -51,9 +51,14 @@ def show(title: str, one: Measured, other: Measured) -> None:
         flush=True,
     )
     for name, found in (("the first", one), ("the second", other)):
+<<<<<<< HEAD
         print(
             f"  {name}, milliseconds: " + ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items()), flush=True
         )
+=======
+        phases = ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items())
+        print(f"  {name}, milliseconds: {phases}", flush=True)
+>>>>>>> h15-measure
 
 
 def overhead(turns: int) -> None:
