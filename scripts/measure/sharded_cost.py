@@ -51,14 +51,8 @@ def show(title: str, one: Measured, other: Measured) -> None:
         flush=True,
     )
     for name, found in (("the first", one), ("the second", other)):
-<<<<<<< HEAD
-        print(
-            f"  {name}, milliseconds: " + ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items()), flush=True
-        )
-=======
         phases = ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items())
         print(f"  {name}, milliseconds: {phases}", flush=True)
->>>>>>> h15-measure
 
 
 def overhead(turns: int) -> None:
