@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.machine import wait_until
 from tests.conftest import PATIENCE, Run, environment
 
 FIT = (
@@ -45,6 +46,8 @@ class Group:
             text=True,
             timeout=PATIENCE,
         )
+        left = self.place / "cgroup.procs"  # a warden has the report written
+        wait_until(lambda: not left.read_text(), PATIENCE, "its processes have not ended")
         return Run(done.returncode, done.stdout, folder)
 
 
