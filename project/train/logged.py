@@ -39,7 +39,7 @@ class Results(_ResultCollection):
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
             self._taken_up.discard(key)
             meta: Any = self[key].meta
-            # The function comes first: Lightning copies what is kept here, and with it the strategy and the network.
+            # First the function, which `should` takes: of another, Lightning makes a copy, with the strategy and the network.
             meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
             meta.sync.should = how.get("sync_dist", False)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx

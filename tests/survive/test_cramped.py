@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.machine import wait_until
 from tests.conftest import PATIENCE, Run, environment
 
 FIT = (
@@ -16,7 +17,7 @@ FIT = (
 )
 WEIGHTS = 16 * 2048 * (2048 + 1) * 4
 """Bytes of the network's parameters."""
-LIMIT = 3000 << 20
+LIMIT = 3150 << 20
 """Bytes for both ranks."""
 
 
@@ -45,12 +46,16 @@ class Group:
             text=True,
             timeout=PATIENCE,
         )
+        left = self.place / "cgroup.procs"  # a warden has the report written
+        wait_until(lambda: not left.read_text(), PATIENCE, "its processes have not ended")
         return Run(done.returncode, done.stdout, folder)
 
 
-def built(folder: Path) -> list[float]:
-    """What the network took at most on each rank until training began, as a share of its parameters."""
-    return [json.loads((folder / f"memory-{rank}.json").read_text())["built"] / WEIGHTS for rank in range(2)]
+def built(folder: Path) -> float:
+    """What the network took at most on rank 1 until training began, as a share of its parameters. (Rank 0 has also worked out
+    what each rank will hold, and what that imports counts here.)"""
+    found = json.loads((folder / "memory-1.json").read_text())
+    return float(found["built"] / WEIGHTS)
 
 
 @pytest.mark.slow
@@ -60,7 +65,7 @@ def test_what_has_no_room_with_ddp_is_trained_sharded(tmp_path):
     group.limit(LIMIT)
     crowded = group.run(tmp_path / "ddp", *FIT, "--trainer.strategy=ddp")
     assert crowded.code, crowded.output
-    assert "was killed by signal 9, and its cgroup reports an OOM kill" in crowded.output
+    assert "was killed by signal 9, and its cgroup reports an OOM kill" in crowded.output, crowded.output
     assert not list(crowded.folder.glob("lightning_logs/it/checkpoints/*.ckpt"))
 
     sharded = group.run(tmp_path / "sharded", *FIT, "--trainer.strategy=sharded")
@@ -68,3 +73,4 @@ def test_what_has_no_room_with_ddp_is_trained_sharded(tmp_path):
     assert "step 3/3" in sharded.output
     (saved,) = sharded.folder.glob("lightning_logs/it/checkpoints/step-*.ckpt")
     assert saved.is_dir()
+    assert built(sharded.folder) < 0.8  # half of it, and a block; whole, it would be 1 before anything is spread

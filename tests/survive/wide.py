@@ -49,21 +49,9 @@ class Wide(LightningModule):
 
 
 class Measured(Callback):
-    """Leaves what building the network has taken at most, and what training has: memory-RANK.json."""
-
-    def _write(self, trainer: Trainer, module: LightningModule, what: str) -> None:
-        file = Path(f"memory-{trainer.global_rank}.json")
-        found = json.loads(file.read_text()) if file.exists() else {}
-        found[what] = memory("VmHWM") - module.before
-        found[what + " now"] = memory("VmRSS") - module.before
-        found["before"] = module.before
-        file.write_text(json.dumps(found))
+    """Leaves what the network had taken at most when training began: memory-RANK.json."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, pl_module, "built")
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._write(trainer, pl_module, f"step {trainer.global_step}")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, pl_module, "trained")
+        assert isinstance(pl_module, Wide)
+        found = {"before": pl_module.before, "built": memory("VmHWM") - pl_module.before}
+        Path(f"memory-{trainer.global_rank}.json").write_text(json.dumps(found))

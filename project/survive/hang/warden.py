@@ -107,7 +107,7 @@ class Memory:
         """The process may have been put into another cgroup: one that it is seen in twice. One that ends is in none."""
         now, last = _oom_counter(self._pid), self._last
         self._last = now
-        if now == last != self._place and not ended(self._pid, started(self._pid), None)[0]:
+        if now == last != self._place and not _exits(self._pid) and not ended(self._pid, started(self._pid), None)[0]:
             self._place, self._before = now, 0
 
     def _kills(self) -> int:
@@ -136,6 +136,17 @@ def _oom_counter(pid: int | str) -> tuple[Path, str]:
                 if (place / name).is_file():
                     return place / name, "cgroup"
     return Path("/proc/vmstat"), "host"
+
+
+_PF_EXITING = 0x4
+
+
+def _exits(pid: int | str) -> bool:
+    """Whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be seen to
+    have ended, and it is in no cgroup of version 1 any more."""
+    with suppress(OSError, IndexError, ValueError):
+        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
+    return False
 
 
 _INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Linux 6.15

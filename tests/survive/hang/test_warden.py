@@ -1,6 +1,7 @@
 """What the small process beside a rank says of how the rank ended."""
 
 import os
+from pathlib import Path
 
 from project.survive.hang import warden
 
@@ -15,6 +16,30 @@ def test_a_process_that_is_about_to_end_is_in_no_cgroup_and_its_own_still_counts
     place[0] = (root, "cgroup")
     memory.follow()  # it dies, and can't be seen to be dead yet
     monkeypatch.setattr(warden, "ended", lambda *_: (True, 9))
+    own.write_text("oom_kill 1")
+    assert str(memory) == ", and its cgroup reports an OOM kill"
+
+
+def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_its_own_still_counts(tmp_path, monkeypatch):
+    own, root = tmp_path / "own", tmp_path / "root"
+    own.write_text("oom_kill 0")
+    root.write_text("oom_kill 0")
+    place = [(own, "cgroup")]
+    monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
+    memory = warden.Memory(os.getpid())
+    place[0] = (root, "cgroup")
+    read_text = Path.read_text
+
+    def exiting(path: Path) -> str:
+        """As the kernel has it of a process that ends: its flags say so, and its state does not yet."""
+        before, _, fields = read_text(path).rpartition(")")
+        state, *others = fields.split()
+        others[5] = str(int(others[5]) | 4)
+        return f"{before}) {state} {' '.join(others)}"
+
+    monkeypatch.setattr(Path, "read_text", lambda path: exiting(path) if path.name == "stat" else read_text(path))
+    memory.follow()
+    memory.follow()
     own.write_text("oom_kill 1")
     assert str(memory) == ", and its cgroup reports an OOM kill"
 
