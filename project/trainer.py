@@ -224,8 +224,6 @@ class Trainer(pl.Trainer):
         for line in lines:
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)
-        if on_cpu(accelerator):
-            keep_freed_memory()
 
         self._exact, self._threads = exact, threads or (1 if exact else None)
         if exact and not on_cpu(accelerator):
@@ -254,6 +252,8 @@ class Trainer(pl.Trainer):
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UserError(f"The trainer's settings don't work here: {error}") from error
         name_speaker(self.global_rank, host(), self.world_size)
+        if on_cpu(accelerator):
+            keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
         self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
         self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
         self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it

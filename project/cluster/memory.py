@@ -1,15 +1,23 @@
 """On a CPU, memory that a step has freed stays with the process: glibc would give it back to the kernel, and get it again
 page by page in the next step, which costs a step 1 to 3 %, and the loading more.
+
+But where blocks of a network are gathered and let go, one by one and of several sizes, what is kept has holes that nothing
+fits: with 67 M parameters on two ranks, a rank that should hold 0.6 GB had kept 1.4 GB, as much as with DDP.
 """
 
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in malloc.h
+_LARGE = 1 << 20
 
 
-def keep_freed_memory() -> None:
-    """Does nothing where the C library is another."""
+def keep_freed_memory(large: bool = True) -> None:
+    """Does nothing where the C library is another.
+
+    Args:
+        large: also what was 1 MiB or more; else that goes back to the kernel at once.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_MMAP_THRESHOLD, 1 << 30 if large else _LARGE)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
-from project.errors import UserError
+from project.errors import TRY_AGAIN, UserError
 from project.survive.hang.warden import Memory
 from project.survive.news import NEWS
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -121,6 +121,8 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     if which == "lost":
         if not _say_lost(error, rank, host, children):
             _wait(children, _LINGER)
+            if any(child.poll() not in (None, 0, TRY_AGAIN) for child in children):
+                return 1  # it has ended by itself, and would again
         return NEWS.code
     if not alone:
         hang_up(_FIRST)

@@ -12,6 +12,8 @@ class News:
     def __init__(self) -> None:
         self.deaths: dict[int, str] = {}
         self.failures: dict[int, str] = {}
+        self.silence = False
+        """A rank has gone, and nobody says how: with its warden, and so with its host."""
         self.since: float | None = None
         """When the first came; None: nothing is known."""
         self._heard = threading.Event()
@@ -32,8 +34,8 @@ class News:
 
     @property
     def code(self) -> int:
-        """With which the ranks that are left end, where one was killed; an error would come again."""
-        return TRY_AGAIN if self.deaths and not self.failures else 1
+        """With which the ranks that are left end, where one was killed or its host is gone; an error would come again."""
+        return TRY_AGAIN if (self.deaths or self.silence) and not self.failures else 1
 
     def wait(self, seconds: float) -> bool:
         """Until there is news, or so long."""
@@ -43,6 +45,7 @@ class News:
         """Another run begins in this process."""
         self.deaths.clear()
         self.failures.clear()
+        self.silence = False
         self.since = None
         self._heard.clear()
 

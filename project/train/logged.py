@@ -39,8 +39,9 @@ class Results(_ResultCollection):
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
             self._taken_up.discard(key)
             meta: Any = self[key].meta
-            meta.sync.should = how.get("sync_dist", False)
+            # First the function, which `should` takes: Lightning copies what is kept here, and with it the strategy and the network.
             meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
+            meta.sync.should = how.get("sync_dist", False)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
         super().log(fx, name, self._made_whole(name, value), **how)
 

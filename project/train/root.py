@@ -1,7 +1,8 @@
 """The root of a network that is spread: it gathers what is in no block, and its steps are taken from within its `forward`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,13 @@ class Root:
     Args:
         module: the root.
         keeps: blocks stay gathered from the forward pass to the backward pass.
+        casts: what floats a batch has are to be of the type that parameters are gathered in.
     """
 
-    def __init__(self, module: nn.Module, keeps: bool) -> None:
+    def __init__(self, module: nn.Module, keeps: bool, casts: bool = False) -> None:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
-        self._keeps = keeps
+        self._keeps, self._casts = keeps, casts
         self._parts: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
         self._stays = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
@@ -48,10 +50,12 @@ class Root:
 
     # The forward pass ------------------------------------------------------------------------------------------------
 
-    def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes a step of the module in its `forward`: hooks around that gather what it holds itself."""
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step of the module, by its name, in its `forward`: hooks around that gather what it holds itself."""
         module = self._root
-        training = step.__name__ == "training_step"
+        step, training = getattr(module, name), name == "training_step"
+        if not self._casts:  # the hooks would bring what is in the batch to the device once more, and copy what holds it
+            step, args, kwargs = partial(step, *args, **kwargs), (), {}
         if training and not self._stays:
             self._let_go()
         self._stays = False

@@ -141,7 +141,7 @@ class Sharded(DDPStrategy):
                 self._spread(one.module)
             finish(self.model, self.root_device)
             _refuse_no_values(self.model)
-        self.root = Root(self.model, self.shard == "gradients")
+        self.root = Root(self.model, self.shard == "gradients", self.param_dtype is not None)
         self.root.reduce(not self.exact)
         if training:
             self.setup_optimizers(trainer)
@@ -264,8 +264,9 @@ class Sharded(DDPStrategy):
             return self._call("predict_step", *args, **kwargs)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        step = getattr(self.lightning_module, name)
-        return step(*args, **kwargs) if self.root is None else self.root.call(step, *args, **kwargs)
+        if self.root is None:
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+        return self.root.call(name, *args, **kwargs)
 
     # A checkpoint ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,19 +180,15 @@ class Pod:
 class Cluster:
     """The pods of one Job, and what the Job controller does about those that end."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, job: Mapping[str, Any], backoff: float = 0.5, **extra: str) -> None:
-        self.folder, self.spec, self.name, self.extra, self.backoff = (
-            folder,
-            job["spec"],
-            job["metadata"]["name"],
-            extra,
-            backoff,
-        )
+    def __init__(self, hosts: Iterable[Host], folder: Path, job: Mapping[str, Any], backoff: float = 0.5, **extra: str) -> None:
+        self.folder, self.spec, self.name = folder, job["spec"], job["metadata"]["name"]
+        self.extra, self.backoff = extra, backoff
         self._hosts = iter(hosts)
         self.pods: dict[int, Pod] = {}
         self.ended: list[Ended] = []
         self.failures: Counter[int] = Counter()
         self.over: str | None = None
+        self.unschedulable: set[int] = set()  # no node has room for these pods
         self._due: dict[int, float] = {}
         self._done: set[int] = set()
         self.passwd = folder / "passwd"
@@ -227,7 +223,7 @@ class Cluster:
     def look(self) -> bool:
         """One round of the Job controller. True when the Job is over."""
         for index, at in list(self._due.items()):
-            if time.monotonic() >= at and self.over is None:
+            if time.monotonic() >= at and self.over is None and index not in self.unschedulable:
                 del self._due[index]
                 self._create(index)
         for index, pod in list(self.pods.items()):
@@ -273,6 +269,10 @@ class Cluster:
         self.over = how
         for pod in self.pods.values():
             pod.delete()
+
+    def delete(self) -> None:
+        """The Job goes, and its pods with it: kubectl's doing, or JobSet's, which then makes it anew."""
+        self._finish("Deleted")
 
     def wait(self, seconds: float) -> str:
         """How the Job ends."""

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cluster.hosts import Host, Hosts
 from tests.cluster.kubernetes import Cluster
 from tests.cluster.manifests import documents, job_of
 from tests.cluster.training import FIT, assert_same_curve, step
-from tests.conftest import forked
+from tests.conftest import Run, forked
+from tests.survive.test_resume import same
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +127,67 @@ def test_a_drained_pod_that_does_not_end_in_its_grace_is_killed_and_replaced(alo
     assert_one_curve(tmp_path, runs, alone)
 
 
+def test_a_pod_is_lost_for_good_and_the_others_go_on_without_it(alone, hosts, tmp_path):
+    """Of three, by `--nodes 2:3`; the Job makes another pod, and no node has room for it."""
+    found = manifest(tmp_path, *FIT[1:], slowly(0.05), "--nodes=2:3")
+    with Cluster(hosts, tmp_path, without_doctor(job_of(found)), **HURRY) as cluster:
+        runs = cluster.claim("it-runs")
+        cluster.wait_for(lambda: step(runs) >= 8, 150)
+        assert "3 hosts x 1 process x micro-batch 4 x accumulation 2" in cluster.log()
+        before = dict(cluster.pods)
+        cluster.unschedulable.add(2)
+        before[2].disrupted = True
+        before[2].kill()
+        cluster.wait_for(lambda: "2 hosts x 1 process x micro-batch 4 x accumulation 3" in cluster.log(), 150)
+        assert cluster.log().count("Goes on from") == 1
+        (runs / "hurry").touch()
+        assert cluster.wait(150) == "Complete"
+        assert [(one.index, one.code) for one in cluster.ended[:1]] == [(2, 137)]
+        assert sorted(one.index for one in cluster.ended[1:]) == [0, 1]  # they were not replaced
+        assert {one.code for one in cluster.ended[1:]} <= {0, 143}
+    assert "Traceback" not in cluster.log()
+    assert_one_curve(tmp_path, runs, alone)
+
+
+def test_a_trainjob_whose_pods_are_all_replaced_is_the_same_run_to_the_last_bit(hosts, tmp_path):
+    """A pod of three is lost: by their exit codes all are replaced. Another is lost, and JobSet makes the Job anew."""
+    (whole := tmp_path / "whole").mkdir()
+    uninterrupted = forked(whole, *FIT, ranks=3)
+    assert uninterrupted.code == 0, uninterrupted.output
+    job = without_doctor(job_of(manifest(tmp_path, *FIT[1:], slowly(0.05), "--engine=trainjob", "--nodes=3")))
+    free = iter(hosts)
+    with Cluster(free, tmp_path, job, **HURRY) as cluster:
+        runs = cluster.claim("it-runs")
+        cluster.wait_for(lambda: step(runs) >= 8, 150)
+        before = dict(cluster.pods)
+        before[1].kill()
+        cluster.wait_for(lambda: cluster.log().count("Goes on from") == 1, 150)
+        assert {(one.index, one.code, one.action) for one in cluster.ended} == {
+            (0, 75, "Ignore"),
+            (1, 137, "Count"),
+            (2, 75, "Ignore"),
+        }
+        reached = step(runs)
+        cluster.wait_for(lambda: step(runs) >= reached + 8, 150)
+        cluster.pods[1].kill()
+        cluster.delete()
+        assert cluster.wait(60) == "Deleted"
+        assert {one.code for one in cluster.ended[3:]} <= {75, 137, 143}
+    with Cluster(free, tmp_path, job, **HURRY) as anew:
+        anew.wait_for(lambda: anew.log().count("Goes on from") == 2, 150)
+        assert not {one.address for one in anew.pods.values()} & {one.address for one in before.values()}
+        (runs / "hurry").touch()
+        assert anew.wait(150) == "Complete"
+    assert "Traceback" not in anew.log()
+    assert_one_curve(tmp_path, runs, uninterrupted.curve("train/loss"))
+    assert Run(0, "", tmp_path / "result").events("train/loss") == uninterrupted.events("train/loss")
+    ours, theirs = (
+        torch.load(max(folder.glob("checkpoints/*.ckpt")), weights_only=True) for folder in (runs / "it", *uninterrupted.runs)
+    )
+    for part in ("state_dict", "optimizer_states"):
+        assert same(ours[part], theirs[part]), part
+
+
 def test_a_wrong_key_ends_the_job_and_no_restart_is_spent_on_it(hosts, tmp_path):
     """The launchers may start their workers again three times, and the Job its pod six times."""
     found = manifest(tmp_path, *FIT[1:], "--nodes=1")
@@ -166,7 +229,7 @@ def test_a_signal_while_a_pod_waits_for_the_first_ones_name_ends_it_at_once(host
     found = manifest(tmp_path, *FIT[1:], "--nodes=2")
     job = without_doctor(job_of(found))
     with Cluster(hosts, tmp_path, job, **HURRY) as cluster:
-        cluster._due.pop(0)  # it can't be scheduled
+        cluster.unschedulable.add(0)
         cluster.wait_for(lambda: "waiting for the name it-0.it" in cluster.log(1), 60)
         pod = cluster.pods[1]
         pod.delete()

@@ -205,9 +205,11 @@ class Watchdog(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         connected = self._channel is not None and isinstance(exception, Exception)  # else there is nobody to tell
-        if connected and not (failure.kind(exception) == "lost" and NEWS.wait(_NEWS)):
-            text = f"rank {self._rank} on {host()} has failed: {failure.in_short(exception)}"
-            self._tell_all("fails", rank=self._rank, text=text)
+        lost = connected and failure.kind(exception) == "lost"
+        if connected and not (lost and NEWS.wait(_NEWS)):
+            NEWS.silence = lost
+            kind, what = ("died", "has lost another rank") if lost else ("fails", "has failed")
+            self._tell_all(kind, rank=self._rank, text=f"rank {self._rank} on {host()} {what}: {failure.in_short(exception)}")
         self.stop()
 
     # What the thread does --------------------------------------------------------------------------------------------

@@ -37,8 +37,18 @@ def test_an_error_would_come_again_and_a_rank_that_was_killed_need_not(news: New
     assert news.code == 1
 
 
+def test_a_rank_that_has_gone_with_its_host_need_not_go_again(news: News) -> None:
+    assert news.code == 1  # it may be that nobody could have said anything
+    news.silence = True
+    assert news.code == 75
+    news.of_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
+    assert news.code == 1
+
+
 def test_another_run_in_this_process_begins_with_no_news(news: News) -> None:
     news.of_death(2, "rank 2 on h2 was killed by signal 9.")
+    news.silence = True
     news.clear()
+    assert news.code == 1
     assert not news.wait(0)
     assert not told.due(writing=False)
