@@ -108,7 +108,7 @@ def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
 
     for name in ("on_train_batch_start", "_add", "_send", "on_train_batch_end"):
         monkeypatch.setattr(StepStatistics, name, counted(getattr(StepStatistics, name)))
-    fit(tmp_path, ImageClassifier(MiniResNet(widths=(4, 4, 4))), steps=4)
+    fit(tmp_path, ImageClassifier(MiniResNet(widths=(8, 8, 8))), steps=4)
     assert len(asked) == 16
     assert sum(asked[-4:]) <= 14
 
@@ -128,7 +128,7 @@ class Counting:
 def test_a_network_is_not_translated_again_for_every_micro_batch(tmp_path):
     """Once for training and once for evaluation. It was once for each of the 8 micro-batches, and then no more."""
     torch.compiler.reset()
-    module, backend = ImageClassifier(MiniResNet(widths=(4, 4, 4))), Counting()
+    module, backend = ImageClassifier(MiniResNet(widths=(8, 8, 8))), Counting()
     module.network.compile(backend=backend)
     fit(tmp_path, module, accumulation=8, steps=31, train_size=1000)  # the last step of the epoch is a shorter one
     assert 0 < backend.graphs <= 3

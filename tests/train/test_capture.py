@@ -25,7 +25,7 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-4, fused=T
 
 class Dropping(MiniResNet):
     def __init__(self) -> None:
-        super().__init__(widths=(4, 8, 8))
+        super().__init__(widths=(8, 8, 8))
         self.head = nn.Sequential(nn.Dropout(0.3), self.head)  # type: ignore[assignment]
 
 

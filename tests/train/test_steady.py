@@ -20,7 +20,7 @@ from project.trainer import Trainer
 from project.watch.fingerprints import Fingerprints
 from tests.operators import Operators
 
-SMALL = partial(MiniResNet, widths=(4, 4, 4))
+SMALL = partial(MiniResNet, widths=(8, 8, 8))
 
 
 class OnMeta(CPUAccelerator):
