@@ -79,8 +79,9 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path, name, fused, precision, clip):
 
     module = Small(make)
     how: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":  # our Trainer takes another one on a CPU
-        how = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler(precision))]}
+    if precision != "32-true":  # our Trainer takes another one on a CPU, or on one that is no faster so
+        scaling = scaler(precision) if precision == "16-mixed" else None
+        how = {"plugins": [MixedPrecision(precision, "cpu", scaler=scaling)]}
     trainer = Trainer(
         max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
         enable_checkpointing=False, global_batch_size=4, **how, **clip,
