@@ -233,6 +233,13 @@ class Sharded(DDPStrategy):
                 part.reshard()
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
+    def teardown(self) -> None:
+        """Lightning brings the network back to the host, and after an error it may have no values yet."""
+        module: Any = self.lightning_module
+        if module is not None and any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+            module.__dict__["cpu"] = lambda: module
+        super().teardown()
+
     # A step ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
