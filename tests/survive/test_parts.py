@@ -72,19 +72,19 @@ def test_a_rank_is_killed_at_every_fifth_place(tmp_path):
     assert set(found) == {1, 2}  # some fell before the checkpoint was there, and some when it was
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_one_of_two_ranks_is_killed_at_any_place(tmp_path):
     places = strikes(2, tmp_path / "count")
     assert {struck(tmp_path / f"{one.rank}-{one.move}", 2, one) for one in places} == {1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_one_of_three_ranks_is_killed_at_any_place(tmp_path):
     places = strikes(3, tmp_path / "count")
     assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_all_are_killed_at_any_place(tmp_path):
     places = [Strike(one.rank, one.move, all=True) for one in strikes(3, tmp_path / "count")]
     assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
@@ -161,7 +161,7 @@ def test_each_rank_reads_its_slices_and_no_more(copied, ranks):
         assert taken == held
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_copies_are_written_once(tmp_path):
     world = World(tmp_path, ranks=4, hosts=2)
     assert [said[0] for said in world.run(write, [1], None, 9)] == [None] * 4

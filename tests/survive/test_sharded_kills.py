@@ -71,7 +71,7 @@ def anywhere(chance: random.Random, at: int, ranks: int, where: str, strategy: s
     return Strike(where, step, 0 if alone else chance.randrange(ranks), chance.random() < 0.7)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["regression", pytest.param("gpt", marks=pytest.mark.faults)])
 def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
     write_texts(tmp_path / "texts")
