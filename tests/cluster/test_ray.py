@@ -77,10 +77,13 @@ def test_three_workers_on_two_hosts_make_the_same_run_as_one_process(alone, clus
 
 
 def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
-    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
+    key = secrets.token_hex()
+    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path, env={"WANDB_API_KEY": key})
     comes_to(tmp_path, 10, driver)
     began = time.monotonic()
-    os.kill(cluster.children(1)[0], signal.SIGKILL)
+    child = cluster.children(1)[0]
+    assert f"WANDB_API_KEY={key}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    os.kill(child, signal.SIGKILL)
     driver.says("SIGKILL")
     took("a rank's SIGKILL: Ray starts all again after", time.monotonic() - began)
     driver.says("Goes on from")
@@ -91,6 +94,7 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     assert driver.output().count("Stopped by SIGTERM after step") == 1
     assert "failure 1 of 3" in driver.output()
     assert "failure 2" not in driver.output()
+    without(key, cluster, tmp_path)
     (tmp_path / "hurry").touch()
     driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
     assert driver.code() == 0, driver.output()
@@ -182,9 +186,7 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert driver.output().count("it-2  step 20  val/loss") == 1  # also where Tune hears of it again
     assert driver.output().count("best        it-2: val/loss") == 1
     assert Path(driver.output().rpartition("checkpoint  ")[2].strip()).is_file()
-    written = [file for folder in (tmp_path, cluster.session) for file in folder.rglob("*") if file.is_file()]
-    assert tmp_path / "lightning_logs/it-ray/tuner.pkl" in written
-    assert not [file for file in written if key.encode() in file.read_bytes()]
+    assert tmp_path / "lightning_logs/it-ray/tuner.pkl" in without(key, cluster, tmp_path)
     for run in (
         ("--sweep=sweep.yaml", "--trial=2", "--run=it"),
         ("--run=by-hand", f"--model.optimizer.init_args.lr={RATES[1]}"),
@@ -192,6 +194,13 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
         ended = forked(tmp_path, *words, *run)
         assert ended.code == 0, ended.output
     assert same(weights(tmp_path, "it-2"), weights(tmp_path, "by-hand"))
+
+
+def without(key: str, cluster: RayHosts, folder: Path) -> list[Path]:
+    """The files that the run and Ray have written. The key of a service is in none of them."""
+    written = [file for place in (folder, cluster.session) for file in place.rglob("*") if file.is_file()]
+    assert not [file for file in written if key.encode() in file.read_bytes()]
+    return written
 
 
 def child_of(cluster: RayHosts, run: str) -> int:
