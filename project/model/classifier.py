@@ -18,6 +18,7 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
+from project.model.channels_last import corrupted
 from project.model.compiled import Compile, mode_of, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.model.fused import fused
@@ -112,6 +113,11 @@ class ImageClassifier(LightningModule):
 
     def setup(self, stage: str) -> None:
         self._seen, self._no_gradient_yet = set(), True
+        on_cpu = self.trainer.strategy.root_device.type == "cpu"
+        if self.channels_last and on_cpu and (layer := corrupted(self.network)) is not None:
+            log.info("model.channels_last is off: this CPU has no AVX-512, and torch writes beyond the memory of %s.", layer)
+            self.channels_last = False
+            nn.Module.to(self.network, memory_format=torch.contiguous_format)
         if stage == "fit" and not any(parameter.requires_grad for parameter in self.parameters()):
             what = "all its parameters are frozen" if any(True for _ in self.parameters()) else "it has no parameters"
             raise UserError(f"The network can't learn: {what}. HINT: set requires_grad of those that are to be trained.")

@@ -1,0 +1,26 @@
+"""Convolutions that torch (2.15) gets wrong in channels_last on some CPUs."""
+
+import torch
+from torch import nn
+
+
+def corrupted(network: nn.Module, capability: str | None = None) -> str | None:
+    """The name of a layer whose backward pass would write beyond its memory: a strided 1x1 convolution of fewer than eight
+    channels, on a CPU without AVX-512.
+
+    Args:
+        network: any.
+        capability: of the CPU, as torch names it; this one's if it is not given.
+    """
+    if "AVX512" in (capability or torch.backends.cpu.get_cpu_capability()):
+        return None
+    name: str
+    for name, layer in network.named_modules():
+        if (
+            isinstance(layer, nn.Conv2d)
+            and set(layer.kernel_size) == {1}
+            and max(layer.stride) > 1
+            and layer.in_channels // layer.groups < 8
+        ):
+            return name
+    return None
