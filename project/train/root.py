@@ -32,21 +32,24 @@ class Root:
 
     def reduce(self, on: bool) -> None:
         """Whether a backward pass adds up the gradients of all ranks."""
-        self._root.set_requires_gradient_sync(on)
+        for one in self._parts:
+            one.set_requires_gradient_sync(on, recurse=False)  # which else would walk through all modules, for each micro-batch
 
     def begin_of_more(self, exact: bool) -> None:
         """A micro-batch whose step goes on: its gradients wait for those of the last one."""
         if not exact:
             self.reduce(False)
-        if self._keeps:
-            self._root.set_reshard_after_backward(False)
+        self._let_go_after_backward(False)
 
     def end_of_more(self, exact: bool) -> None:
         if not exact:
             self.reduce(True)
-        if self._keeps:
-            self._root.set_reshard_after_backward(True)
-            self._stays = True
+        self._let_go_after_backward(True)
+        self._stays = self._keeps
+
+    def _let_go_after_backward(self, on: bool) -> None:
+        for one in self._parts if self._keeps else ():
+            one.set_reshard_after_backward(on, recurse=False)
 
     # The forward pass ------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
 from project.train.deferred import resumed
-from project.train.foretold import tell
+from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.materialize import finish, materialize
@@ -40,6 +41,10 @@ log = logging.getLogger(__name__)
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_SPARE = 12
+"""Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
 
 class Sharded(DDPStrategy):
@@ -141,6 +146,7 @@ class Sharded(DDPStrategy):
                 self._spread(one.module)
             finish(self.model, self.root_device)
             _refuse_no_values(self.model)
+            self._keep_freed_memory(self.model)
         self.root = Root(self.model, self.shard == "gradients", self.param_dtype is not None)
         self.root.reduce(not self.exact)
         if training:
@@ -169,6 +175,12 @@ class Sharded(DDPStrategy):
         for _, block in blocks:
             if "forward" not in vars(block):  # in another fit it is so already
                 recompute(block)
+
+    def _keep_freed_memory(self, model: nn.Module) -> None:
+        """On a CPU it makes steps faster by a quarter, and a rank may come to hold as much as with DDP: where that has room."""
+        if self.root_device.type == "cpu" and (has := room(self.root_device, self.num_processes)) is not None:
+            whole = sum(one.numel() * one.element_size() for one in model.parameters())
+            keep_freed_memory(large=_SPARE * whole <= has)
 
     def _begin_alike(self, block: nn.Module) -> None:
         """On the device, in its type, and with rank 0's values, as with DDP."""
