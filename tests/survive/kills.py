@@ -73,9 +73,12 @@ class Kill(Callback):
 
             files.write_manifest = together.write_manifest = written
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not Path("began").exists() and trainer.global_rank == 0:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 0:
             Path("began").write_text(str(trainer.global_step))
+        trainer.strategy.barrier()  # another rank may strike in the first step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         number = batch_idx % trainer.accumulate_grad_batches
         if trainer.global_step == self.step and self.where == {0: "step", 2: "accumulation"}.get(number):
             self._strike(trainer)

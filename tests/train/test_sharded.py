@@ -135,6 +135,20 @@ def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     assert theirs["spread"]
 
 
+@pytest.mark.slow
+def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
+    words = ("--trainer.precision=32-true",)
+    ways = {"none": {}, "computed": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "sent": {"reduce_dtype": "bf16"}}
+    one = weights(train("gpt", *words))["module"]
+    found = {way: weights(train("gpt", *words, sharded(**settings), ranks=2)) for way, settings in ways.items()}
+    away = {way: furthest(one, state["module"]) for way, state in found.items()}
+    assert away["none"] < 1e-5 < away["sent"] < 0.05
+    assert 1e-5 < away["computed"] < 0.05
+    assert furthest(found["computed"]["module"], found["sent"]["module"]) > 1e-5
+    for state in found.values():  # what is kept is as it was
+        assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
+
+
 def test_gradients_are_added_up_once_a_step_and_block(train):
     """4 micro-batches a rank in each of 9 steps; 3 blocks and the root."""
     folder = train("gpt", sharded(), ranks=3, plugged=(COUNT,))
