@@ -128,6 +128,8 @@ class Sharded(DDPStrategy):
         assert self.model is not None
         self._building.close()
         if not self.spread:
+            for one in _averages(trainer):
+                materialize(one.module, "cpu")
             finish(self.model, "cpu")
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))

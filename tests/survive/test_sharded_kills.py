@@ -1,5 +1,5 @@
-"""One sharded run that is killed 20 times, and goes on with other numbers of ranks: the same to the last bit, and nothing that
-was saved is lost.
+"""One sharded run that is killed many times, and goes on with other numbers of ranks: the same to the last bit, and nothing
+that was saved is lost.
 """
 
 import itertools
@@ -19,7 +19,6 @@ from tests.survive.kills import PLACES
 from tests.survive.test_resume import curves, same
 from tests.train.test_sharded import EMA, EXACT, GATHER, RUNS, sharded, weights
 
-KILLS = 20
 SAVED, VALIDATED = 2, 3  # every so many steps
 FIT = {
     "regression": (
@@ -71,9 +70,15 @@ def anywhere(chance: random.Random, at: int, ranks: int, where: str, strategy: s
     return Strike(where, step, 0 if alone else chance.randrange(ranks), chance.random() < 0.7)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ["regression", pytest.param("gpt", marks=pytest.mark.faults)])
-def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        pytest.param("regression", 5, marks=pytest.mark.slow),
+        pytest.param("regression", 20, marks=pytest.mark.faults),
+        pytest.param("gpt", 20, marks=pytest.mark.faults),
+    ],
+)
+def test_kills_on_one_to_four_ranks(tmp_path, name, kills):
     write_texts(tmp_path / "texts")
     folder, whole = tmp_path / "killed", tmp_path / "whole"
     folder.mkdir()
@@ -82,7 +87,7 @@ def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
     worlds = [(1, sharded()), (2, sharded()), (3, sharded()), (4, sharded()), (2, "--trainer.strategy=ddp")]
     struck: Counter[str] = Counter()
     at = 0
-    for (ranks, strategy), where in zip(itertools.cycle(worlds), shuffled(chance, KILLS), strict=False):
+    for (ranks, strategy), where in zip(itertools.cycle(worlds), shuffled(chance, kills), strict=False):
         strike = anywhere(chance, at, ranks, where, strategy)
         run = start(name, folder, ranks, strategy, strike)
         said = f"{strike} on {ranks} ranks, {strategy}: {run.output}"
@@ -95,7 +100,7 @@ def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
         noted = [int(line) for line in (folder / "saved").read_text().splitlines()] if (folder / "saved").exists() else [0]
         at = newest(folder)
         assert at >= noted[-1], said
-    assert struck.total() == KILLS
+    assert struck.total() == kills
     assert at < STEPS[name]
     run = start(name, folder, 3, sharded(), Strike())
     assert run.code == 0, run.output
@@ -109,7 +114,7 @@ def test_twenty_kills_on_one_to_four_ranks(tmp_path, name):
     for part in LEARNED:
         assert same(final(folder)[part], final(whole)[part]), part
     assert curves(folder) == curves(whole)
-    print(f"\n{KILLS} SIGKILLs ({dict(struck)}): bitwise the same run")
+    print(f"\n{kills} SIGKILLs ({dict(struck)}): bitwise the same run")
 
 
 def shuffled(chance: random.Random, count: int) -> list[str]:
