@@ -77,7 +77,7 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
         (2, "write", 9),
         (3, "step", 8),
         (3, "write", 6),
-        pytest.param(3, "validation", 5, marks=pytest.mark.faults),
+        pytest.param(3, "validation", 9, marks=pytest.mark.faults),
     ],
 )
 def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step):
