@@ -75,6 +75,7 @@ from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
 from project.train.capture import CudaGraphs
 from project.train.compression import Compression, fitting
+from project.train.data_ranks import data_ranks
 from project.train.epochs import own_loops
 from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
 from project.train.loaders import Loaders
@@ -634,10 +635,12 @@ class Trainer(pl.Trainer):
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
             data.exact = self._exact
+            here = data_ranks(self)
+            data.shared_by = here.shared_by
             if self.training:
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size
-                self._settled(accumulation(data.global_batch_size, size, self.world_size, wanted, where), size)
+                self._settled(accumulation(data.global_batch_size, size, here.count, wanted, where), size)
         elif self.training:
             if self._exact:
                 refuse_no_global_batch(self._wanted_global_batch)
@@ -653,7 +656,7 @@ class Trainer(pl.Trainer):
             )
         self.accumulate_grad_batches = accumulation
         if micro_batch is not None:  # a callback may accumulate more for an epoch
-            self.global_batch = micro_batch * self.world_size * accumulation
+            self.global_batch = micro_batch * data_ranks(self).count * accumulation
         if isinstance(self._wanted_val_interval, int):
             self.val_check_interval = self._wanted_val_interval * accumulation
         if dev_steps := int(getattr(self, "fast_dev_run", 0)):

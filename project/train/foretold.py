@@ -16,6 +16,7 @@ from project.cluster.environment import limits
 from project.train.activations import Activations, activations
 from project.train.batching import accumulation
 from project.train.blocks import Named, blocks_of
+from project.train.data_ranks import data_ranks
 from project.train.first_batch import first_batch
 from project.train.held import Held, Inventory, Sharing, held, in_bytes, inventory
 from project.train.micro_batch import samples_of
@@ -123,7 +124,7 @@ def steps_of(trainer: Trainer, samples: int) -> int:
     if loaders.global_batch is None or not samples:
         return trainer.accumulate_grad_batches
     return accumulation(
-        loaders.global_batch, samples, trainer.world_size, loaders.wanted, "trainer.global_batch_size batch_size"
+        loaders.global_batch, samples, data_ranks(trainer).count, loaders.wanted, "trainer.global_batch_size batch_size"
     )
 
 
