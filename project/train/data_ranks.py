@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -94,6 +94,11 @@ class ByDataRanks(DDPStrategy):
             one.process_group = before
         self._met.clear()
         super().teardown()
+
+
+def shared_by(strategy: Strategy) -> int:
+    """Ranks that will be one data rank, where there are several."""
+    return strategy.shared_by if isinstance(strategy, ByDataRanks) else 1
 
 
 def data_ranks(trainer: Trainer) -> DataRanks:

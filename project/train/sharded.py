@@ -203,6 +203,7 @@ class Sharded(ByDataRanks):
             ranks,
             self.shard,
             per_host=self.num_processes,
+            shared_by=self.shared_by,
             param_dtype=_DTYPES[self.param_dtype],
             reduce_dtype=_DTYPES[self.reduce_dtype],
             checkpoint_activations=self.checkpoint_activations,

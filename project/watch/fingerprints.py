@@ -22,7 +22,6 @@ from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.train.batch_norm import batch_norms
 from project.train.capture import one_by_one_next
-from project.train.data_ranks import data_ranks
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
 from project.train.usual import shares_weights, spread
@@ -270,7 +269,7 @@ class Fingerprints(Callback):
 
 def _micro_batches(trainer: Trainer) -> int:
     """In a step, over all ranks."""
-    return int(trainer.accumulate_grad_batches * data_ranks(trainer).count)
+    return int(trainer.accumulate_grad_batches * trainer.world_size)
 
 
 def _hex(number: int) -> str:

@@ -1,0 +1,230 @@
+"""tensor_parallel of project.Sharded: the same run, of which several ranks share a layer and see the same micro-batches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.survive.reading import SafeCheckpointIO
+from project.train.data_ranks import DataRanks
+from tests.conftest import forked
+from tests.own import write_texts
+from tests.survive.test_resume import curves, faults, same
+from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, weights
+
+RUNS = {
+    # AdamW, tied weights, dropout, clipping
+    "gpt": (
+        *("fit", "--config=configs/gpt.yaml", *ALL, "--trainer.precision=64-true", "--trainer.global_batch_size=12"),
+        *("--trainer.max_steps=5", "--trainer.val_check_interval=3", "--trainer.gradient_clip_val=0.1"),
+        "--trainer.limit_val_batches=3",
+        *("--data.init_args.text=../texts", "--data.init_args.held_out=0.2", "--data.init_args.context=16"),
+        *("--data.init_args.batch_size=2", "--model.init_args.context=16", "--model.init_args.layers=2"),
+        *("--model.init_args.heads=2", "--model.init_args.width=24", "--model.init_args.dropout=0.2"),
+        *("--model.init_args.vocabulary=257", "--model.init_args.warmup_steps=3"),
+    ),
+    # Of somebody who has a plan and knows nothing else of this; torchmetrics, two loaders, a kept tail
+    "planned": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.train.shared.Planned", "--trainer.max_epochs=2", *ALL),
+        *("--trainer.global_batch_size=24", "--data.init_args.size=140", "--trainer.gradient_clip_val=0.5"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tensor")
+    write_texts(place / "texts")
+    return place
+
+
+@pytest.fixture(scope="module")
+def train(place):
+    """Trains one of the runs in a folder of its own; each but once."""
+    made = {}
+
+    def train(name, *words, ranks=1, plugged=()):
+        key = (name, words, ranks, str(plugged))
+        if key not in made:
+            folder = place / f"{len(made)}-{name}"
+            folder.mkdir()
+            done = forked(folder, *RUNS[name], *words, callbacks(*plugged), ranks=ranks)
+            assert done.code == 0, done.output
+            made[key] = folder
+        return made[key]
+
+    return train
+
+
+def far(one, other):
+    """The largest difference."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max([0.0, *(far(one[key], other[key]) for key in one)])
+    if isinstance(one, (list, tuple)):
+        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
+    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
+
+
+def assert_close(ours, theirs):
+    theirs, ours = dict(theirs), dict(ours)
+    assert theirs.pop("spread")
+    ours.pop("spread")
+    assert far(ours, theirs) < 1e-12
+    assert theirs["optimizers"][0]["state"]
+
+
+def assert_same_curves(one, other):
+    """What is logged is written as float32."""
+    ours, theirs = curves(one), curves(other)
+    assert ours.keys() == theirs.keys()
+    for tag, points in ours.items():
+        steps, values = zip(*points, strict=True)
+        others, found = zip(*theirs[tag], strict=True)
+        assert steps == others, tag
+        assert found == pytest.approx(values, rel=1e-6, abs=1e-6), tag
+
+
+def agree(shared_by):
+    return {"class_path": "tests.train.shared.Agree", "init_args": {"shared_by": shared_by}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "share"), [(2, 2), (4, 2), (3, 3)])
+def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
+    """Accumulation of 6, 3 and 6."""
+    one = train("gpt")
+    other = train("gpt", sharded(tensor_parallel=share), ranks=ranks, plugged=(agree(share),))
+    assert_close(weights(one), weights(other))
+    assert_same_curves(one, other)
+    found = json.loads((other / "agree.json").read_text())
+    assert found["agree"]
+    assert {"network.tokens.weight", "network.blocks.1.attention_norm.weight"} <= {*found["whole"]}
+    assert len(found["cut"]) == 2 * 8  # four layers of a block, with their biases
+
+
+FORMS = [
+    (2, 2, {}),
+    pytest.param(4, 2, {"shard": "node"}, marks=pytest.mark.slow),
+    pytest.param(4, 2, {"shard": "gradients", "blocks": ["network"], "checkpoint_activations": True}, marks=pytest.mark.slow),
+    pytest.param(3, 3, {"blocks": ["Linear"], "deferred": False}, marks=pytest.mark.slow),
+    pytest.param(4, 4, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "share", "settings"), FORMS)
+def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, settings):
+    """Each sample counts once in sums, in metrics, and in samples/s."""
+    one = train("planned", plugged=(EMA,))
+    other = train("planned", sharded(tensor_parallel=share, **settings), ranks=ranks, plugged=(EMA, agree(share)))
+    assert_close(weights(one), weights(other))
+    assert weights(other)["average"]
+    assert_same_curves(one, other)
+    assert [value for _, value in curves(other)["count"]] == [140, 140]
+    assert [value for _, value in curves(other)["samples"]] == [140, 140]
+
+    seen = [(other / f"seen-{rank}.txt").read_text() for rank in range(ranks)]
+    assert all(seen[rank] == seen[rank // share * share] for rank in range(ranks))
+    whole = [number for one in seen[::share] for line in one.splitlines() for number in line.split()[1:]]
+    assert sorted(map(int, whole)) == sorted([*range(140)] * 2)
+
+    found = json.loads((other / "agree.json").read_text())
+    assert found["agree"]
+    assert found["cut"] == ["network.0.bias", "network.0.weight", "network.2.bias", "network.2.weight"]
+    assert found["samples"] == 2 * 140
+    assert found["measured"] == [pytest.approx((8 * 24 + 20) / 9)]  # of steps 2 to 10, of which the 6th has 20
+    said = (other / "output.txt").read_text()
+    assert f"1 host x {ranks} processes ({ranks // share} x {share} tensor parallel) x micro-batch 2 x accumulation " in said
+    assert f"accumulation {12 * share // ranks} = global batch 24" in said
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_left_out(train):
+    words = ("--trainer.nonfinite=skip", "--model=tests.train.shared.PlannedAndPoisoned")
+    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=4)
+    assert_close(weights(one), weights(other))
+    said = (other / "output.txt").read_text()
+    assert "The step is skipped (1 so far)" in said
+    assert "more micro-batches" not in said, "each is named once"
+    assert "in micro-batch 6 of 12" in said
+
+
+@pytest.mark.slow
+def test_every_prediction_is_there_once(place):
+    folder = place / "predicted"
+    folder.mkdir()
+    words = ("predict", "--data=tests.train.shared.Predicted", "--model=tests.train.shared.Planned", "--run=it")
+    words += ("--trainer.accelerator=cpu", "--trainer.callbacks=project.watch.predictions.PredictionWriter")
+    done = forked(folder, *words, sharded(tensor_parallel=2), ranks=4)
+    assert done.code == 0, done.output
+    (written,) = folder.glob("lightning_logs/*/predictions.csv")
+    assert [int(line.split(",")[0]) for line in written.read_text().splitlines()[1:]] == [*range(11)]
+
+
+AT_START = {"class_path": "tests.train.shared.AtStart"}
+DDP = "--trainer.strategy=ddp"
+
+
+def checkpoint(folder: Path) -> Path:
+    return max((folder / "lightning_logs/it/checkpoints").glob("step-*.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["planned", "gpt"])
+def test_killed_and_resumed_on_other_ranks(place, train, name):
+    """Each start has the bits of the checkpoint, weights and optimiser, whoever wrote it; the end is that of one rank."""
+    folder = place / f"killed-{name}"
+    folder.mkdir()
+    average = (EMA,) if name == "planned" else ()  # of float32 for DDP, where the network is not of float64 by itself
+    starts = [
+        (3, DDP, 1),
+        (4, sharded(tensor_parallel=2), 2),
+        (2, sharded(), 3),
+        (4, sharded(tensor_parallel=4), 4),
+        (3, sharded(tensor_parallel=3), None),
+    ]
+    before = None
+    for ranks, strategy, step in starts:
+        fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
+        plugged = callbacks(*average, AT_START, *fault)
+        done = forked(folder, *RUNS[name], strategy, "--checkpoints.every_n_steps=1", plugged, ranks=ranks)
+        assert (done.code == 0) == (step is None), done.output
+        if before is not None:
+            began = torch.load(folder / "start.pt", weights_only=True)
+            assert began["step"] == before["position"]["global_step"] > 0
+            assert same(began["module"], dict(before["state_dict"]))
+            for ours, theirs in zip(began["optimizers"], before["optimizer_states"], strict=True):
+                assert same(ours["state"], theirs["state"])
+        before = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
+    assert_close(weights(train(name, plugged=average)), weights(folder))
+    assert_same_curves(train(name, plugged=average), folder)
+
+
+REFUSED = {
+    "tensor_parallel=2 takes so many ranks of a host for each micro-batch, and 3 are no": (3, 2, ""),
+    "tensor_parallel=2 takes so many ranks for each micro-batch, and there is one": (1, 2, ""),
+    "tensor_parallel=0. HINT": (2, 0, ""),
+    "trainer.exact can't be kept: with tensor_parallel=2": (2, 2, EXACT),
+    "needs a plan, and Regression has none": (2, 2, "--model=tests.own.Regression"),
+    "there is no module network.nought": (2, 2, "--model=tests.train.shared.Misplanned"),
+    "network.0 has 'columns', which is no style": (2, 2, "--model=tests.train.shared.Styleless"),
+    "the plan cuts network.0, and other has the same weight": (2, 2, "--model=tests.train.shared.Tied"),
+    "12 of what is cut, and 5 ranks can't have": (5, 5, ""),
+    "needs 2 ranks to see the same micro-batches, and the train loader": (2, 2, "--data=tests.train.shared.Streamed"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_in_one_line(tmp_path, message):
+    ranks, share, word = REFUSED[message]
+    batch = [f"--trainer.global_batch_size={2 * ranks}"]
+    done = forked(tmp_path, *RUNS["planned"], sharded(tensor_parallel=share), *filter(None, [word]), *batch, ranks=ranks)
+    assert done.code == 1, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert "HINT" in done.output
+
+
+def test_data_ranks_have_neighbouring_ranks():
+    assert DataRanks(1, 2, shared_by=3).members() == [[0, 3], [1, 4], [2, 5]]
