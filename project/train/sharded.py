@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,6 +91,7 @@ class Sharded(ByDataRanks):
         self.root: Root | None = None
         """Of a network that is spread."""
         self._state: dict[str, Any] = {}  # the network's, where layers are shared
+        self._state_of_fit: TrainerState | None = None
 
     @property
     def spread(self) -> bool:
@@ -129,6 +130,7 @@ class Sharded(ByDataRanks):
         assert self.accelerator is not None
         assert self.model is not None
         self._building.close()
+        self._state_of_fit = trainer.state
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_alone(self.shared_by, self.world_size)
         if not self.spread:
@@ -266,9 +268,11 @@ class Sharded(ByDataRanks):
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     def teardown(self) -> None:
-        """Lightning brings the network back to the host, and after an error it may have no values yet."""
+        """Lightning brings the network back to the host. After an error it may have no values yet, or layers that ranks
+        share are in use in what is left of a step, and can't be moved."""
         module: Any = self.lightning_module
-        if module is not None and any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+        left = self._shared_layers and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        if module is not None and (left or any(one.is_meta for one in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         super().teardown()
 
