@@ -5,12 +5,14 @@ by data ranks; a mean over all ranks is the same either way. What is about proce
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed import default_pg_timeout
 from torchmetrics import Metric
 
 from project.train.strategy import gathered
@@ -41,12 +43,14 @@ class ByDataRanks(DDPStrategy):
 
     Args:
         shared_by: so many. On one rank there are no neighbours.
+        timeout: as in DDPStrategy.
         settings: as in DDPStrategy.
     """
 
-    def __init__(self, shared_by: int = 1, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.shared_by = shared_by
+    def __init__(self, shared_by: int = 1, timeout: timedelta | None = default_pg_timeout, **settings: Any) -> None:
+        super().__init__(timeout=timeout, **settings)
+        self.shared_by, self.patience = shared_by, timeout
+        """`patience`: how long the ranks wait for each other."""
         self._group: Any = None
         self._met: list[Any] = []
 
@@ -65,7 +69,7 @@ class ByDataRanks(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.data_ranks.shared_by > 1 and self._group is None:
-            self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.members(), timeout=self._timeout)
+            self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.members(), timeout=self.patience)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """What is logged: each sample counts once."""

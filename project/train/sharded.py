@@ -77,12 +77,10 @@ class Sharded(ByDataRanks):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(tensor_parallel, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(tensor_parallel, timeout, process_group_backend=process_group_backend)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
         self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
-        self.patience = timeout
-        """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}

@@ -150,8 +150,7 @@ def test_a_step_that_is_not_finite_is_left_out(train):
     assert_close(weights(one), weights(other))
     said = (other / "output.txt").read_text()
     assert "The step is skipped (1 so far)" in said
-    assert "more micro-batches" not in said, "each is named once"
-    assert "in micro-batch 6 of 12" in said
+    assert said.count("in micro-batch 6 of 12") == 1
 
 
 @pytest.mark.slow
