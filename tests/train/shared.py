@@ -45,6 +45,23 @@ class PlannedAndPoisoned(Poisoned, Planned):
     """Its loss is not finite, once."""
 
 
+class ByLightning(Planned):
+    """Its steps are taken by Lightning's own loop."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+class Pixels(nn.Sequential):
+    """Classifies images of 8 x 8, with a plan."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(192, 24), nn.ReLU(), nn.Linear(24, num_classes))
+
+    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
+        return {"1": ColwiseParallel(), "3": RowwiseParallel()}
+
+
 class Tied(Planned):
     """A layer that the plan cuts has another one's weight."""
 

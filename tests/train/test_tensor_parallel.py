@@ -8,11 +8,12 @@ import torch
 
 from project.survive.reading import SafeCheckpointIO
 from project.train.data_ranks import DataRanks
-from tests.conftest import forked
+from tests.conftest import TINY, forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
 from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, weights
 
+DDP = "--trainer.strategy=ddp"
 RUNS = {
     # AdamW, tied weights, dropout, clipping
     "gpt": (
@@ -30,6 +31,14 @@ RUNS = {
         *("--trainer.global_batch_size=24", "--data.init_args.size=140", "--trainer.gradient_clip_val=0.5"),
     ),
 }
+
+
+RUNS["pixels"] = (
+    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word), "--run=it"),
+    *("--data.source.init_args.train_size=250", "--data.batch_size=4", "--data.global_batch_size=24"),
+    *("--data.crop_padding=2", "--trainer.max_epochs=2", "--trainer.val_check_interval=4", "--trainer.num_sanity_val_steps=0"),
+    *("--model.network=tests.train.shared.Pixels", "--trainer.precision=64-true"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +163,30 @@ def test_a_step_that_is_not_finite_is_left_out(train):
 
 
 @pytest.mark.slow
+def test_lightnings_own_loop_clips_so_too(train):
+    words = ("--model=tests.train.shared.ByLightning",)
+    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=2)
+    assert_close(weights(one), weights(other))
+    assert_same_curves(one, other)
+
+
+@pytest.mark.slow
+def test_images_that_are_classified_count_once(place, train):
+    """Also in the means of an epoch that was killed within, and goes on on one rank."""
+    folder = place / "killed-pixels"
+    folder.mkdir()
+    for ranks, strategy, step in ((4, sharded(tensor_parallel=2), 5), (2, sharded(tensor_parallel=2), 8), (1, DDP, None)):
+        fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
+        done = forked(folder, *RUNS["pixels"], strategy, "--checkpoints.every_n_steps=1", callbacks(*fault), ranks=ranks)
+        assert (done.code == 0) == (step is None), done.output
+    one = train("pixels")
+    ours, theirs = weights(one), weights(folder)
+    assert far(ours["module"], theirs["module"]) < 1e-12
+    assert {"train/loss_epoch", "val/acc"} <= curves(one).keys()
+    assert_same_curves(one, folder)
+
+
+@pytest.mark.slow
 def test_every_prediction_is_there_once(place, train):
     """On one rank, which has the network whole, they are the same."""
     trained = checkpoint(train("planned", sharded(tensor_parallel=2), ranks=2, plugged=(EMA, agree(2))))
@@ -171,7 +204,6 @@ def test_every_prediction_is_there_once(place, train):
 
 
 AT_START = {"class_path": "tests.train.shared.AtStart"}
-DDP = "--trainer.strategy=ddp"
 
 
 @pytest.mark.slow
