@@ -1,6 +1,8 @@
 """tensor_parallel of project.Sharded: the same run, of which several ranks share a layer and see the same micro-batches."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from project.survive.reading import SafeCheckpointIO
 from project.train.data_ranks import DataRanks
-from tests.conftest import TINY, forked
+from tests.conftest import TINY, environment, forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
 from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, weights
@@ -235,6 +237,15 @@ def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
         before = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
     assert_close(weights(train(name, plugged=average)), weights(folder))
     assert_same_curves(train(name, plugged=average), folder)
+
+
+@pytest.mark.slow
+def test_copies_on_two_hosts(tmp_path):
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m", "tests.train.hosts_of_layers")
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 REFUSED = {
