@@ -83,6 +83,10 @@ class Layout:
         """Whether another place, which comes first, has the same slice."""
         return any(at for at, dimension in zip(place, self.along, strict=True) if dimension is None)
 
+    def is_first(self, place: tuple[int, ...]) -> bool:
+        """Whether what is there counts, and is written: no other place has the same, nor do other ranks' grids."""
+        return 0 in self.ranks and not self.is_copy(place)
+
     def slices(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """Each slice once, with the rank that has written it."""
         for rank, place in zip(self.ranks, product(*map(range, self.grid)), strict=True):

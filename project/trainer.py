@@ -75,6 +75,7 @@ from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
 from project.train.capture import CudaGraphs
 from project.train.compression import Compression, fitting
+from project.train.data_ranks import data_ranks, shared_by
 from project.train.epochs import own_loops
 from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
 from project.train.loaders import Loaders
@@ -314,6 +315,11 @@ class Trainer(pl.Trainer):
         return skipped(self)
 
     @property
+    def shared_by(self) -> int:
+        """Ranks that see the same samples: more than 1 with tensor_parallel."""
+        return data_ranks(self).shared_by
+
+    @property
     def least_seconds(self) -> float:
         """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
         data = getattr(self, "datamodule", None)
@@ -551,11 +557,11 @@ class Trainer(pl.Trainer):
         if isinstance(datamodule, ImageData):
             datamodule.spare_cores = max(1, count // wanted.processes) - 1
         examined = examined_run(self, model, datamodule, Path(self.default_root_dir), wanted.processes)
-        found = needs(examined, wanted)
+        found, share = needs(examined, wanted), shared_by(self.strategy)
         if isinstance(datamodule, ImageData):
-            refuse_odd_batches(wanted, datamodule.global_batch_size, datamodule.batch_size, "data.global_batch_size")
+            refuse_odd_batches(wanted, datamodule.global_batch_size, datamodule.batch_size, "data.global_batch_size", share)
         else:
-            refuse_odd_batches(wanted, self._wanted_global_batch, examined.micro_batch, "trainer.global_batch_size")
+            refuse_odd_batches(wanted, self._wanted_global_batch, examined.micro_batch, "trainer.global_batch_size", share)
         self.training = False
         text = written(wanted, found)
         if out is not None:
@@ -634,10 +640,11 @@ class Trainer(pl.Trainer):
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
             data.exact = self._exact
+            data.shared_by = self.shared_by
             if self.training:
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size
-                self._settled(accumulation(data.global_batch_size, size, self.world_size, wanted, where), size)
+                self._settled(accumulation(data.global_batch_size, size, data_ranks(self).count, wanted, where), size)
         elif self.training:
             if self._exact:
                 refuse_no_global_batch(self._wanted_global_batch)
@@ -653,7 +660,7 @@ class Trainer(pl.Trainer):
             )
         self.accumulate_grad_batches = accumulation
         if micro_batch is not None:  # a callback may accumulate more for an epoch
-            self.global_batch = micro_batch * self.world_size * accumulation
+            self.global_batch = micro_batch * data_ranks(self).count * accumulation
         if isinstance(self._wanted_val_interval, int):
             self.val_check_interval = self._wanted_val_interval * accumulation
         if dev_steps := int(getattr(self, "fast_dev_run", 0)):

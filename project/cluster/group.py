@@ -14,10 +14,17 @@ class Group:
     def __init__(self) -> None:
         self._found: Callable[[], Any] | None = None
 
-    def make(self, timeout: timedelta | None = None) -> None:
-        """`timeout`: how long a rank is waited for; None: as long as torch waits."""
-        if self() is None:
-            self._found = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
+    def make(self, timeout: timedelta | None = None, members: list[list[int]] | None = None) -> None:
+        """`timeout`: how long a rank is waited for; None: as long as torch waits. `members`: not all ranks at once, but each of
+        these groups."""
+        if self() is not None:
+            return
+        found: Any
+        if members is None:
+            found = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            found, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
+        self._found = weakref.ref(found)
 
     def __call__(self) -> Any:
         """torch's group; None where there is none, or no more."""

@@ -79,6 +79,7 @@ class ImageData(LightningDataModule):
         self.num_workers, self.resident, self.seed = num_workers, resident, seed
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
         self.exact = False  # likewise: an evaluation's micro-batches are the same on any number of ranks
+        self.shared_by = 1  # likewise: ranks that see the same samples
         self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
         self._dataset = cache(self._open)  # each split is read once
         self._unseen: set[str] = set()  # splits whose first batch is yet to come
@@ -138,7 +139,7 @@ class ImageData(LightningDataModule):
     def train_order(self) -> Order:
         """The order of the training samples in this run."""
         assert self.trainer is not None
-        micro_batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        micro_batches = self._here[1] * self.trainer.accumulate_grad_batches
         size = len(self._dataset("train"))  # type: ignore[arg-type]
         order = Order(size, self.batch_size, micro_batches, self.seed, self.tail)
         if not order.steps or order.size < 2 * micro_batches:
@@ -163,9 +164,15 @@ class ImageData(LightningDataModule):
         batches = limited(-(-size // self.batch_size), self.limits.get(split))
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         whole_size = min(size, batches * self.batch_size)
-        micro_batch = cut_for_all(whole_size, self.batch_size, self.trainer.world_size) if self.exact else self.batch_size
-        order = Order(whole_size, micro_batch, self.trainer.world_size, cut=self.exact)
+        micro_batch = cut_for_all(whole_size, self.batch_size, self._here[1]) if self.exact else self.batch_size
+        order = Order(whole_size, micro_batch, self._here[1], cut=self.exact)
         return self._loader(split, order)
+
+    @property
+    def _here(self) -> tuple[int, int]:
+        """This rank among those that are dealt samples of their own, and how many these are."""
+        assert self.trainer is not None
+        return self.trainer.global_rank // self.shared_by, self.trainer.world_size // self.shared_by
 
     @property
     def workers(self) -> int:
@@ -195,9 +202,9 @@ class ImageData(LightningDataModule):
     def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
         assert self.trainer is not None
         held = self._whole(split)
-        order = replace(order, share=order.micro_batches // self.trainer.world_size)
+        order = replace(order, share=order.micro_batches // self._here[1])
         workers = 0 if held else self.workers
-        keys = MicroBatchSampler(order, self.trainer.global_rank, self.trainer.world_size)
+        keys = MicroBatchSampler(order, *self._here)
         return MicroBatchLoader(
             keys,
             self.seed,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from project.errors import UserError
-from project.train.foretold import USABLE, Foretold, best_option
+from project.train.foretold import USABLE, Foretold, best_option, not_reckoned
 from project.train.held import Held, Sharing, in_bytes
 
 _WIDE = 150  # columns, where no terminal says how many there are
@@ -57,7 +57,7 @@ def rows(
             why_not = str(error).partition(" HINT:")[0]
         here = replace(sharing, ranks=count, per_host=per_host(count, devices), accumulation=many)
         found.append(Row(replace(here, shard=here.shard or "full"), _none, why_not))
-    ddp = replace(found[0].sharing, shard=None, ranks=max(2, found[0].sharing.ranks), accumulation=1)
+    ddp = replace(found[0].sharing, shard=None, ranks=max(2, found[0].sharing.ranks), accumulation=1, shared_by=1)
     everyone = [Row(ddp, _none), *found] if sharing.shard is None else [*found, Row(ddp, _none)]
     return [replace(one, held=foretold.held(one.sharing)) for one in everyone]
 
@@ -115,6 +115,7 @@ def _said(foretold: Foretold, found: Sequence[Row], wanted: Sharing, room: Calla
             f"* whole, until the last micro-batch of a step ({many}): they are sent once a step. A smaller global batch, or "
             "a larger micro-batch, makes it one micro-batch, and gradients as large as the parameters."
         )
+    said += [line] if (line := not_reckoned(mine[-1].sharing)) else []
     said += [f"{what} not known: {why}" for what, why in mine[-1].held.unknown.items()]
     said += [f"{one.sharing.ranks:,} ranks: {one.why_not}" for one in found if one.why_not]
     return said + [_fits(foretold, one, room) for one in mine]

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import Strategy
 
 from project.data import ImageData
 from project.doctor.dry_run import Row, about, numbers, rows, show
+from project.errors import UserError
 from project.train.batching import accumulation
 from project.train.first_batch import first_batch
 from project.train.foretold import Foretold, room
@@ -43,6 +44,9 @@ def foretell(
     sharing, samples = sharing_of(strategy, exact), samples_of(foretold.batch)
 
     def many(count: int) -> int:
+        if count % sharing.shared_by:
+            raise UserError(f"{count} ranks are no multiple of tensor_parallel={sharing.shared_by}. HINT: take one.")
+        count //= sharing.shared_by
         if isinstance(data, ImageData):
             sizes = data.global_batch_size, data.batch_size
             return accumulation(*sizes, count, wanted, "data.global_batch_size data.batch_size")

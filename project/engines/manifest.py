@@ -100,8 +100,9 @@ def image_of(image: str | None) -> str:
     return image
 
 
-def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str) -> None:
-    """Each number of pods that may come about can make the global batch. `key`: the one that says it."""
+def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str, shared_by: int = 1) -> None:
+    """Each number of pods that may come about can make the global batch. `key`: the one that says it. `shared_by`: so many
+    processes see the same micro-batch."""
     if global_batch is None:
         log.warning(
             "Nothing says how large a global batch is: it will be micro-batch x ranks, another one for each number of pods. "
@@ -109,14 +110,15 @@ def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: in
             key,
         )
         return
+    at_once = micro_batch * max(1, wanted.processes // shared_by)
     counts = range(wanted.least, wanted.most + 1)
-    odd = [count for count in counts if global_batch % (micro_batch * wanted.processes * count)]
+    odd = [count for count in counts if global_batch % (at_once * count)]
     if not odd:
         return
-    shares = math.lcm(*(micro_batch * wanted.processes * count for count in counts))
+    shares = math.lcm(*(at_once * count for count in counts))
     fitting = [
-        count for count in range(1, global_batch // (micro_batch * wanted.processes) + 1)
-        if global_batch % (micro_batch * wanted.processes * count) == 0
+        count for count in range(1, global_batch // at_once + 1)
+        if global_batch % (at_once * count) == 0
     ]  # fmt: skip
     numbers = f"--nodes of {', '.join(map(str, fitting))} can" if fitting else "no number of them can"
     raise UserError(

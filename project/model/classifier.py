@@ -141,10 +141,11 @@ class ImageClassifier(LightningModule):
         self._log_sent()
         sums = DelayedSums(self.epoch_tally.total(), self.trainer.world_size).read()
         checkpoint["epoch_guesses"] = self.epoch_tally.guesses
-        checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype)
+        checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype) / run_of(self.trainer).shared_by
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "epoch_sums" in checkpoint and self.trainer.is_global_zero:
+        first = self.trainer.global_rank < run_of(self.trainer).shared_by
+        if "epoch_sums" in checkpoint and first:
             self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
         self.epoch_tally.guesses = checkpoint.get("epoch_guesses", self.epoch_tally.guesses)
 

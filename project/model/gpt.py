@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 from torch.optim import AdamW
 
@@ -93,6 +95,16 @@ class GPT(nn.Module):
             )
         x = self.dropout(self.tokens(tokens) + self.positions.weight[:length])
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
+        """How ranks share its layers. Queries, keys and values lie side by side in one layer, so each rank computes a part of
+        them and has the attention whole; the tied embedding stays whole, too."""
+        return {
+            "blocks.*.attention.inputs": ColwiseParallel(output_layouts=Replicate()),
+            "blocks.*.attention.output": RowwiseParallel(input_layouts=Replicate()),
+            "blocks.*.network.0": ColwiseParallel(),
+            "blocks.*.network.2": RowwiseParallel(),
+        }
 
 
 class LanguageModel(LightningModule):

@@ -13,6 +13,10 @@ class Run(Protocol):
     """The samples behind one optimiser step, over all ranks, where that is known."""
 
     @property
+    def shared_by(self) -> int:
+        """Ranks that see the same samples."""
+
+    @property
     def least_seconds(self) -> float:
         """A fit can't take less; 0 where that is not known."""
 
@@ -25,6 +29,7 @@ class ByItself:
     """What a module is told where the Trainer is Lightning's own."""
 
     global_batch: int | None = None
+    shared_by = 1
     least_seconds = 0.0
     skipped = False
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -22,6 +21,7 @@ from project.cluster.place import host
 from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
 from project.train.capture import LAST, Kind, captures, is_recording
+from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
 from project.train.spread import anywhere, highest, local
@@ -255,7 +255,7 @@ def _finite(module: LightningModule) -> bool:
 
 def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
     """This rank's micro-batches whose loss is not finite."""
-    total = trainer.world_size * trainer.accumulate_grad_batches
+    total = data_ranks(trainer).count * trainer.accumulate_grad_batches
     return [
         Fault(trainer.global_rank, host(), f"{one.key[2] + 1} of {total}", one.samples, loss.item())
         for one, loss in step.losses
@@ -264,11 +264,7 @@ def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
 
 
 def _exchange(trainer: Trainer, mine: list[Fault]) -> list[Fault]:
-    if trainer.world_size == 1:
-        return mine
-    parts: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(parts, mine)
-    return [one for part in parts for one in part]
+    return [one for part in data_ranks(trainer).gathered(mine) for one in part]
 
 
 def _parameters(module: LightningModule) -> list[str]:
@@ -291,7 +287,7 @@ def _describe(step: CheckedStep, found: list[Fault], parameters: list[str]) -> s
 
 
 def _hint(trainer: Trainer, found: list[Fault]) -> str:
-    everywhere = len(found) == trainer.world_size * trainer.accumulate_grad_batches > 1
+    everywhere = len(found) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
     if everywhere:
         return (
             "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "

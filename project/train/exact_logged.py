@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
+from project.train.data_ranks import DataRanks
 from project.train.exact import ExactScalar, apart, exact_mean, exact_total
 from project.train.logged import Results, Sums
 from project.train.strategy import gathered, gathered_numbers
@@ -220,7 +221,7 @@ class ExactResults(Results):
         self._met -= {key for key in self._met if fx is None or self[key].meta.fx == fx}
         super().reset(metrics, fx)
 
-    def sums(self, ranks: int) -> Sums:
+    def sums(self, ranks: DataRanks) -> Sums:
         """As one rank's: a checkpoint does not tell how many there were."""
         made = super().sums(ranks)
         for key, one in made.items():

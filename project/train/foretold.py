@@ -16,6 +16,7 @@ from project.cluster.environment import limits
 from project.train.activations import Activations, activations
 from project.train.batching import accumulation
 from project.train.blocks import Named, blocks_of
+from project.train.data_ranks import data_ranks
 from project.train.first_batch import first_batch
 from project.train.held import Held, Inventory, Sharing, held, in_bytes, inventory
 from project.train.micro_batch import samples_of
@@ -123,7 +124,7 @@ def steps_of(trainer: Trainer, samples: int) -> int:
     if loaders.global_batch is None or not samples:
         return trainer.accumulate_grad_batches
     return accumulation(
-        loaders.global_batch, samples, trainer.world_size, loaders.wanted, "trainer.global_batch_size batch_size"
+        loaders.global_batch, samples, data_ranks(trainer).count, loaders.wanted, "trainer.global_batch_size batch_size"
     )
 
 
@@ -139,6 +140,8 @@ def tell(trainer: Trainer, blocks: Sequence[str] | None, sharing: Sharing) -> No
         log.info("What each rank will hold is not known: %s", error)
         return
     log.info("Each rank will hold at most %s: %s.", in_bytes(will.total), ", ".join(_parts(will)))
+    if line := not_reckoned(sharing):
+        log.info(line)
     for what, why in will.unknown.items():
         log.info("Not known is what is held for the %s: %s", what, why)
     has = room(foretold.device, sharing.per_host)
@@ -150,6 +153,16 @@ def tell(trainer: Trainer, blocks: Sequence[str] | None, sharing: Sharing) -> No
     found = best_option(foretold, sharing)
     hint = "a smaller micro-batch, or more ranks" if found is None else f"{found[0]} makes it {in_bytes(found[1].total)}"
     log.warning("Each rank will hold %s, and its device has %s. HINT: %s.", in_bytes(will.total), in_bytes(has), hint)
+
+
+def not_reckoned(sharing: Sharing) -> str:
+    """What a figure leaves out."""
+    if sharing.shared_by == 1:
+        return ""
+    return (
+        f"What tensor_parallel={sharing.shared_by} saves is not reckoned: the figures are those of {sharing.ranks} ranks that "
+        f"see {sharing.ranks // sharing.shared_by} micro-batches at once, with whole layers."
+    )
 
 
 def _parts(will: Held) -> Iterator[str]:

@@ -79,6 +79,8 @@ class Sharing:
     """As in Sharded; None is DDP: every rank has everything."""
     per_host: int = 8
     """Ranks on a host."""
+    shared_by: int = 1
+    """Ranks that share layers (tensor_parallel). What this saves is not counted: a layer is as if each of them had it whole."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     checkpoint_activations: bool = False
@@ -98,7 +100,8 @@ class Sharing:
         """Into which a tensor is cut."""
         if not self.spread:
             return 1
-        return min(self.ranks, self.per_host) if self.shard == "node" else self.ranks
+        ranks = min(self.ranks, self.per_host) if self.shard == "node" else self.ranks
+        return max(1, ranks // self.shared_by)
 
 
 @dataclass(frozen=True)

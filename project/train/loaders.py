@@ -16,6 +16,7 @@ from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
+from project.train.data_ranks import data_ranks
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +99,12 @@ class Loaders(_DataConnector):
                 )
             return
         keys = "trainer.global_batch_size batch_size"
-        count = accumulation(self.global_batch, size, trainer.world_size, self.wanted, keys)
+        ranks = data_ranks(trainer).count
+        count = accumulation(self.global_batch, size, ranks, self.wanted, keys)
         if count > 1 and not trainer.lightning_module.automatic_optimization:
             raise UserError(
                 f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
-                f"global batch of {self.global_batch} takes {count} of {size} on each of {trainer.world_size} rank(s). "
+                f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."
             )
         self.settled(count, size)
@@ -110,17 +112,18 @@ class Loaders(_DataConnector):
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
         self._settle(size)
+        here = data_ranks(trainer)
         seed = _seed(loader)
         order = Order(
             len(loader.dataset),  # type: ignore[arg-type]
             size,
-            trainer.world_size * trainer.accumulate_grad_batches,
+            here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,
             "drop" if loader.drop_last else "keep",
             share=trainer.accumulate_grad_batches,
             least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
         )
-        dealt = deal(loader, order.limited(self.limits["train"]), trainer.global_rank, trainer.world_size, seed)
+        dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact
         self._made.append(dealt)
         return self._put(dealt)
@@ -130,16 +133,16 @@ class Loaders(_DataConnector):
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
         if loader.drop_last:
             count -= count % size
-        exact = trainer.fit_loop.epoch_loop.exact
+        exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
         seed = _seed(loader)
         whole = min(count, batches * size)
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
-        size = cut_for_all(whole, size, trainer.world_size) if exact else size
+        size = cut_for_all(whole, size, here.count) if exact else size
         shuffled = seed if _shuffles(loader) else None
-        order = Order(whole, size, trainer.world_size, shuffled, least=1, cut=exact)
-        dealt = deal(loader, order, trainer.global_rank, trainer.world_size, seed, each=True)
+        order = Order(whole, size, here.count, shuffled, least=1, cut=exact)
+        dealt = deal(loader, order, here.rank, here.count, seed, each=True)
         dealt.aligned = exact
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner: Any = dealt.batch_sampler
@@ -158,13 +161,19 @@ class Loaders(_DataConnector):
             if isinstance(limit, int):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):
-            limit = -(-limit // trainer.world_size)
+            limit = -(-limit // data_ranks(trainer).count)
         if limit is not None:
             setattr(trainer, f"limit_{stage}_batches", limit)
         if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
             raise UserError(
                 f"trainer.exact can't be kept: the {stage} loader ({type(loader).__name__}) gives its samples in its own "
                 f"order, another one on another number of ranks: {why}. HINT: a DataLoader over a dataset with indices."
+            )
+        if why is not None and (together := data_ranks(trainer).shared_by) > 1:
+            raise UserError(
+                f"strategy=sharded: tensor_parallel={together} needs {together} ranks to see the same micro-batches, and the "
+                f"{stage} loader ({type(loader).__name__}) gives its samples in its own order: {why}. HINT: a DataLoader over "
+                "a dataset with indices."
             )
         if why is None or stage in self._said or not trainer.is_global_zero:
             return

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from project.data.dealing import DealtLoader
+from project.train.data_ranks import DataRanks
 from project.train.exact_metrics import ExactMetrics
 from project.train.micro_batch import micro_batch
-from project.train.strategy import gathered
 
 Sums = dict[str, dict[str, Any]]
 """By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
@@ -81,7 +81,7 @@ class Results(_ResultCollection):
     def refuse_what_differs(self) -> None:
         """For those that bring values together themselves, and leave others as they are."""
 
-    def sums(self, ranks: int) -> Sums:
+    def sums(self, ranks: DataRanks) -> Sums:
         """Of all ranks, which must call this together."""
         mine: dict[str, tuple[Tensor, Tensor]] = {}
         for key, found in self.items():
@@ -89,7 +89,7 @@ class Results(_ResultCollection):
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
                 mine[key] = self._held(key), samples.cpu()
-        everybodys = gathered(mine, ranks)
+        everybodys = ranks.gathered(mine)
         made: Sums = {}
         for key in mine:
             if all(key in one for one in everybodys):

@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from project.data.dealing import DealtLoader
 from project.errors import UserError
 from project.train.capture import Captured, Recorder, records, say_why_not
+from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
 from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
 from project.train.logged import Results
@@ -230,8 +231,8 @@ class Steps(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         if self.metric_states is not None:
-            here = self.trainer.global_rank, self.trainer.world_size
-            put_back(self.metric_states, self.trainer.lightning_module, *here)
+            here = data_ranks(self.trainer)
+            put_back(self.metric_states, self.trainer.lightning_module, here.rank, here.count)
             self.metric_states = None
         # By its name, as Lightning does: a module that takes the batches by itself.
         self._takes_batches = bool(
@@ -441,7 +442,7 @@ class Steps(_TrainingEpochLoop):
         if found is None:
             many, trainer = self.trainer.accumulate_grad_batches, self.trainer
             step, number = divmod(self.batch_progress.current.ready, many)
-            key = (self.trainer.current_epoch, step, trainer.global_rank * many + number)
+            key = (self.trainer.current_epoch, step, data_ranks(trainer).rank * many + number)
             found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
         self.micro_batch, self.loss = found, None
 
@@ -549,7 +550,7 @@ class Steps(_TrainingEpochLoop):
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             clip_grad_value_(parameters, value)
-        elif self._gradients is not None and self._gradients.whole:
+        elif (self._gradients is not None and self._gradients.whole) or data_ranks(self.trainer).shared_by > 1:
             clip_parts(parameters, value, self.gradient_norm(parameters))
         else:
             clip_grad_norm_(parameters, value)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from project.train.strategy import gathered
+from project.train.data_ranks import data_ranks
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def states(trainer: Trainer, module: LightningModule) -> States:
         if metric.update_called and (counted is None or any(metric is one for one in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             mine[name] = {"state": held, "updates": metric.update_count}
-    everybodys = gathered(mine, trainer.world_size)
+    everybodys = data_ranks(trainer).gathered(mine)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
     return {name: [one.get(name, {}) for one in everybodys] for name in {key for one in everybodys for key in one}}
 

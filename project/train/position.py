@@ -11,6 +11,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 
+from project.train.data_ranks import data_ranks
+
 
 @dataclass(frozen=True)
 class Position:
@@ -47,9 +49,10 @@ def position(trainer: Trainer) -> Position:
     # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
     many, undone = trainer.accumulate_grad_batches, int(taken.ready > taken.completed)
     step = batches.started // many - undone
-    micro_batches = (batches.started - undone * many) * trainer.world_size
+    ranks = data_ranks(trainer).count
+    micro_batches = (batches.started - undone * many) * ranks
     ever: Any = progress.total
-    total = (ever.started - undone * many) * trainer.world_size
+    total = (ever.started - undone * many) * ranks
     logged = loop.epoch_loop._batches_that_stepped
     # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
     last = progress.is_last_batch and batches.started == batches.ready
@@ -80,13 +83,13 @@ def out_of_time(trainer: Trainer) -> bool:
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
-def set_counters(fit_loop: dict[str, Any], at: Position, world_size: int) -> None:
-    """Rewrites the saved state of Lightning's fit loop so that it goes on from a position."""
+def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
+    """Rewrites the saved state of Lightning's fit loop so that it goes on from a position, on so many data ranks."""
     begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]
     for name in ("ready", "started", "processed", "completed"):
-        batches["current"][name] = at.micro_batches // world_size
-        batches["total"][name] = at.total_micro_batches // world_size
+        batches["current"][name] = at.micro_batches // ranks
+        batches["total"][name] = at.total_micro_batches // ranks
     batches["is_last_batch"] = at.epoch_over
 
     for counters in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
 from project.train import metrics
+from project.train.data_ranks import data_ranks
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
@@ -57,7 +58,7 @@ class Resuming(_CheckpointConnector):
                 checkpoint["exact_grids"] = grids
                 # As on one rank: the file does not tell how many there were.
                 set_counters(checkpoint["loops"]["fit_loop"], position(self.trainer), 1)
-            checkpoint["logged_sums"] = self._logged().sums(self.trainer.world_size)
+            checkpoint["logged_sums"] = self._logged().sums(data_ranks(self.trainer))
             if exact := self._connector().exact_metrics:
                 checkpoint["exact_metrics"] = exact.state_dict()
             else:
@@ -93,12 +94,13 @@ class Resuming(_CheckpointConnector):
         states = self._loaded_checkpoint.get("states_of_ranks")
         if not states:
             return
-        if len(states) == self.trainer.world_size:
-            self._loaded_checkpoint.update(states[self.trainer.global_rank] or {})
+        here = data_ranks(self.trainer)
+        if len(states) == here.count:
+            self._loaded_checkpoint.update(states[here.rank] or {})
         else:
             log.info(
                 "The states of callbacks differ between the %d ranks of the checkpoint: all %d now go on with rank 0's.",
-                *(len(states), self.trainer.world_size),
+                *(len(states), here.count),
             )
 
     def _put(self) -> None:
@@ -111,13 +113,13 @@ class Resuming(_CheckpointConnector):
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
         self._loops().grids = self._loaded_checkpoint.get("exact_grids")
+        here = data_ranks(self.trainer)
         if at.begun:
-            here = self.trainer.global_rank, self.trainer.world_size
-            self._logged().go_on(self._loaded_checkpoint["logged_sums"], *here)
+            self._logged().go_on(self._loaded_checkpoint["logged_sums"], here.rank, here.count)
             self._loops().metric_states = self._loaded_checkpoint.get("metric_states")
             if exact := self._connector().exact_metrics:
                 exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
-        set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, self.trainer.world_size)
+        set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
         loaders: Any = self.trainer._data_connector
         loaders.start_at(at.epoch, at.micro_batches)
         if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
@@ -240,14 +242,15 @@ def _follow(schedule: Any) -> None:
 
 def _of_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[dict[str, Any] | None] | None:
     """The states of each rank (None: as rank 0's), or None where all are alike. Called by all ranks."""
-    if trainer.world_size == 1:
+    ranks = data_ranks(trainer)
+    if ranks.count == 1:
         return None
     held = io.BytesIO()
     torch.save(mine, held)
-    digests: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(digests, hashlib.sha256(held.getvalue()).hexdigest())
+    digests = ranks.gathered(hashlib.sha256(held.getvalue()).hexdigest())
     if len(set(digests)) == 1:
         return None
-    states: list[Any] = [None] * trainer.world_size
-    dist.gather_object(mine if digests[trainer.global_rank] != digests[0] else None, states if trainer.is_global_zero else None)
+    states: list[Any] = [None] * ranks.count
+    first, own = ranks.rank == 0, mine if digests[ranks.rank] != digests[0] else None
+    dist.gather_object(own, states if first else None, group=ranks.group, group_dst=0)
     return states

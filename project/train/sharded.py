@@ -15,8 +15,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +28,7 @@ from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.parts import Stored
 from project.train.blocks import Named, blocks_of
+from project.train.data_ranks import ByDataRanks
 from project.train.deferred import resumed
 from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
@@ -35,7 +36,8 @@ from project.train.layout import usual_order
 from project.train.materialize import finish, materialize
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import part_of_stored, parts_like
+from project.train.spread import clip_together, part_of_stored, parts_like
+from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ _SPARE = 12
 """Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
 
-class Sharded(DDPStrategy):
+class Sharded(ByDataRanks):
     """Spreads a network over the ranks, so that none holds the whole.
 
     Args:
@@ -59,6 +61,8 @@ class Sharded(DDPStrategy):
         cpu_offload: parameters, gradients and optimiser lie in the host's memory.
         param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
         reduce_dtype: what gradients are added up in.
+        tensor_parallel: so many neighbouring ranks of a host share the layers that the network's plan names
+            (`tensor_parallel_plan`), and see the same micro-batches; over the others the network is spread.
         deferred: build the network without memory for its weights, which then come block by block, with the same values: no
             rank ever holds the whole. From the command line only.
         process_group_backend: as in DDPStrategy.
@@ -73,16 +77,15 @@ class Sharded(DDPStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
+        tensor_parallel: int = 1,
         deferred: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(tensor_parallel, timeout, process_group_backend=process_group_backend)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
         self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
-        self.patience = timeout
-        """How long the ranks wait for each other."""
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
@@ -90,6 +93,8 @@ class Sharded(DDPStrategy):
         self._building = ExitStack()
         self.root: Root | None = None
         """Of a network that is spread."""
+        self._state: dict[str, Any] = {}  # the network's, where layers are shared
+        self._state_of_fit: TrainerState | None = None
 
     @property
     def spread(self) -> bool:
@@ -103,6 +108,7 @@ class Sharded(DDPStrategy):
 
     def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
         """Of the Trainer's settings, and of these, what does not go together."""
+        refuse(self.shared_by, self.world_size, self.num_processes, self.exact)
         rounds = self.param_dtype or self.reduce_dtype
         problems = {
             f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
@@ -127,6 +133,9 @@ class Sharded(DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self._building.close()
+        self._state_of_fit = trainer.state
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_alone(self.shared_by, self.world_size)
         if not self.spread:
             for one in _averages(trainer):
                 materialize(one.module, "cpu")
@@ -143,30 +152,37 @@ class Sharded(DDPStrategy):
             averages = _averages(trainer)
             if training and self.is_global_zero:
                 tell(trainer, self.blocks, self.sharing(self.world_size))
-            self._tell(self._spread(self.model))
+            plan = plan_of(self.model) if self._shared_layers else {}
+            self._tell(self._spread(self.model, plan))
             for one in averages:
-                self._spread(one.module)
+                self._spread(one.module, plan)
             finish(self.model, self.root_device)
             _refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
         self.root = Root(self.model, self.shard == "gradients", self.param_dtype is not None)
         self.root.reduce(not self.exact)
+        if self._shared_layers:
+            self._state = self.model.state_dict()
+            self.meet_by_data_ranks(self.model)
+            self.precision_plugin.clip_grad_by_norm = clip_together  # type: ignore[method-assign,assignment]
         if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _spread(self, model: nn.Module) -> Named:
+    def _spread(self, model: nn.Module, plan: Plan) -> Named:
         """Block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
         if self.checkpoint_activations:
             self._recompute(blocks)
-        settings = {"mesh": self._mesh, **self._settings()}
+        settings = {"mesh": self._data_mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             _refuse_what_cant_be(name, block)
             materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
             self._begin_alike(block)
+            if self._shared_layers:
+                cut(name, block, plan, self._mesh["tensor"])
             if block is model:
                 fully_shard(block, reshard_after_forward=False, **settings)
                 continue
@@ -201,6 +217,7 @@ class Sharded(DDPStrategy):
             ranks,
             self.shard,
             per_host=self.num_processes,
+            shared_by=self.shared_by,
             param_dtype=_DTYPES[self.param_dtype],
             reduce_dtype=_DTYPES[self.reduce_dtype],
             checkpoint_activations=self.checkpoint_activations,
@@ -211,12 +228,26 @@ class Sharded(DDPStrategy):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        if self.shard != "node":
-            return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
-        here = self.num_processes
-        if self.num_nodes < 2 or here < 2:
-            log.info("shard=node: %d host(s) with %d rank(s) each.", self.num_nodes, here)
-        return init_device_mesh(self.root_device.type, (self.num_nodes, here), mesh_dim_names=("copies", "shard"))
+        share = self.data_ranks.shared_by
+        sizes = {"shard": self.world_size // share}
+        if self.shard == "node":
+            here = self.num_processes
+            if self.num_nodes < 2 or here < 2:
+                log.info("shard=node: %d host(s) with %d rank(s) each.", self.num_nodes, here)
+            sizes = {"copies": self.num_nodes, "shard": here // share}
+        if share > 1:
+            sizes["tensor"] = share
+        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @cached_property
+    def _data_mesh(self) -> DeviceMesh:
+        """Of those that see other data."""
+        names = self._mesh.mesh_dim_names or ()
+        return self._mesh[names[:-1]] if self._shared_layers else self._mesh
+
+    @property
+    def _shared_layers(self) -> bool:
+        return self.data_ranks.shared_by > 1
 
     def _settings(self) -> dict[str, Any]:
         param, reduce = _DTYPES[self.param_dtype], _DTYPES[self.reduce_dtype]
@@ -227,9 +258,10 @@ class Sharded(DDPStrategy):
 
     def _tell(self, blocks: Named) -> None:
         kinds = sorted({type(one).__name__.removeprefix("FSDP") for _, one in blocks})
-        log.info(
-            "Sharded over %d ranks: %d block(s) of %s, and the rest.", self.world_size, len(blocks), ", ".join(kinds) or "-"
-        )
+        ranks = f"{self.world_size} ranks"
+        if self._shared_layers:
+            ranks += f" ({self.data_ranks.count} x {self.data_ranks.shared_by} tensor parallel)"
+        log.info("Sharded over %s: %d block(s) of %s, and the rest.", ranks, len(blocks), ", ".join(kinds) or "-")
 
     def gathered_parameters(self) -> dict[str, nn.Parameter]:
         """What blocks compute with: parameters whose memory is there while a block is gathered, and whose gradients are whole.
@@ -248,9 +280,11 @@ class Sharded(DDPStrategy):
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     def teardown(self) -> None:
-        """Lightning brings the network back to the host, and after an error it may have no values yet."""
+        """Lightning brings the network back to the host. After an error it may have no values yet, or layers that ranks
+        share are in use in what is left of a step, and can't be moved."""
         module: Any = self.lightning_module
-        if module is not None and any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+        left = self._shared_layers and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        if module is not None and (left or any(one.is_meta for one in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         super().teardown()
 
@@ -293,7 +327,18 @@ class Sharded(DDPStrategy):
 
     def slice_of(self, stored: Stored) -> DTensor:
         """Of a tensor that lies in parts, what this rank holds."""
-        return part_of_stored(stored, self._mesh)
+        return part_of_stored(stored, self._data_mesh, self._like(stored.name) if self._shared_layers else None)
+
+    def _like(self, name: str) -> Any:
+        """The parameter that a tensor of this name in a checkpoint will be spread like."""
+        kind, *place = name.split("/")[1:]
+        if kind != "optimizer_states":
+            return self._state.get(place[-1]) if place else None
+        optimizer, number = int(place[0]), place[2]
+        if place[1] != "state" or optimizer >= len(self.optimizers):
+            return None
+        parameters = [one for group in self.optimizers[optimizer].param_groups for one in group["params"]]
+        return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
 
     def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Of all that is named and shaped as the network's parameters (weights, averages of them), this rank's parts."""

@@ -28,12 +28,12 @@ _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, an
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
-def gathered(mine: Any, ranks: int) -> list[Any]:
-    """What every rank brings, by rank. Called by all of them together."""
+def gathered(mine: Any, ranks: int, group: Any = None) -> list[Any]:
+    """What every rank brings, by rank; of a group, if one is given. Called by all of them together."""
     brought: list[Any] = [mine]
     if ranks > 1:
         brought = [None] * ranks
-        dist.all_gather_object(brought, mine)
+        dist.all_gather_object(brought, mine, group=group)
     return brought
 
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
 from project.cluster.place import host
+from project.train.data_ranks import data_ranks
 from project.train.micro_batch import micro_batch
 from project.train.position import planned_steps
 from project.watch.history import longest
@@ -178,7 +179,7 @@ class Progress(ProgressBar):
 
     def _figures(self, trainer: Trainer) -> str:
         elapsed = time.monotonic() - self._speed_since
-        speed = self._seen * trainer.world_size / elapsed if elapsed else 0.0
+        speed = self._seen * data_ranks(trainer).count / elapsed if elapsed else 0.0
         metrics = trainer.progress_bar_metrics
         shown = [
             f"{name.removeprefix('train/')} {metrics[name]:.3f}" for name in ("train/loss", "train/acc") if name in metrics
@@ -205,7 +206,7 @@ class Progress(ProgressBar):
     def _pause(self, trainer: Trainer) -> None:
         """Training stops here for a while: its time and its samples are booked."""
         self._training += time.monotonic() - self._resumed_at
-        self._trained += self._seen * trainer.world_size
+        self._trained += self._seen * data_ranks(trainer).count
         self._seen = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,8 +263,10 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     global_batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
     nodes = trainer.num_nodes
     shape = f"{_count(nodes, 'host', 'hosts')} x {_count(ranks // nodes, 'process', 'processes')}"
+    if (share := data_ranks(trainer).shared_by) > 1:
+        shape += f" ({ranks // nodes // share} x {share} tensor parallel)"
     if global_batch:
-        micro_batch = global_batch // (ranks * accumulation)
+        micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
     parts = [shape]
     if groups := [group for one in trainer.optimizers for group in one.param_groups]:  # who has no optimiser gets a mock

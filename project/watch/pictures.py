@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from project.cluster.group import Group
+from project.train.data_ranks import data_ranks
 from project.train.loop import joins, leaves
 from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import boards
@@ -154,7 +155,9 @@ class Pictures(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wanted = bool(boards(trainer))
         if self._wanted and trainer.world_size > 1 and dist.get_backend() != "gloo":
-            self._group.make()  # on the host, as `Throughput` does
+            ranks = data_ranks(trainer)
+            # On the host, as `Throughput` does.
+            self._group.make(members=ranks.members() if ranks.shared_by > 1 else None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
@@ -194,7 +197,8 @@ class Pictures(Callback):
             return
         for loader in range(len(trainer.num_val_batches)):
             found = self._seen.pop(loader, None) or Evaluated()
-            if found.of_all(trainer.world_size, self._group()) and trainer.is_global_zero:
+            ranks = data_ranks(trainer)
+            if found.of_all(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
                 self._show(trainer, found, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
 
     @staticmethod

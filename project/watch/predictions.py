@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.train.data_ranks import data_ranks
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,7 @@ class PredictionWriter(Callback):
         self._rows.extend(zip(*columns, files, strict=True))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts: list[Any] = [self._rows]
-        if trainer.world_size > 1:
-            parts = [None] * trainer.world_size
-            dist.all_gather_object(parts, self._rows)
+        parts = data_ranks(trainer).gathered(self._rows)
         if trainer.is_global_zero and any(parts):
             path = Path(trainer.default_root_dir) / "predictions.csv"
             rows = sorted(row for part in parts for row in part)

@@ -23,6 +23,7 @@ from project.cluster.group import Group
 from project.cluster.place import host
 from project.errors import UserError
 from project.train.capture import is_recording
+from project.train.data_ranks import data_ranks
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
 from project.watch.flops import flops, peak
@@ -247,7 +248,8 @@ class Throughput(Callback):
     # What is said ----------------------------------------------------------------------------------------------------
 
     def _report(self, trainer: Trainer, step: int, found: Sequence[Measured]) -> None:
-        ranks, samples = [one.times for one in found], sum(one.samples for one in found)
+        ranks = [one.times for one in found]
+        samples = sum(one.samples for one in found[:: data_ranks(trainer).shared_by])
         seconds = max(times.total for times in ranks)
         self.phases = {name: sum(getattr(one, name) / one.total for one in ranks) / len(ranks) for name in PHASES}
         if len(ranks) == 1:

@@ -1,0 +1,277 @@
+"""tensor_parallel of project.Sharded: the same run, of which several ranks share a layer and see the same micro-batches."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.survive.reading import SafeCheckpointIO
+from project.train.data_ranks import DataRanks
+from tests.conftest import TINY, environment, forked
+from tests.own import write_texts
+from tests.survive.test_resume import curves, faults, same
+from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, weights
+
+DDP = "--trainer.strategy=ddp"
+RUNS = {
+    # AdamW, tied weights, dropout, clipping
+    "gpt": (
+        *("fit", "--config=configs/gpt.yaml", *ALL, "--trainer.precision=64-true", "--trainer.global_batch_size=12"),
+        *("--trainer.max_steps=5", "--trainer.val_check_interval=3", "--trainer.gradient_clip_val=0.1"),
+        "--trainer.limit_val_batches=3",
+        *("--data.init_args.text=../texts", "--data.init_args.held_out=0.2", "--data.init_args.context=16"),
+        *("--data.init_args.batch_size=2", "--model.init_args.context=16", "--model.init_args.layers=2"),
+        *("--model.init_args.heads=2", "--model.init_args.width=24", "--model.init_args.dropout=0.2"),
+        *("--model.init_args.vocabulary=257", "--model.init_args.warmup_steps=3"),
+    ),
+    # Of somebody who has a plan and knows nothing else of this; torchmetrics, two loaders, a kept tail
+    "planned": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.train.shared.Planned", "--trainer.max_epochs=2", *ALL),
+        *("--trainer.global_batch_size=24", "--data.init_args.size=140", "--trainer.gradient_clip_val=0.5"),
+    ),
+}
+
+
+RUNS["pixels"] = (
+    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word), "--run=it"),
+    *("--data.source.init_args.train_size=250", "--data.batch_size=4", "--data.global_batch_size=24"),
+    *("--data.crop_padding=2", "--trainer.max_epochs=2", "--trainer.val_check_interval=4", "--trainer.num_sanity_val_steps=0"),
+    *("--model.network=tests.train.shared.Pixels", "--trainer.precision=64-true"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tensor")
+    write_texts(place / "texts")
+    return place
+
+
+@pytest.fixture(scope="module")
+def train(place):
+    """Trains one of the runs in a folder of its own; each but once."""
+    made = {}
+
+    def train(name, *words, ranks=1, plugged=()):
+        key = (name, words, ranks, str(plugged))
+        if key not in made:
+            folder = place / f"{len(made)}-{name}"
+            folder.mkdir()
+            done = forked(folder, *RUNS[name], *words, callbacks(*plugged), ranks=ranks)
+            assert done.code == 0, done.output
+            made[key] = folder
+        return made[key]
+
+    return train
+
+
+def far(one, other):
+    """The largest difference."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max([0.0, *(far(one[key], other[key]) for key in one)])
+    if isinstance(one, (list, tuple)):
+        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
+    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
+
+
+def assert_close(ours, theirs):
+    theirs, ours = dict(theirs), dict(ours)
+    assert theirs.pop("spread")
+    ours.pop("spread")
+    assert far(ours, theirs) < 1e-12
+    assert theirs["optimizers"][0]["state"]
+
+
+def assert_same_curves(one, other):
+    """What is logged is written as float32."""
+    ours, theirs = curves(one), curves(other)
+    assert ours.keys() == theirs.keys()
+    for tag, points in ours.items():
+        steps, values = zip(*points, strict=True)
+        others, found = zip(*theirs[tag], strict=True)
+        assert steps == others, tag
+        assert found == pytest.approx(values, rel=1e-6, abs=1e-6), tag
+
+
+def checkpoint(folder: Path) -> Path:
+    return max((folder / "lightning_logs/it/checkpoints").glob("step-*.ckpt"))
+
+
+def agree(shared_by):
+    return {"class_path": "tests.train.shared.Agree", "init_args": {"shared_by": shared_by}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "share"), [(2, 2), (4, 2), (3, 3)])
+def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
+    """Accumulation of 6, 3 and 6."""
+    one = train("gpt")
+    other = train("gpt", sharded(tensor_parallel=share), ranks=ranks, plugged=(agree(share),))
+    assert_close(weights(one), weights(other))
+    assert_same_curves(one, other)
+    found = json.loads((other / "agree.json").read_text())
+    assert found["agree"]
+    assert {"network.tokens.weight", "network.blocks.1.attention_norm.weight"} <= {*found["whole"]}
+    assert len(found["cut"]) == 2 * 8  # four layers of a block, with their biases
+
+
+FORMS = [
+    (2, 2, {}),
+    pytest.param(4, 2, {"shard": "node"}, marks=pytest.mark.slow),
+    pytest.param(4, 2, {"shard": "gradients", "blocks": ["network"], "checkpoint_activations": True}, marks=pytest.mark.slow),
+    pytest.param(3, 3, {"blocks": ["Linear"], "deferred": False}, marks=pytest.mark.slow),
+    pytest.param(4, 4, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "share", "settings"), FORMS)
+def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, settings):
+    """Each sample counts once in sums, in metrics, and in samples/s."""
+    one = train("planned", plugged=(EMA,))
+    other = train("planned", sharded(tensor_parallel=share, **settings), ranks=ranks, plugged=(EMA, agree(share)))
+    assert_close(weights(one), weights(other))
+    assert weights(other)["average"]
+    assert_same_curves(one, other)
+    assert [value for _, value in curves(other)["count"]] == [140, 140]
+    assert [value for _, value in curves(other)["samples"]] == [140, 140]
+
+    seen = [(other / f"seen-{rank}.txt").read_text() for rank in range(ranks)]
+    assert all(seen[rank] == seen[rank // share * share] for rank in range(ranks))
+    whole = [number for one in seen[::share] for line in one.splitlines() for number in line.split()[1:]]
+    assert sorted(map(int, whole)) == sorted([*range(140)] * 2)
+
+    found = json.loads((other / "agree.json").read_text())
+    assert found["agree"]
+    assert found["cut"] == ["network.0.bias", "network.0.weight", "network.2.bias", "network.2.weight"]
+    assert found["samples"] == 2 * 140
+    assert found["measured"] == [pytest.approx((8 * 24 + 20) / 9)]  # of steps 2 to 10, of which the 6th has 20
+    said = (other / "output.txt").read_text()
+    assert f"1 host x {ranks} processes ({ranks // share} x {share} tensor parallel) x micro-batch 2 x accumulation " in said
+    assert f"accumulation {12 * share // ranks} = global batch 24" in said
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_left_out(train):
+    words = ("--trainer.nonfinite=skip", "--model=tests.train.shared.PlannedAndPoisoned")
+    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=4)
+    assert_close(weights(one), weights(other))
+    said = (other / "output.txt").read_text()
+    assert "The step is skipped (1 so far)" in said
+    assert said.count("in micro-batch 6 of 12") == 1
+
+
+@pytest.mark.slow
+def test_lightnings_own_loop_clips_so_too(train):
+    words = ("--model=tests.train.shared.ByLightning",)
+    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=2)
+    assert_close(weights(one), weights(other))
+    assert_same_curves(one, other)
+
+
+@pytest.mark.slow
+def test_images_that_are_classified_count_once(place, train):
+    """Also in the means of an epoch that was killed within, and goes on on one rank."""
+    folder = place / "killed-pixels"
+    folder.mkdir()
+    for ranks, strategy, step in ((4, sharded(tensor_parallel=2), 5), (2, sharded(tensor_parallel=2), 8), (1, DDP, None)):
+        fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
+        done = forked(folder, *RUNS["pixels"], strategy, "--checkpoints.every_n_steps=1", callbacks(*fault), ranks=ranks)
+        assert (done.code == 0) == (step is None), done.output
+    one = train("pixels")
+    ours, theirs = weights(one), weights(folder)
+    assert far(ours["module"], theirs["module"]) < 1e-12
+    assert {"train/loss_epoch", "val/acc"} <= curves(one).keys()
+    assert_same_curves(one, folder)
+
+
+@pytest.mark.slow
+def test_every_prediction_is_there_once(place, train):
+    """On one rank, which has the network whole, they are the same."""
+    trained = checkpoint(train("planned", sharded(tensor_parallel=2), ranks=2, plugged=(EMA, agree(2))))
+    written = []
+    for ranks in (4, 1):
+        folder = place / f"predicted-{ranks}"
+        folder.mkdir()
+        words = ("predict", "--data=tests.train.shared.Predicted", "--model=tests.train.shared.Planned", "--run=predicted")
+        words += ("--trainer.accelerator=cpu", f"--trainer.callbacks={json.dumps([EMA])}", f"--ckpt_path={trained}")
+        done = forked(folder, *words, sharded(tensor_parallel=2), ranks=ranks, timeout=120)
+        assert done.code == 0, done.output
+        written.append((folder / "lightning_logs/predicted/predictions.csv").read_text())
+    assert [int(line.split(",")[0]) for line in written[0].splitlines()[1:]] == [*range(11)]
+    assert written[0] == written[1]
+
+
+AT_START = {"class_path": "tests.train.shared.AtStart"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("planned", (3, 5, 7, 9)), ("gpt", (2, 3, 4, 4))])
+def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
+    """Each start has the bits of the checkpoint, weights and optimiser, whoever wrote it; the end is that of one rank."""
+    folder = place / f"killed-{name}"
+    folder.mkdir()
+    average = (EMA,) if name == "planned" else ()  # of float32 for DDP, where the network is not of float64 by itself
+    starts = [
+        (3, DDP),
+        (4, sharded(tensor_parallel=2)),
+        (2, sharded()),
+        (4, sharded(tensor_parallel=4)),
+        (3, sharded(tensor_parallel=3)),
+    ]
+    before = None
+    for (ranks, strategy), step in zip(starts, (*steps, None), strict=True):
+        fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
+        plugged = callbacks(*average, AT_START, *fault)
+        done = forked(folder, *RUNS[name], strategy, "--checkpoints.every_n_steps=1", plugged, ranks=ranks)
+        assert (done.code == 0) == (step is None), done.output
+        if before is not None:
+            began = torch.load(folder / "start.pt", weights_only=True)
+            assert began["step"] == before["position"]["global_step"] > 0
+            assert same(began["module"], dict(before.get("current_model_state", before["state_dict"])))
+            for ours, theirs in zip(began["optimizers"], before["optimizer_states"], strict=True):
+                assert same(ours["state"], theirs["state"])
+        before = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
+    assert_close(weights(train(name, plugged=average)), weights(folder))
+    assert_same_curves(train(name, plugged=average), folder)
+
+
+@pytest.mark.slow
+def test_copies_on_two_hosts(tmp_path):
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m", "tests.train.hosts_of_layers")
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+REFUSED = {
+    "tensor_parallel=2 takes so many ranks of a host for each micro-batch, and 3 are no": (3, 2, ""),
+    "tensor_parallel=2 takes so many ranks for each micro-batch, and there is one": (1, 2, ""),
+    "tensor_parallel=0. HINT": (2, 0, ""),
+    "trainer.exact can't be kept: with tensor_parallel=2": (2, 2, EXACT),
+    "needs a plan, and Regression has none": (2, 2, "--model=tests.own.Regression"),
+    "there is no module network.nought": (2, 2, "--model=tests.train.shared.Misplanned"),
+    "network.0 has 'columns', which is no style": (2, 2, "--model=tests.train.shared.Styleless"),
+    "the plan cuts network.0, and other has the same weight": (2, 2, "--model=tests.train.shared.Tied"),
+    "12 of what is cut, and 5 ranks can't have": (5, 5, ""),
+    "needs 2 ranks to see the same micro-batches, and the train loader": (2, 2, "--data=tests.train.shared.Streamed"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_in_one_line(tmp_path, message):
+    ranks, share, word = REFUSED[message]
+    batch = [f"--trainer.global_batch_size={2 * ranks}"]
+    done = forked(tmp_path, *RUNS["planned"], sharded(tensor_parallel=share), *filter(None, [word]), *batch, ranks=ranks)
+    assert done.code == 1, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert "HINT" in done.output
+
+
+def test_data_ranks_have_neighbouring_ranks():
+    assert DataRanks(1, 2, shared_by=3).members() == [[0, 3], [1, 4], [2, 5]]
