@@ -5,7 +5,7 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -14,30 +14,28 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
 
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
-from project.parts import Stored
 from project.train.blocks import Named, blocks_of
-from project.train.data_ranks import ByDataRanks
 from project.train.deferred import resumed
 from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.materialize import finish, materialize
+from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import clip_together, part_of_stored, parts_like
+from project.train.spread import clip_together
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
+from project.train.unspreadable import averages, refuse_no_values, refuse_what_cant_be
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ _SPARE = 12
 """Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
 
-class Sharded(ByDataRanks):
+class Sharded(OwnPart):
     """Spreads a network over the ranks, so that none holds the whole.
 
     Args:
@@ -93,7 +91,6 @@ class Sharded(ByDataRanks):
         self._building = ExitStack()
         self.root: Root | None = None
         """Of a network that is spread."""
-        self._state: dict[str, Any] = {}  # the network's, where layers are shared
         self._state_of_fit: TrainerState | None = None
 
     @property
@@ -137,7 +134,7 @@ class Sharded(ByDataRanks):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_alone(self.shared_by, self.world_size)
         if not self.spread:
-            for one in _averages(trainer):
+            for one in averages(trainer):
                 materialize(one.module, "cpu")
             finish(self.model, "cpu")
             if self.checkpoint_activations:
@@ -149,15 +146,15 @@ class Sharded(ByDataRanks):
         if self._layer_sync and training:
             self.model = self._layer_sync.apply(self.model)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
-            averages = _averages(trainer)
+            averaged = averages(trainer)
             if training and self.is_global_zero:
                 tell(trainer, self.blocks, self.sharing(self.world_size))
             plan = plan_of(self.model) if self._shared_layers else {}
             self._tell(self._spread(self.model, plan))
-            for one in averages:
+            for one in averaged:
                 self._spread(one.module, plan)
             finish(self.model, self.root_device)
-            _refuse_no_values(self.model)
+            refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
         self.root = Root(self.model, self.shard == "gradients", self.param_dtype is not None)
         self.root.reduce(not self.exact)
@@ -176,7 +173,7 @@ class Sharded(ByDataRanks):
             self._recompute(blocks)
         settings = {"mesh": self._data_mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
-            _refuse_what_cant_be(name, block)
+            refuse_what_cant_be(name, block)
             materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
@@ -244,10 +241,6 @@ class Sharded(ByDataRanks):
         """Of those that see other data."""
         names = self._mesh.mesh_dim_names or ()
         return self._mesh[names[:-1]] if self._shared_layers else self._mesh
-
-    @property
-    def _shared_layers(self) -> bool:
-        return self.data_ranks.shared_by > 1
 
     def _settings(self) -> dict[str, Any]:
         param, reduce = _DTYPES[self.param_dtype], _DTYPES[self.reduce_dtype]
@@ -322,94 +315,6 @@ class Sharded(ByDataRanks):
         if self.root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
         return self.root.call(name, *args, **kwargs)
-
-    # A checkpoint ----------------------------------------------------------------------------------------------------
-
-    def slice_of(self, stored: Stored) -> DTensor:
-        """Of a tensor that lies in parts, what this rank holds."""
-        return part_of_stored(stored, self._data_mesh, self._like(stored.name) if self._shared_layers else None)
-
-    def _like(self, name: str) -> Any:
-        """The parameter that a tensor of this name in a checkpoint will be spread like."""
-        kind, *place = name.split("/")[1:]
-        if kind != "optimizer_states":
-            return self._state.get(place[-1]) if place else None
-        optimizer, number = int(place[0]), place[2]
-        if place[1] != "state" or optimizer >= len(self.optimizers):
-            return None
-        parameters = [one for group in self.optimizers[optimizer].param_groups for one in group["params"]]
-        return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
-
-    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Of all that is named and shaped as the network's parameters (weights, averages of them), this rank's parts."""
-        mine = self.lightning_module.state_dict()  # type: ignore[union-attr]
-        states = {name: one for name, one in checkpoint.items() if isinstance(one, Mapping)}
-        return checkpoint | {name: _cut(state, mine) for name, state in states.items() if _same_names(state, mine)}
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.spread:
-            parts = parts_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
-            checkpoint = {**checkpoint, "state_dict": parts}
-        super().load_model_state_dict(checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self.spread:
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                parameters = [one for group in optimizer.param_groups for one in group["params"]]
-                for number, values in state["state"].items():
-                    like = {name: parameters[number] for name, one in values.items() if _of_shape(one, parameters[number])}
-                    values.update(parts_like({name: values[name] for name in like}, like))
-        super().load_optimizer_state_dict(checkpoint)
-
-
-def _same_names(state: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:
-    return any(isinstance(one, Tensor) and name in mine for name, one in state.items())
-
-
-def _cut(state: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """What has another shape is left for whoever says that it is another network."""
-    fitting = {name: one for name, one in state.items() if name in mine and getattr(one, "shape", ()) == mine[name].shape}
-    return {**state, **parts_like(fitting, mine)}
-
-
-def _of_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.ndim > 0
-
-
-def _averages(trainer: pl.Trainer) -> list[AveragedModel]:
-    """The averages of the weights that callbacks keep: copies of a network that is not spread yet."""
-    found = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise UserError(
-                "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
-                "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
-            )
-        found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
-    return found
-
-
-def _refuse_no_values(model: nn.Module) -> None:
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
-        if one.is_meta:
-            raise UserError(
-                f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
-                "strategy's deferred: false, which builds the network whole on each rank."
-            )
-
-
-def _refuse_what_cant_be(name: str, block: nn.Module) -> None:
-    own = {at: one for at, one in block.named_parameters(prefix=name) if one.requires_grad and not isinstance(one, DTensor)}
-    if scalars := [at for at, one in own.items() if one.ndim == 0]:
-        raise UserError(
-            f"strategy=sharded: {scalars[0]} is one number without a dimension, and can't be spread. HINT: "
-            "nn.Parameter(torch.tensor([...])), of one dimension."
-        )
-    if len(kinds := sorted({str(one.dtype) for one in own.values()})) > 1:
-        raise UserError(
-            f"strategy=sharded: the parameters of {name or 'what is in no block'} are {' and '.join(kinds)}, and what is "
-            "gathered at once has one type. HINT: name smaller blocks, or give the module one type."
-        )
 
 
 StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")

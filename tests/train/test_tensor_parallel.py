@@ -106,7 +106,7 @@ def agree(shared_by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "share"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("ranks", "share"), [pytest.param(2, 2, marks=pytest.mark.faults), (4, 2), (3, 3)])
 def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
     """Accumulation of 6, 3 and 6."""
     one = train("gpt")
@@ -121,10 +121,10 @@ def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
 
 FORMS = [
     (2, 2, {}),
-    pytest.param(4, 2, {"shard": "node"}, marks=pytest.mark.slow),
+    pytest.param(4, 2, {"shard": "node"}, marks=pytest.mark.faults),
     pytest.param(4, 2, {"shard": "gradients", "blocks": ["network"], "checkpoint_activations": True}, marks=pytest.mark.slow),
     pytest.param(3, 3, {"blocks": ["Linear"], "deferred": False}, marks=pytest.mark.slow),
-    pytest.param(4, 4, {}, marks=pytest.mark.slow),
+    pytest.param(4, 4, {}, marks=pytest.mark.faults),
 ]
 
 
@@ -209,7 +209,9 @@ AT_START = {"class_path": "tests.train.shared.AtStart"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("planned", (3, 5, 7, 9)), ("gpt", (2, 3, 4, 4))])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("planned", (3, 5, 7, 9)), pytest.param("gpt", (2, 3, 4, 4), marks=pytest.mark.faults)]
+)
 def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
     """Each start has the bits of the checkpoint, weights and optimiser, whoever wrote it; the end is that of one rank."""
     folder = place / f"killed-{name}"
