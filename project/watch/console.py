@@ -78,6 +78,7 @@ def silence_libraries(rank: int) -> None:
         logger.propagate = True
         logger.setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # its report was asked for
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no GPU; of each rank that compiles
     logging.captureWarnings(True)
     warnings.formatwarning = lambda message, *args, **kwargs: str(message).strip()
     warnings.simplefilter("default" if rank == 0 else "ignore")
