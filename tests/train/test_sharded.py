@@ -50,6 +50,23 @@ def callbacks(*more) -> str:
     return "--trainer.callbacks=" + json.dumps([GATHER, *more])
 
 
+def training(place, runs):
+    """Trains one of the runs in a folder of its own; each but once."""
+    made = {}
+
+    def train(name, *words, ranks=1, plugged=()):
+        key = (name, words, ranks, str(plugged))
+        if key not in made:
+            folder = place / f"{len(made)}-{name}"
+            folder.mkdir()
+            done = forked(folder, *runs[name], *words, callbacks(*plugged), ranks=ranks)
+            assert done.code == 0, done.output
+            made[key] = folder
+        return made[key]
+
+    return train
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("sharded")
@@ -59,20 +76,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(place):
-    """Trains one of the runs in a folder of its own; each but once."""
-    made = {}
-
-    def train(name, *words, ranks=1, plugged=()):
-        key = (name, words, ranks, str(plugged))
-        if key not in made:
-            folder = place / f"{len(made)}-{name}"
-            folder.mkdir()
-            done = forked(folder, *RUNS[name], *words, callbacks(*plugged), ranks=ranks)
-            assert done.code == 0, done.output
-            made[key] = folder
-        return made[key]
-
-    return train
+    return training(place, RUNS)
 
 
 def weights(folder):

@@ -13,7 +13,7 @@ from project.train.data_ranks import DataRanks
 from tests.conftest import TINY, environment, forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
-from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, weights
+from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, training, weights
 
 DDP = "--trainer.strategy=ddp"
 RUNS = {
@@ -32,15 +32,19 @@ RUNS = {
         *("fit", "--data=tests.own.PointsData", "--model=tests.train.shared.Planned", "--trainer.max_epochs=2", *ALL),
         *("--trainer.global_batch_size=24", "--data.init_args.size=140", "--trainer.gradient_clip_val=0.5"),
     ),
+    # Augmentation, a network of one plan
+    "pixels": (
+        *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word), "--run=it"),
+        *("--data.source.init_args.train_size=250", "--data.batch_size=4", "--data.global_batch_size=24"),
+        *(
+            "--data.crop_padding=2",
+            "--trainer.max_epochs=2",
+            "--trainer.val_check_interval=4",
+            "--trainer.num_sanity_val_steps=0",
+        ),
+        *("--model.network=tests.train.shared.Pixels", "--trainer.precision=64-true"),
+    ),
 }
-
-
-RUNS["pixels"] = (
-    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word), "--run=it"),
-    *("--data.source.init_args.train_size=250", "--data.batch_size=4", "--data.global_batch_size=24"),
-    *("--data.crop_padding=2", "--trainer.max_epochs=2", "--trainer.val_check_interval=4", "--trainer.num_sanity_val_steps=0"),
-    *("--model.network=tests.train.shared.Pixels", "--trainer.precision=64-true"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +56,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(place):
-    """Trains one of the runs in a folder of its own; each but once."""
-    made = {}
-
-    def train(name, *words, ranks=1, plugged=()):
-        key = (name, words, ranks, str(plugged))
-        if key not in made:
-            folder = place / f"{len(made)}-{name}"
-            folder.mkdir()
-            done = forked(folder, *RUNS[name], *words, callbacks(*plugged), ranks=ranks)
-            assert done.code == 0, done.output
-            made[key] = folder
-        return made[key]
-
-    return train
+    return training(place, RUNS)
 
 
 def far(one, other):
