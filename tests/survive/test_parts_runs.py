@@ -103,7 +103,7 @@ def test_stopped_with_a_signal(uninterrupted, quick, tmp_path):
     assert_same(tmp_path, uninterrupted(3))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_world_shrinks_and_grows(uninterrupted, quick, tmp_path):
     places = [(3, 4), (2, 7), (4, 8), (1, 11), (2, 13)]  # ranks, step
     for ranks, step in places:
