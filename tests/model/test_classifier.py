@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_network_says_what_differs():
 def test_the_means_of_an_epoch_go_on_from_a_checkpoint():
     """All of them, also where nothing comes after it in the epoch."""
     before, after = (ImageClassifier(Trivial()) for _ in range(2))
-    before._trainer = after._trainer = SimpleNamespace(world_size=1, is_global_zero=True)
+    before._trainer = after._trainer = SimpleNamespace(world_size=1, global_rank=0)
     before.epoch_tally.update(torch.eye(10), torch.arange(10), torch.tensor(0.5))
     checkpoint = {"state_dict": before.state_dict()}
     before.on_save_checkpoint(checkpoint)
