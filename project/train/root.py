@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from project.train.micro_batch import joins
@@ -17,13 +19,13 @@ class Root:
     Args:
         module: the root.
         keeps: blocks stay gathered from the forward pass to the backward pass.
-        casts: what floats a batch has are to be of the type that parameters are gathered in.
+        gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
     """
 
-    def __init__(self, module: nn.Module, keeps: bool, casts: bool = False) -> None:
+    def __init__(self, module: nn.Module, keeps: bool, gathered_as: torch.dtype | None = None) -> None:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
-        self._keeps, self._casts = keeps, casts
+        self._keeps, self._gathered_as = keeps, gathered_as
         self._parts: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
         self._stays = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
@@ -57,7 +59,9 @@ class Root:
         """Takes a step of the module, by its name, in its `forward`: hooks around that gather what it holds itself."""
         module = self._root
         step, training = getattr(module, name), name == "training_step"
-        if not self._casts:  # the hooks would bring what is in the batch to the device once more, and copy what holds it
+        if (
+            self._gathered_as is None
+        ):  # the hooks would bring what a batch holds to the device once more, and copy what holds it
             step, args, kwargs = partial(step, *args, **kwargs), (), {}
         if training and not self._stays:
             self._let_go()
@@ -66,7 +70,8 @@ class Root:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             put_back()
-            return step(*args, **kwargs)
+            with self._entered():
+                return step(*args, **kwargs)
 
         def put_back() -> None:
             module.__dict__.pop("forward", None)
@@ -85,6 +90,33 @@ class Root:
         if joins(module.trainer):
             self._gather_as_others()
         return output
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """A step that calls the module itself, as most do, is in its `forward` already. Entered once more, `fully_shard` would
+        let go after that of what the backward pass needs, and gather it again."""
+        module = self._root
+        places = module._forward_pre_hooks, module._forward_hooks
+        before = [dict(hooks) for hooks in places]
+        shards = [key for hooks in places for key, hook in hooks.items() if "fully_shard" in getattr(hook, "__module__", "")]
+        for hooks in places:
+            for key in shards:
+                hooks.pop(key, None)
+        handle = module.register_forward_pre_hook(self._cast, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for hooks, were in zip(places, before, strict=True):  # in their order, and with what the step itself has changed
+                now = dict(hooks)
+                hooks.clear()
+                hooks.update({key: hook for key, hook in were.items() if key in shards or key in now} | now)
+
+    def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._gathered_as) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection((args, kwargs), Tensor, cast) if self._gathered_as else (args, kwargs)
 
     def _let_go(self) -> None:
         """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""

@@ -35,7 +35,7 @@ from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import clip_together
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
-from project.train.unspreadable import averages, refuse_no_values, refuse_what_cant_be
+from project.train.unspreadable import averages, refuse_no_values, refuse_own_steps, refuse_what_cant_be
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,8 @@ class Sharded(OwnPart):
         training = trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync and training:
             self.model = self._layer_sync.apply(self.model)
+        if training:
+            refuse_own_steps(trainer.lightning_module)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = averages(trainer)
             if training and self.is_global_zero:
@@ -156,7 +158,7 @@ class Sharded(OwnPart):
             finish(self.model, self.root_device)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
-        self.root = Root(self.model, self.shard == "gradients", self.param_dtype is not None)
+        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype])
         self.root.reduce(not self.exact)
         if self._shared_layers:
             self._state = self.model.state_dict()

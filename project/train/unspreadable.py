@@ -31,6 +31,15 @@ def refuse_no_values(model: nn.Module) -> None:
             )
 
 
+def refuse_own_steps(module: pl.LightningModule) -> None:
+    """Their backward passes lie within a step, and torch finds none that goes through no block: its gradients stayed unseen."""
+    if not module.automatic_optimization:
+        raise UserError(
+            f"strategy=sharded: {type(module).__name__} steps its optimisers by itself (automatic_optimization is False), and "
+            "gradients can be added up only when its training_step is over. HINT: strategy: ddp."
+        )
+
+
 def refuse_what_cant_be(name: str, block: nn.Module) -> None:
     own = {at: one for at, one in block.named_parameters(prefix=name) if one.requires_grad and not isinstance(one, DTensor)}
     if scalars := [at for at, one in own.items() if one.ndim == 0]:

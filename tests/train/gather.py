@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,20 +37,26 @@ class Gather(Callback):
             torch.save({**found, "spread": spread}, "gathered.pt")
 
 
-class CountReductions(Callback):
-    """Counts this rank's calls of torch's reduce_scatter in the steps: reductions.json."""
+class CountCollectives(Callback):
+    """Counts this rank's calls of torch's reduce_scatter and all_gather in the training steps: collectives.json."""
 
-    NAMES = ("reduce_scatter_tensor", "reduce_scatter_single")  # until torch 2.14, and since
+    NAMES: ClassVar = {  # until torch 2.14, and since
+        "reductions": ("reduce_scatter_tensor", "reduce_scatter_single"),
+        "gathers": ("all_gather_into_tensor", "all_gather_single"),
+    }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.reductions, self.within = 0, False
-        self.usual = {name: getattr(torch.distributed, name) for name in self.NAMES if hasattr(torch.distributed, name)}
-        for name, usual in self.usual.items():
-            setattr(torch.distributed, name, self.counted(usual))
+        self.calls, self.within = dict.fromkeys(self.NAMES, 0), False
+        self.usual = {}
+        for kind, names in self.NAMES.items():
+            for name in names:
+                if usual := getattr(torch.distributed, name, None):
+                    self.usual[name] = usual
+                    setattr(torch.distributed, name, self.counted(kind, usual, trainer))
 
-    def counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, kind: str, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
-            self.reductions += not self.within  # one may call the other
+            self.calls[kind] += trainer.training and not self.within  # one may call the other
             self.within = True
             try:
                 return usual(*args, **kwargs)
@@ -63,7 +69,7 @@ class CountReductions(Callback):
         for name, usual in self.usual.items():
             setattr(torch.distributed, name, usual)
         if trainer.is_global_zero:
-            Path("reductions.json").write_text(json.dumps({"steps": trainer.global_step, "reductions": self.reductions}))
+            Path("collectives.json").write_text(json.dumps({"steps": trainer.global_step, **self.calls}))
 
 
 def poisoned(trainer: Trainer) -> bool:

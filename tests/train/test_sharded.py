@@ -10,7 +10,7 @@ from tests.own import write_texts
 from tests.survive.test_resume import curves, same
 
 GATHER = {"class_path": "tests.train.gather.Gather"}
-COUNT = {"class_path": "tests.train.gather.CountReductions"}
+COUNT = {"class_path": "tests.train.gather.CountCollectives"}
 EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.9}}
 ALL = (
     *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.log_every_n_steps=1", "--run=it"),
@@ -154,10 +154,13 @@ def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
         assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
 
 
-def test_gradients_are_added_up_once_a_step_and_block(train):
-    """4 micro-batches a rank in each of 9 steps; 3 blocks and the root."""
-    folder = train("gpt", sharded(), ranks=3, plugged=(COUNT,))
-    assert json.loads((folder / "reductions.json").read_text()) == {"steps": 9, "reductions": 9 * 4}
+@pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}], ids=["alike", "computed-in-bf16"])
+def test_what_is_sent(train, settings):
+    """4 micro-batches a rank in each of 9 steps; 3 blocks and the root. Gradients are added up once a step. Parameters are
+    gathered once for a forward pass and once for a backward pass, and the root's once for both."""
+    folder = train("gpt", sharded(**settings), ranks=3, plugged=(COUNT,))
+    found = json.loads((folder / "collectives.json").read_text())
+    assert found == {"steps": 9, "reductions": 9 * 4, "gathers": 9 * 4 * (2 * 3 + 1)}
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -181,6 +184,11 @@ REFUSED = {
     "the network has no such module": ("gpt", {"blocks": ["Blok"]}, ""),
     "is one number without a dimension": ("regression", {}, "--model=tests.train.gather.Scaled"),
     "are torch.float32 and torch.float64": ("regression", {}, "--model=tests.train.gather.Mixed"),
+    "Duel steps its optimisers by itself": (
+        "regression",
+        {},
+        "--model=tests.own.Duel --trainer.global_batch_size=4 --trainer.gradient_clip_val=null",
+    ),
     "StochasticWeightAveraging keeps a whole network": ("regression", {}, "swa"),
     "'norm', which is logged, follows from parameters": ("regression", {}, "--model=tests.train.gather.Normed"),
 }
@@ -191,7 +199,7 @@ def test_refused_in_one_line(place, tmp_path, message):
     name, settings, word = REFUSED[message]
     (tmp_path / "run").mkdir()
     write_texts(tmp_path / "texts")
-    words = [word] if word.startswith("--") else []
+    words = word.split() if word.startswith("--") else []
     if "Normed" in word:
         words.append(EXACT)
     swa = [{"class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}]
