@@ -75,7 +75,7 @@ class Runs:
 
     def __init__(self, place: Path, args: argparse.Namespace) -> None:
         self.place, self.steps = place, args.steps
-        sizes = {"vocabulary": args.vocabulary, "layers": args.layers, "width": args.width}
+        sizes = {"vocabulary": args.vocabulary, "layers": args.layers, "width": args.width, "lr": args.lr}
         self.words = (*WORDS, f"--trainer.max_steps={args.steps}")
         self.words += tuple(f"--model.init_args.{name}={value}" for name, value in sizes.items())
         (place / "texts").mkdir()
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=20_000)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--lr", type=float, default=1e-4, help="with 2e-3 what rounding leaves grows threefold in each step")
     args = parser.parse_args()
     with TemporaryDirectory() as place:
         runs = Runs(Path(place), args)
