@@ -78,6 +78,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, record: Record, small: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record, self.small = record, small
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -194,12 +195,20 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.record.knows(value):
                 return value
             if filled and (value is args[0]):
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                return self._to_draw_into(value)
             value_now = self.record.value(value)
             return value_now.clone() if any(value is one for one in written) else value_now
 
         function(*mapped(args, real), **mapped(kwargs, real))
         return drawn
+
+    def _to_draw_into(self, like: Tensor) -> Tensor:
+        """The same memory each time: what is freed between small things that stay has holes that the next one does not fit."""
+        last = sum((length - 1) * stride for length, stride in zip(like.shape, like.stride(), strict=True))
+        size = (last + 1) * like.element_size()
+        if size > len(self._scratch):
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 class AsUsual(TorchFunctionMode):
