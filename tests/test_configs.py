@@ -27,6 +27,8 @@ CONFIGS = {
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }
+LONGEST = {"cifar10", "profile"}
+"""Left to --faults: a network as in the others, and tests/watch/test_profile.py has what the other sets."""
 
 
 def test_all_configs_are_tested():
@@ -34,7 +36,7 @@ def test_all_configs_are_tested():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.faults) if one == "cifar10" else one for one in CONFIGS])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.faults) if one in LONGEST else one for one in CONFIGS])
 def test_it_runs(quick, tmp_path, name):
     for split in ("train", "val"):
         for label in ("cat", "dog"):

@@ -41,6 +41,7 @@ def printed(folder: Path) -> str:
     return "".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(folder.glob("h*.txt")))
 
 
+@pytest.mark.faults
 def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path):
     count = 2  # three, to the last bit, are in the next one
     running = [launch(host, tmp_path, *FIT, nodes=count) for host in hosts[:count]]
@@ -136,7 +137,7 @@ def test_clocks_that_are_wrong_and_jump(alone, hosts, tmp_path, nodes):
     assert_same_curve(tmp_path, alone)
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without the store"])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.faults)], ids=["with the store", "without the store"])
 def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_path, victim):
     """SIGKILL, which it can't pass on: its workers end by themselves, and the other host does not wait for them."""
     running = [launch(host, tmp_path, *FIT, slowly(0.1), "--trainer.max_epochs=1000", nodes=2) for host in hosts[:2]]

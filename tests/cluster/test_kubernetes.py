@@ -106,6 +106,7 @@ def test_pods_are_killed_drained_and_replaced_and_the_curve_is_one(alone, hosts,
     assert_one_curve(tmp_path, runs, alone)
 
 
+@pytest.mark.faults
 def test_a_drained_pod_that_does_not_end_in_its_grace_is_killed_and_replaced(alone, hosts, tmp_path):
     """Its rank hangs. Of the three pods it alone is replaced, and what was saved before is gone on with."""
     found = manifest(tmp_path, *FIT[1:], slowly(0.05), "--nodes=3")
@@ -127,6 +128,7 @@ def test_a_drained_pod_that_does_not_end_in_its_grace_is_killed_and_replaced(alo
     assert_one_curve(tmp_path, runs, alone)
 
 
+@pytest.mark.faults
 def test_a_pod_is_lost_for_good_and_the_others_go_on_without_it(alone, hosts, tmp_path):
     """Of three, by `--nodes 2:3`; the Job makes another pod, and no node has room for it."""
     found = manifest(tmp_path, *FIT[1:], slowly(0.05), "--nodes=2:3")

@@ -142,6 +142,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm, tmp_path):
     """A time limit of a minute, and a disk that needs it alone: the job goes back before its time is over, and says why."""
     script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2, disk=60)]
