@@ -59,9 +59,8 @@ class Root:
         """Takes a step of the module, by its name, in its `forward`: hooks around that gather what it holds itself."""
         module = self._root
         step, training = getattr(module, name), name == "training_step"
-        if (
-            self._gathered_as is None
-        ):  # the hooks would bring what a batch holds to the device once more, and copy what holds it
+        # Else the hooks would bring what a batch holds to the device once more, and copy what holds it.
+        if self._gathered_as is None:
             step, args, kwargs = partial(step, *args, **kwargs), (), {}
         if training and not self._stays:
             self._let_go()
@@ -102,11 +101,12 @@ class Root:
         for hooks in places:
             for key in shards:
                 hooks.pop(key, None)
-        handle = module.register_forward_pre_hook(self._cast, with_kwargs=True)
+        casts = [module.register_forward_pre_hook(self._cast, with_kwargs=True)] if self._gathered_as else []
         try:
             yield
         finally:
-            handle.remove()
+            for handle in casts:
+                handle.remove()
             for hooks, were in zip(places, before, strict=True):  # in their order, and with what the step itself has changed
                 now = dict(hooks)
                 hooks.clear()
@@ -116,7 +116,7 @@ class Root:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._gathered_as) if tensor.is_floating_point() else tensor
 
-        return apply_to_collection((args, kwargs), Tensor, cast) if self._gathered_as else (args, kwargs)
+        return apply_to_collection((args, kwargs), Tensor, cast)
 
     def _let_go(self) -> None:
         """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""

@@ -27,6 +27,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from project.train.spread import local
+
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "float32": ("--trainer.precision=32-true",),
@@ -41,10 +43,6 @@ WORDS = (
     *("--trainer.limit_val_batches=0", "--checkpoints.every_n_steps=1000000", "--trainer.log_every_n_steps=1"),
     "--trainer.callbacks+=scripts.measure.sharded.Holding",
 )
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Holding(Callback):

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from project.train.spread import local
 
 ROOT = Path(__file__).parents[2]
 BETWEEN = 6  # steps from one turn to the next
@@ -66,10 +67,6 @@ class Saves(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             Path("saves.json").write_text(json.dumps(self.turns))
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def timed(move: Callable[[], Any]) -> float:

@@ -53,7 +53,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
     """Within an epoch, at its start, where a validation has just been, and in one."""
-    shown = ranks == 2 or ranks == 1 or (ranks == 3 and case in ("ema", "plateau-epoch", "plateau-step", "unfrozen"))
+    shown = ranks == 2 or ranks == 1 or (ranks == 3 and case in ("ema", "plateau-epoch"))
     if shown and not request.config.getoption("--faults"):
         pytest.skip("shown on three ranks, in test_stock.py or in test_exact_runs.py; with --faults")
     given, settings = CASES[case]

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from project.train.foretold import Foretold
 from project.train.held import Inventory, Shape, Sharing, held
 from project.train.on_paper import made_on_paper
 from project.train.optimizer_state import optimizers
+from project.train.spread import local
 
 SHARES = [
     Sharing(2),
@@ -84,10 +84,6 @@ def said(module, tmp_path, sharing, make=batch, **settings):
     trainer.strategy.connect(module)
     module.trainer = trainer
     return Foretold(trainer, module, None, make).held(sharing)
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def of_a_rank(rank, cases, folder):
