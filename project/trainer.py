@@ -390,7 +390,7 @@ class Trainer(pl.Trainer):
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
             device_id=None if device.type == "cpu" else device,
         )
-        if backend == "nccl":  # as Lightning does where it connects the ranks itself
+        if "nccl" in backend:  # as Lightning does where it connects the ranks itself
             atexit.register(_disconnect)
         return rendezvous, route
 

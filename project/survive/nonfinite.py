@@ -25,7 +25,7 @@ from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
 from project.train.spread import anywhere, highest, local
-from project.train.usual import is_fused, spread
+from project.train.usual import give_zero_momentum, is_fused, spread
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,11 @@ class NonFinite(Callback):
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
             )
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out in an epoch that the run resumes
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:  # a parameter may learn from this epoch on
+            give_zero_momentum(optimizer)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class NonFinite(Callback):
         if spread(trainer):  # a rank sees its part of the gradient only
             highest(step.flag)
         scaled = _scaler(trainer) is not None
-        by_itself = scaled or (is_fused(optimizer) and bool(optimizer.state))  # a state not yet made would not be
+        by_itself = scaled or is_fused(optimizer)
         if self._late and (self.act == "stop" or by_itself):
             if self.act == "skip":
                 skip(trainer, step.flag > 0)

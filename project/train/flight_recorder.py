@@ -8,12 +8,18 @@ import torch._C._distributed_c10d as c10d
 
 
 def record() -> list[dict[str, Any]]:
-    """Its entries. It reads no source files and does not ask the device: this works in a process in which nothing else does.
+    """Returns the entries of all recorders of this process: gloo's (from torch 2.15 on), NCCL's, and those of nccl2.
 
-    torch records NCCL's by default (TORCH_FR_BUFFER_SIZE), and from 2.15 on gloo's. Seen at work with gloo alone.
+    No source file is read and no device is asked: this works in a process in which nothing else does. torch records by
+    default (TORCH_FR_BUFFER_SIZE).
     """
+    dumps: list[tuple[str, dict[str, str]]] = [
+        ("_dump_fr_trace_json", {}),
+        ("_dump_fr_trace_json", {"backend": "nccl2"}),
+        ("_dump_nccl_trace_json", {}),
+    ]
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        with suppress(Exception):  # a recorder that is not there, or not for this backend
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    for name, backend in dumps:
+        with suppress(Exception):  # this torch has no such recorder, or not for this backend
+            entries += json.loads(getattr(c10d, name)(**backend)).get("entries", [])
     return entries

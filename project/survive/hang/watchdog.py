@@ -147,7 +147,6 @@ class Watchdog(Callback):
         NEWS.clear()
         if not self._dump[1]:
             self._dump = stacks.open_dump()
-        flights.prepare(trainer.strategy.root_device)
         if trainer.world_size > 1:
             exit_on_abort()
         self._warden = Beside(self._self())
