@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from project.early_start import free_port
 from tests.cluster.machine import missing, wait_until
+from tests.standin.pool import Pool, meeting_place
+from tests.standin.pool import environment as standin
 
 # A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,24 +121,25 @@ class Run:
 Cli = Callable[..., Run]
 
 
+def program(folder: Path, *words: str, torchrun: int = 0, timeout: float = PATIENCE, **extra: str) -> Run:
+    """Runs `python -m project` in a folder, in processes of its own."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
+        cwd=folder,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return Run(done.returncode, done.stdout, folder)
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """cli("fit", "--config", ...) runs `python -m project` in a temporary folder; torchrun=2 under torchrun."""
-
-    def run(*words: str, torchrun: int = 0, timeout: float = PATIENCE, **extra: str) -> Run:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-        done = subprocess.run(
-            [sys.executable, *launcher, "-m", "project", *(["--"] if torchrun else []), *words],
-            cwd=tmp_path,
-            env=environment(**extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
-        return Run(done.returncode, done.stdout, tmp_path)
-
-    return run
+    return partial(program, tmp_path)
 
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -157,16 +162,19 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
     main()
 
 
-def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE) -> Run:
+def forked(
+    folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE, context: BaseContext = _SERVER, **extra: str
+) -> Run:
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
     output = folder / "output.txt"
     output.write_text("")
     port = str(free_port())
-    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
+    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **extra}
+    environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [extra]
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
-    processes = [_SERVER.Process(target=_main, args=(folder, words, output, extra)) for extra in environments]
+    start: Any = context  # typeshed gives a process to each kind of context, and none to all of them
+    processes = [start.Process(target=_main, args=(folder, words, output, of_rank)) for of_rank in environments]
     for process in processes:
         process.start()
     for process in processes:
@@ -180,6 +188,34 @@ def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE)
 def quick(tmp_path: Path) -> Cli:
     """Like `cli`, in a fraction of the time: quick("fit", ..., ranks=2)."""
     return partial(forked, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def gpu_pool() -> Iterator[Pool]:
+    pool = Pool(environment())
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, gpu_pool: Pool) -> Cli:
+    """Like `quick`, on the stand-in for a GPU: gpu("fit", ..., ranks=2); as many GPUs as ranks, unless gpus= says how many."""
+
+    def run(*words: str, ranks: int = 1, gpus: int | None = None, **extra: str) -> Run:
+        return Run(*gpu_pool.run(tmp_path, *words, ranks=ranks, gpus=gpus, **extra), tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def gpu_program(tmp_path: Path) -> Iterator[Cli]:
+    """Like `cli`, on GPUs: for what launchers do there."""
+    with meeting_place() as place:
+
+        def run(*words: str, gpus: int = 1, **extra: Any) -> Run:
+            return program(tmp_path, *words, **{**standin(gpus, place), **extra})
+
+        yield run
 
 
 @pytest.fixture

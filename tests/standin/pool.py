@@ -1,0 +1,94 @@
+"""Runs of the project on the stand-in for a GPU, without the seconds that importing PyTorch takes.
+
+A process under the stand-in has imported all that a run needs, and forks the ranks of each run; it touches no GPU itself.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.machine import descendants, end
+from tests.standin.build import Unavailable, variables
+
+
+def environment(gpus: int, folder: str) -> dict[str, str]:
+    """What a program needs to train on the stand-in; its ranks meet in the folder."""
+    try:
+        return {**variables(gpus), "STANDIN_NCCL": folder}
+    except Unavailable as reason:
+        if os.environ.get("STANDIN_TESTS") == "required":
+            pytest.fail(f"STANDIN_TESTS=required, and {reason}", pytrace=False)
+        pytest.skip(str(reason))
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[str]:
+    """A folder in memory for the files of NCCL, which goes with whatever a killed run left there."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(prefix="standin-", dir=memory)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+class Pool:
+    """The process that forks ranks."""
+
+    def __init__(self, clean: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.standin.pool"],
+            env={**clean, **environment(1, "")},
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, folder: Path, *words: str, ranks: int = 1, gpus: int | None = None, **extra: str) -> tuple[int, str]:
+        """The exit code and the output of `python -m project WORDS`, in a folder."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with meeting_place() as place:
+            own = {"STANDIN_GPUS": str(ranks if gpus is None else gpus), "STANDIN_NCCL": place, "OMP_NUM_THREADS": "1"}
+            job = {"folder": str(folder), "words": words, "ranks": ranks, "extra": {**own, **extra}}
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["code"], answer["output"]
+
+    def close(self) -> None:
+        end(lambda: [*descendants(self._process.pid), *([] if self._process.poll() is not None else [self._process.pid])])
+
+
+def _serve() -> None:
+    """Answers each line of the input with one of the output."""
+    import project.cli  # noqa: F401
+    from tests.conftest import forked
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    context = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        job: dict[str, Any] = json.loads(line)
+        try:
+            run = forked(Path(job["folder"]), *job["words"], ranks=job["ranks"], context=context, **job["extra"])
+            answer = {"code": run.code, "output": run.output}
+        except AssertionError as error:
+            answer = {"error": str(error)}
+            end(lambda: descendants(os.getpid()))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
