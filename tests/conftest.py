@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -146,8 +147,8 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["project.cli", "tensorboard.backend.event_processing.event_accumulator"])
 
 
-def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:
-    """What `python -m project` does, in a fresh process that has the libraries loaded already."""
+def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:
+    """What `python -m project` does, in a fresh process that has the libraries loaded already; or another function."""
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -157,13 +158,17 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
         del os.environ[name]
     os.environ.update(extra)
     sys.argv = ["project", *words]
-    from project.cli import main
-
-    main()
+    resolve_name(program)()
 
 
 def forked(
-    folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE, context: BaseContext = _SERVER, **extra: str
+    folder: Path,
+    *words: str,
+    ranks: int = 1,
+    timeout: float = PATIENCE,
+    context: BaseContext = _SERVER,
+    program: str = "project.cli:main",
+    **extra: str,
 ) -> Run:
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
     output = folder / "output.txt"
@@ -174,7 +179,7 @@ def forked(
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
     start: Any = context  # typeshed gives a process to each kind of context, and none to all of them
-    processes = [start.Process(target=_main, args=(folder, words, output, of_rank)) for of_rank in environments]
+    processes = [start.Process(target=_main, args=(program, folder, words, output, of_rank)) for of_rank in environments]
     for process in processes:
         process.start()
     for process in processes:

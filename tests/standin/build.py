@@ -34,7 +34,7 @@ _NOTHING_TO_DO = {
     *("cudaGraphDestroy", "cudaGraphExecDestroy", "cudaGraphRetainUserObject", "cudaUserObjectRelease", "cuCtxSetCurrent"),
     *("cudaFuncSetAttribute", "cudaKernelSetAttributeForDevice", "cudaMemcpyToSymbol", "__cudaRegisterVar"),
     *("__cudaRegisterFatBinaryEnd", "__cudaUnregisterFatBinary"),
-    *("ncclCommFinalize", "ncclCommDestroy", "ncclCommRegister", "ncclCommDeregister"),
+    *("ncclCommFinalize", "ncclCommDestroy", "ncclCommRegister", "ncclCommDeregister", "ncclRedOpDestroy"),
 }
 _RUNTIME = re.compile(r"(__)?(cuda|cu[A-Z]|nccl)")
 _MATHEMATICS = re.compile(r"cu(blas|dnn|fft|solver|sparse|rand)")

@@ -88,6 +88,7 @@ thread_local std::vector<LaunchConfiguration> configurations;
 std::atomic<bool> contexts[kMostGpus];
 std::atomic<bool> device_hangs{false};
 std::atomic<long> launches{0};
+std::atomic<long> graph_launches{0};
 std::atomic<long> launches_while_hung{0};
 
 std::map<cudaStream_t, Stream*> streams;
@@ -116,6 +117,12 @@ cudaError_t fail(cudaError_t error, const char* call) {
   last_error = error;
   fprintf(stderr, "[stand-in %d] %s: %s\n", getpid(), call, cudaGetErrorString(error));
   return error;
+}
+
+template <class Place, class Value>
+cudaError_t give(Place* place, Value value) {
+  if (place != nullptr) *place = value;
+  return cudaSuccess;
 }
 
 void wait_for_device() {
@@ -192,10 +199,7 @@ API cudaError_t cudaGetDeviceCount(int* count) {
   return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
-API cudaError_t cudaGetDevice(int* device) {
-  *device = current_device;
-  return cudaSuccess;
-}
+API cudaError_t cudaGetDevice(int* device) { return give(device, current_device); }
 
 API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= gpus()) return fail(cudaErrorInvalidDevice, "cudaSetDevice");
@@ -204,17 +208,13 @@ API cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+API cudaError_t cudaDriverGetVersion(int* version) { return give(version, CUDART_VERSION); }
 
 API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  if (least != nullptr) *least = 0;
-  if (greatest != nullptr) *greatest = -5;
-  return cudaSuccess;
+  give(least, 0);
+  return give(greatest, -5);
 }
 
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -232,46 +232,32 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) 
   properties->maxGridSize[0] = 2147483647;
   properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
   properties->maxThreadsPerMultiProcessor = 2048;
-  properties->maxBlocksPerMultiProcessor = 32;
-  properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+  properties->regsPerMultiprocessor = 65536;
   properties->sharedMemPerBlock = 49152;
   properties->sharedMemPerBlockOptin = 232448;
   properties->sharedMemPerMultiprocessor = 233472;
-  properties->reservedSharedMemPerBlock = 1024;
-  properties->totalConstMem = 65536;
   properties->l2CacheSize = 50 << 20;
-  properties->memoryBusWidth = 5120;
   properties->textureAlignment = 512;
-  properties->asyncEngineCount = 3;
-  properties->canMapHostMemory = properties->unifiedAddressing = properties->managedMemory = 1;
-  properties->concurrentKernels = properties->cooperativeLaunch = properties->streamPrioritiesSupported = 1;
+  properties->memoryBusWidth = 5120;
   return cudaSuccess;
 }
 
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   cudaDeviceProp properties;
   cudaGetDeviceProperties(&properties, device);
-  static const std::map<cudaDeviceAttr, int cudaDeviceProp::*> fields = {
-      {cudaDevAttrMultiProcessorCount, &cudaDeviceProp::multiProcessorCount},
-      {cudaDevAttrComputeCapabilityMajor, &cudaDeviceProp::major},
-      {cudaDevAttrComputeCapabilityMinor, &cudaDeviceProp::minor},
-      {cudaDevAttrWarpSize, &cudaDeviceProp::warpSize},
-      {cudaDevAttrMaxThreadsPerBlock, &cudaDeviceProp::maxThreadsPerBlock},
-      {cudaDevAttrMaxThreadsPerMultiProcessor, &cudaDeviceProp::maxThreadsPerMultiProcessor},
-  };
-  auto field = fields.find(attribute);
-  if (field != fields.end()) {
-    *value = properties.*field->second;
-  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlock) {
-    *value = static_cast<int>(properties.sharedMemPerBlock);
-  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
-    *value = static_cast<int>(properties.sharedMemPerBlockOptin);
-  } else if (attribute >= cudaDevAttrMaxGridDimX && attribute <= cudaDevAttrMaxGridDimZ) {
-    *value = properties.maxGridSize[attribute - cudaDevAttrMaxGridDimX];
-  } else {
-    *value = 0;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: return give(value, properties.multiProcessorCount);
+    case cudaDevAttrComputeCapabilityMajor: return give(value, properties.major);
+    case cudaDevAttrWarpSize: return give(value, properties.warpSize);
+    case cudaDevAttrMaxThreadsPerBlock: return give(value, properties.maxThreadsPerBlock);
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return give(value, properties.maxThreadsPerMultiProcessor);
+    case cudaDevAttrMaxSharedMemoryPerBlock: return give(value, properties.sharedMemPerBlock);
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return give(value, properties.sharedMemPerBlockOptin);
+    case cudaDevAttrMaxGridDimX: return give(value, properties.maxGridSize[0]);
+    case cudaDevAttrMaxGridDimY: return give(value, properties.maxGridSize[1]);
+    case cudaDevAttrMaxGridDimZ: return give(value, properties.maxGridSize[2]);
+    default: return give(value, 0);
   }
-  return cudaSuccess;
 }
 
 API cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
@@ -279,10 +265,7 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = device != peer;
-  return cudaSuccess;
-}
+API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) { return give(can, device != peer); }
 
 API cudaError_t cudaDeviceSynchronize() {
   WAIT_REFUSED_IN_CAPTURE("cudaDeviceSynchronize");
@@ -478,8 +461,7 @@ API cudaError_t cudaMemset(void* pointer, int value, size_t size) {
 
 API cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
   static char symbols[1 << 16];
-  *pointer = symbols;
-  return cudaSuccess;
+  return give(pointer, symbols);
 }
 
 // Streams and events. A stream that waits for an event of a capture joins the capture.
@@ -505,10 +487,7 @@ API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
-  *priority = stream_of(stream)->priority;
-  return cudaSuccess;
-}
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { return give(priority, stream_of(stream)->priority); }
 
 API cudaError_t cudaStreamQuery(cudaStream_t) {
   REFUSE_IN_CAPTURE("cudaStreamQuery");
@@ -675,12 +654,11 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureS
   Capture* capture = stream_of(stream)->capture;
   *status = cudaStreamCaptureStatusNone;
   if (capture != nullptr) *status = capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
-  if (id != nullptr) *id = capture ? capture->id : 0;
-  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(capture);
-  if (dependencies != nullptr) *dependencies = nullptr;
-  if (edges != nullptr) *edges = nullptr;
-  if (count != nullptr) *count = 0;
-  return cudaSuccess;
+  give(id, capture ? capture->id : 0);
+  give(graph, reinterpret_cast<cudaGraph_t>(capture));
+  give(dependencies, nullptr);
+  give(edges, nullptr);
+  return give(count, 0);
 }
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -688,8 +666,7 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStat
 }
 
 API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-  *executable = reinterpret_cast<cudaGraphExec_t>(graph);
-  return cudaSuccess;
+  return give(executable, reinterpret_cast<cudaGraphExec_t>(graph));
 }
 
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
@@ -698,17 +675,16 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaG
 
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
   launches++;
+  graph_launches++;
   return cudaSuccess;
 }
 
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  *count = reinterpret_cast<Graph*>(graph)->nodes;
-  return cudaSuccess;
+  return give(count, reinterpret_cast<Graph*>(graph)->nodes);
 }
 
 API cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void*, cudaHostFn_t, unsigned, unsigned) {
-  *object = reinterpret_cast<cudaUserObject_t>(1);
-  return cudaSuccess;
+  return give(object, reinterpret_cast<cudaUserObject_t>(1));
 }
 
 // Kernels: counted, ordered within a capture, and left undone.
@@ -776,8 +752,7 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, con
 }
 
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
-  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
-  return cudaSuccess;
+  return give(kernel, reinterpret_cast<cudaKernel_t>(const_cast<void*>(function)));
 }
 
 API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
@@ -794,28 +769,14 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void
 }
 
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
-  *count = 2;
-  return cudaSuccess;
+  return give(count, 2);
 }
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
-  *count = 2;
-  return cudaSuccess;
-}
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) { return give(count, 2); }
 
 // The driver's interface, which PyTorch asks for contexts, and for entry points by name.
 
-API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-
-API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  *device = ordinal;
-  return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceGetCount(int* count) {
-  *count = gpus();
-  return CUDA_SUCCESS;
-}
+API CUresult cuDeviceGet(CUdevice* device, int ordinal) { return static_cast<CUresult>(give(device, ordinal)); }
 
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
@@ -845,32 +806,24 @@ API CUresult cuGetErrorString(CUresult error, const char** text) {
 }
 
 API CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr) {
-  memset(value, 0, sizeof(int));
-  return CUDA_SUCCESS;
+  return static_cast<CUresult>(give(static_cast<int*>(value), 0));
 }
-
-namespace {
-int not_supported() { return cudaErrorNotSupported; }
-}  // namespace
 
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                  cudaDriverEntryPointQueryResult* result) {
   void* own = dlsym(RTLD_DEFAULT, name);
-  *function = own ? own : reinterpret_cast<void*>(not_supported);
+  *function = own ? own : reinterpret_cast<void*>(+[] { return cudaErrorNotSupported; });
   if (result != nullptr) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 
 // The few calls of the libraries whose answer PyTorch uses; build.py makes the others succeed, as kernels do.
 
-API int cublasCreate_v2(void** handle) {
-  *handle = reinterpret_cast<void*>(1);
-  return 0;
-}
+API int cublasCreate_v2(void** handle) { return give(handle, reinterpret_cast<void*>(1)); }
 
-API int cublasGetMathMode(void*, int* mode) { return *mode = 0; }
+API int cublasGetMathMode(void*, int* mode) { return give(mode, 0); }
 
-API int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
+API int cublasGetPointerMode_v2(void*, int* mode) { return give(mode, 0); }
 
 API size_t cublasLtGetVersion() { return CUDART_VERSION * 10; }
 
@@ -885,6 +838,8 @@ API const char* cudnnGetErrorString(int) { return "the stand-in has no cuDNN"; }
 API int standin_hung() { return device_hangs; }
 
 API long standin_launches() { return launches; }
+
+API long standin_graph_launches() { return graph_launches; }
 
 // One bit for each device on which this process has a context.
 API unsigned long standin_contexts() {

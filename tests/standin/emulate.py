@@ -7,10 +7,12 @@ refused in a capture as on a GPU, and then the CPU's operator on tensors over th
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tag, Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,47 +20,43 @@ CPU = torch.device("cpu")
 DRIVER = ctypes.CDLL(None)
 DRIVER.standin_launch.argtypes = [ctypes.c_void_p]
 DRIVER.standin_replay.argtypes = [ctypes.c_long, ctypes.c_long]
-for _counter in (DRIVER.standin_launches, DRIVER.standin_recordings, DRIVER.standin_contexts):
-    _counter.restype = ctypes.c_long
+for _count in (DRIVER.standin_launches, DRIVER.standin_graph_launches, DRIVER.standin_recordings, DRIVER.standin_contexts):
+    _count.restype = ctypes.c_long
 
 # Their CUDA code does all that there is to do.
 NO_KERNEL = {
     *("resize_", "set_", "record_stream", "_local_scalar_dense", "detach", "lift_fresh", "is_pinned", "_pin_memory"),
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_resize_output_", "is_same_size"),
-    *("_has_same_storage_numel", "alias", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
+    "_has_same_storage_numel",
 }
-# Their CUDA code goes through a library sample by sample, or reads sizes that a kernel has not computed: it is not run.
-ON_CPU_ALONE = {"convolution", "convolution_backward", "_convolution", "conv1d", "conv2d", "conv3d", "cudnn_convolution"}
-MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-
-Thunk = Callable[[], Any]
-capturing: list[Thunk] | None = None
-"""What a replay of the graph that is being captured has to do."""
-replay_draws = (0, 0)
-"""Seed and offset of the generator of random numbers when a graph's replay began."""
+# Their CUDA code calls a library sample by sample: it is not run. Nor is that of operators that read how large their result is.
+ON_CPU_ALONE = {"convolution", "convolution_backward", "_convolution", "conv1d", "conv2d", "conv3d"}
+TAKE_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+SMALL = (torch.float16, torch.bfloat16)
 
 
 class Operator:
-    """What is known of an operator by its schema."""
+    """What an operator's schema says of it, and how the CPU computes it."""
 
     def __init__(self, overload: Any) -> None:
-        space, self.name = overload._schema.name.split("::")
+        schema = overload._schema
+        space, name = schema.name.split("::")
+        returned = [result.alias_info for result in schema.returns]
         self.overload = overload
+        self.no_kernel = space == "profiler" or name in NO_KERNEL or Tag.inplace_view in overload.tags
         self.communicates = space in ("c10d", "_c10d_functional")
-        self.no_kernel = space == "profiler" or self.name in NO_KERNEL or torch.Tag.inplace_view in overload.tags
-        self.writes = any(argument.alias_info and argument.alias_info.is_write for argument in overload._schema.arguments)
-        self.views = not self.writes and any(result.alias_info for result in overload._schema.returns)
-        self.draws = torch.Tag.nondeterministic_seeded in overload.tags
-        self.masked = self.name in MASKED
-        waits = torch.Tag.dynamic_output_shape in overload.tags and not self.masked
-        self.waits = waits
-        self.alone = waits or self.name in ON_CPU_ALONE or "linalg" in self.name
-        self.new_results = not self.writes or any(result.alias_info is None for result in overload._schema.returns)
+        self.writes = any(argument.alias_info and argument.alias_info.is_write for argument in schema.arguments)
+        self.may_be_view = any(returned) and not self.writes
+        self.makes_tensors = not self.writes or not all(returned)
+        self.draws = Tag.nondeterministic_seeded in overload.tags
+        self.takes_masks = name in TAKE_MASKS
+        self.waits = Tag.dynamic_output_shape in overload.tags and not self.takes_masks
+        self.alone = self.waits or name in ON_CPU_ALONE or "linalg" in name
         self.widens = False
-        self.increments: dict[Any, int] = {}
+        self.increments: dict[Any, int] = {}  # of a generator's offset, by the size of the result
 
-    def compute(self, args: Any, kwargs: Any) -> Any:
-        """The CPU's result; in float where the CPU has no kernel for a smaller format."""
+    def compute(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The CPU's result: in float32 where the CPU has no kernel for a smaller type."""
         if not self.widens:
             try:
                 return self.overload(*args, **kwargs)
@@ -66,304 +64,295 @@ class Operator:
                 if self.writes or "not implemented for" not in str(error):
                     raise RuntimeError(f"The stand-in can't compute {self.overload} on the CPU: {error}") from error
                 self.widens = True
-        return self.overload(*mapped(widened, args), **{name: mapped(widened, value) for name, value in kwargs.items()})
-
-
-def mapped(call: Callable[[Any], Any], value: Any) -> Any:
-    """The value with `call` applied to what lies in its lists and tuples."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)([mapped(call, item) for item in value])
-    return call(value)
+        return self.overload(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
 
 
 def widened(value: Any) -> Any:
-    small = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if small else value
+    if isinstance(value, (list, tuple)):
+        return [widened(item) for item in value]
+    return value.float() if isinstance(value, Tensor) and value.dtype in SMALL else value
 
 
-_aliases: dict[Any, torch.Tensor] = {}
+def lowered(value: Any) -> Any:
+    """An argument as the CPU's operator takes it."""
+    if isinstance(value, Tensor):
+        return alias(value)
+    if type(value) in (list, tuple):
+        return [lowered(item) for item in value]
+    if isinstance(value, torch.device):
+        return CPU
+    return None if isinstance(value, torch.Generator) else value
+
+
+_aliases: dict[Any, Tensor] = {}
 _MOST_ALIASES = 20_000
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of one on a GPU."""
+def alias(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the memory of one on a GPU; what lies on the CPU as it is."""
     if not tensor.is_cuda or tensor.layout != torch.strided:
         return tensor
     size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-    flags = (tensor.is_conj(), tensor.is_neg())
-    key = (tensor.data_ptr(), dtype, size, stride, flags)
-    made = _aliases.get(key)
-    if made is not None:
-        return made
+    key = (tensor.data_ptr(), size, stride, dtype, tensor.is_conj(), tensor.is_neg())
+    if key in _aliases:
+        return _aliases[key]
     if tensor.numel() == 0:
         return torch.empty_strided(size, stride, dtype=dtype)
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), CPU, extent * dtype.itemsize)
     made = torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
-    if flags[0]:
-        made = made.conj()
-    if flags[1]:
-        made = torch._neg_view(made)
+    made = made.conj() if tensor.is_conj() else made
+    made = torch._neg_view(made) if tensor.is_neg() else made
     if len(_aliases) > _MOST_ALIASES:
         _aliases.clear()
     _aliases[key] = made
     return made
 
 
-def lowered(value: Any) -> Any:
-    """An operator's argument, as the CPU's operator takes it."""
-    if isinstance(value, torch.Tensor):
-        return alias(value)
-    if isinstance(value, torch.device):
-        return CPU
-    if isinstance(value, torch.Generator):
-        return None
-    return value
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def on_gpu(values: Iterator[Any] | Any) -> torch.device | None:
-    """The GPU that arguments name first, or lie on."""
+def gpu_of(values: Iterable[Any]) -> torch.device | None:
+    """The GPU that arguments lie on, or name."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.is_cuda:
-                return value.device
-        elif isinstance(value, torch.device):
-            if value.type == "cuda":
-                return value
-        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-            device = on_gpu(value)
-            if device is not None:
-                return device
+        if isinstance(value, Tensor):
+            device = value.device if value.is_cuda else None
+        elif type(value) in (list, tuple):
+            device = gpu_of(value)
+        else:
+            device = value if isinstance(value, torch.device) and value.type == "cuda" else None
+        if device is not None:
+            return device
     return None
 
 
-def captures() -> bool:
-    return capturing is not None and torch.cuda.is_current_stream_capturing()
+class Recording:
+    """What the replays of a graph that is being captured have to do."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], Any]] = []
+        self.offset = 0  # of its next random number, from where a replay begins
 
 
-def drawn(seed: int, offset: int, work: Thunk) -> Any:
-    """Work with random numbers that follow from the GPU's generator alone; the CPU's is left as it was."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(hash((seed, offset)) & (1 << 62) - 1)
-    try:
-        return work()
-    finally:
-        torch.default_generator.set_state(state)
+_recording: Recording | None = None
+_replay_begins = (0, 0)  # seed and offset of the generator of random numbers, at a replay
+
+
+def recording() -> Recording | None:
+    """The graph that the current stream is captured into."""
+    return _recording if _recording is not None and torch.cuda.is_current_stream_capturing() else None
 
 
 class Emulation(TorchDispatchMode):
-    """Below all other modes, in every thread."""
+    """Lies below all other modes, in every thread."""
 
-    operators: dict[Any, Operator] = {}  # noqa: RUF012 - one for all threads
+    operators: dict[Any, Operator] = {}  # noqa: RUF012
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is never compiled, and the wrapper that says so takes a third of the time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = self.operators.get(func)
         if operator is None:
             operator = self.operators[func] = Operator(func)
-        if operator.no_kernel or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         for kind in types:
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter and _dispatches(kind):
-                return func(*args, **kwargs) if kind.__name__ == "FakeTensor" else NotImplemented
+            if kind not in (Tensor, Parameter) and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                if kind.__name__ != "FakeTensor":
+                    return NotImplemented  # a subclass, whose own operators come here
+                fake = True
+        if fake or operator.no_kernel:
+            return func(*args, **kwargs)
         if operator.communicates:
             return communicate(func, args, kwargs)
-        device = on_gpu(args) or on_gpu(kwargs.values())
+        device = gpu_of(args) or gpu_of(kwargs.values())
         if device is None:
             return func(*args, **kwargs)
-        return emulate(operator, device, args, kwargs)
+        if operator.alone or (operator.takes_masks and any(is_mask(index) for index in args[1])):
+            return emulate_alone(operator, device, args, kwargs)
+        if operator.draws:
+            return emulate_draw(operator, device, args, kwargs)
+        return emulate(operator, args, kwargs)
 
 
-def _dispatches(kind: type) -> bool:
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def communicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective, which the driver does; what it records for a graph is done in its place among the kernels."""
-    first = DRIVER.standin_recordings()
-    result = func(*args, **kwargs)
-    last = DRIVER.standin_recordings()
-    if capturing is not None and last > first:
-        capturing.append(lambda: DRIVER.standin_replay(first, last))
-    return result
-
-
-def emulate(operator: Operator, device: torch.device, args: Any, kwargs: Any) -> Any:
-    if operator.alone or (operator.masked and any(_is_mask(index) for index in args[1])):
-        return emulate_alone(operator, device, args, kwargs)
-    offset = 0
-    recording = captures()
-    if operator.draws and not recording:
-        generator = _generator(device, args, kwargs)
-        offset = generator.get_offset()
+def emulate(operator: Operator, args: Any, kwargs: Any, draw: Callable[[Callable[[], Any], Any], Any] | None = None) -> Any:
+    """An operator's result; `draw` says how the CPU comes to the random numbers of a GPU."""
     result = operator.overload(*args, **kwargs)
-    if operator.views and _is_view(result, args):
+    if operator.may_be_view and is_view(result, args):
         return result
-    cpu_args = [mapped(lowered, value) for value in args]
-    cpu_kwargs = {name: mapped(lowered, value) for name, value in kwargs.items()}
-    places = [alias(leaf) for leaf in _tensors(result)] if operator.new_results else []
+    cpu_args, cpu_kwargs = lowered(args), {name: lowered(value) for name, value in kwargs.items()}
+    places = [alias(tensor) for tensor in tensors(result)] if operator.makes_tensors else []
 
     def work() -> Any:
         computed = operator.compute(cpu_args, cpu_kwargs)
-        for place, value in zip(places, _tensors(computed), strict=False):
-            if value.numel() and place.numel() and place.data_ptr() != value.data_ptr():  # batch norm's may be empty
+        for place, value in zip(places, tensors(computed) if places else (), strict=False):
+            if place.data_ptr() != value.data_ptr() and place.numel() and value.numel():  # batch norm's may be empty
                 place.copy_(value)
         return computed
 
-    if operator.draws:
-        size = (tuple(leaf.size() for leaf in _tensors(result)),)
-        if recording:
-            begun = capture_offset(operator.increments.get(size, 4))
-            draw = work
-            work = lambda: drawn(replay_draws[0], replay_draws[1] + begun, draw)  # noqa: E731
-        else:
-            operator.increments[size] = generator.get_offset() - offset
-            if not DRIVER.standin_hung():
-                drawn(generator.initial_seed(), offset, work)
-            return result
-    if recording:
-        assert capturing is not None
-        capturing.append(work)
-        return result
-    if DRIVER.standin_hung():
-        return result
-    computed = work()
-    return computed if isinstance(result, (bool, int, float)) else result
+    finish = work if draw is None else lambda: draw(work, result)
+    graph = recording()
+    if graph is not None:
+        graph.work.append(finish)
+    elif not DRIVER.standin_hung():
+        computed = finish()
+        return computed if isinstance(result, (bool, int, float)) else result
+    return result
 
 
-_captured_draws = 0
+def is_view(result: Any, args: Any) -> bool:
+    """Whether a result lies in the memory of the arguments: `reshape` and the like may copy."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors(args)}
+    return all(tensor.untyped_storage().data_ptr() in memory for tensor in tensors(result))
 
 
-def capture_offset(increment: int) -> int:
-    """Where in the graph's random numbers an operator begins."""
-    global _captured_draws
-    _captured_draws += increment
-    return _captured_draws - increment
+def is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _generator(device: torch.device, args: Any, kwargs: Any) -> torch.Generator:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
+def emulate_draw(operator: Operator, device: torch.device, args: Any, kwargs: Any) -> Any:
+    """Random numbers that follow from the seed and the offset of the GPU's generator, be the operator eager or replayed."""
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    generator = given[0] if given else torch.cuda.default_generators[index]
+    graph = recording()
+    begins = generator.get_offset() if graph is None else graph.offset
+
+    def draw(work: Callable[[], Any], result: Any) -> Any:
+        seed, offset = (generator.initial_seed(), begins) if graph is None else (_replay_begins[0], _replay_begins[1] + begins)
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(hash((seed, offset)) & (1 << 62) - 1)
+        try:
+            return work()
+        finally:
+            torch.default_generator.set_state(before)
+
+    result = emulate(operator, args, kwargs, draw)
+    size = tuple(tensor.size() for tensor in tensors(result))
+    if graph is None:
+        operator.increments[size] = generator.get_offset() - begins
+    else:
+        graph.offset += operator.increments.get(size, 4)
+    return result
 
 
 def emulate_alone(operator: Operator, device: torch.device, args: Any, kwargs: Any) -> Any:
-    """An operator whose CUDA code is not run: the CPU says what its results look like."""
-    if operator.waits or operator.masked:
+    """The result of an operator whose CUDA code is not run: the CPU knows what it looks like."""
+    if operator.waits or operator.takes_masks:
         torch.ops.aten._local_scalar_dense(torch.empty((), device=device))  # the host waits for the number of values
-    cpu_args = [mapped(lowered, value) for value in args]
-    cpu_kwargs = {name: mapped(lowered, value) for name, value in kwargs.items()}
     DRIVER.standin_launch(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    cpu_args, cpu_kwargs = lowered(args), {name: lowered(value) for name, value in kwargs.items()}
     computed = operator.compute(cpu_args, cpu_kwargs)
     if operator.writes:
         result, places = args[0], []
     else:
-        result = mapped(lambda value: _like(value, device), computed)
-        places = [alias(leaf) for leaf in _tensors(result)]
+        result = raised(computed, device)
+        places = [alias(tensor) for tensor in tensors(result)]
 
     def copy(values: Any) -> None:
-        for place, value in zip(places, _tensors(values), strict=True):
+        for place, value in zip(places, tensors(values), strict=False):
             place.copy_(value)
 
-    copy(computed)
-    if captures():
-        assert capturing is not None
-        capturing.append(lambda: copy(operator.compute(cpu_args, cpu_kwargs)))
+    graph = recording()
+    if graph is not None:
+        graph.work.append(lambda: copy(operator.compute(cpu_args, cpu_kwargs)))
+    elif not DRIVER.standin_hung():
+        copy(computed)
     return result
 
 
-def _like(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+def raised(value: Any, device: torch.device) -> Any:
+    """Memory on a GPU for a result of the CPU."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    return type(value)(raised(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def communicate(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective, which the driver does; a graph does what it recorded of it, in its place among the kernels."""
+    first = DRIVER.standin_recordings()
+    result = func(*args, **kwargs)
+    last = DRIVER.standin_recordings()
+    if _recording is not None and last > first:
+        _recording.work.append(lambda: DRIVER.standin_replay(first, last))
+    return result
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _is_view(result: Any, args: Any) -> bool:
-    """Whether all results lie in the memory of an argument; `reshape` and the like may copy."""
-    memory = {leaf.untyped_storage().data_ptr() for leaf in _tensors(args)}
-    return all(leaf.untyped_storage().data_ptr() in memory for leaf in _tensors(result))
-
-
-def _emulate_graphs() -> None:
-    graph = torch.cuda.CUDAGraph
+def emulate_graphs() -> None:
+    graph: Any = torch.cuda.CUDAGraph
     begin, end, replay, reset = graph.capture_begin, graph.capture_end, graph.replay, graph.reset
 
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        global capturing, _captured_draws
+        global _recording
         begin(self, *args, **kwargs)
-        capturing, _captured_draws = [], 0
+        _recording = Recording()
 
     def capture_end(self: Any) -> None:
-        global capturing
-        self.standin_thunks, capturing = capturing, None
+        global _recording
+        assert _recording is not None
+        self.work, _recording = _recording.work, None
         end(self)
 
-    def replay_thunks(self: Any) -> None:
-        global replay_draws
+    def replay_work(self: Any) -> None:
+        global _replay_begins
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        replay_draws = (generator.initial_seed(), generator.get_offset())
+        _replay_begins = (generator.initial_seed(), generator.get_offset())
         replay(self)
         if not DRIVER.standin_hung():
-            for thunk in self.standin_thunks:
-                thunk()
+            for work in self.work:
+                work()
 
-    def forget_thunks(self: Any) -> None:
-        self.standin_thunks = []
+    def reset_work(self: Any) -> None:
+        self.work = []
         reset(self)
 
-    graph.capture_begin, graph.capture_end, graph.replay, graph.reset = capture_begin, capture_end, replay_thunks, forget_thunks  # type: ignore[method-assign]
+    graph.capture_begin, graph.capture_end, graph.replay, graph.reset = capture_begin, capture_end, replay_work, reset_work
 
 
-def _emulate_in_threads() -> None:
-    start = threading.Thread.start
+def emulate_in_threads() -> None:
+    thread: Any = threading.Thread
+    start = thread.start
 
-    def start_emulated(self: threading.Thread) -> None:
+    def start_emulated(self: Any) -> None:
         run = self.run
 
         def run_emulated() -> None:
             with Emulation():
                 run()
 
-        self.run = run_emulated  # type: ignore[method-assign]
+        self.run = run_emulated
         start(self)
 
-    threading.Thread.start = start_emulated  # type: ignore[method-assign]
+    thread.start = start_emulated
 
 
-def _emulate_printing() -> None:
+def emulate_printing() -> None:
     """PyTorch switches all modes off while it prints a tensor."""
     text = torch._tensor_str._str
 
-    def text_from_cpu(self: torch.Tensor, **contents: Any) -> str:
+    def text_of_alias(self: Tensor, **contents: Any) -> str:
         if not self.is_cuda:
             return text(self, **contents)
         return f"{text(self.detach().cpu(), **contents)[:-1]}, device='{self.device}')"
 
-    torch._tensor_str._str = text_from_cpu
+    torch._tensor_str._str = text_of_alias
 
 
 def install() -> None:
-    """Lets every operator on a GPU be computed by the CPU, from now on."""
+    """Has the CPU compute every operator on a GPU, from now on."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("STANDIN_EMULATE") == "0":
         return
-    _emulate_graphs()
-    _emulate_in_threads()
-    _emulate_printing()
+    emulate_graphs()
+    emulate_in_threads()
+    emulate_printing()
     Emulation().__enter__()

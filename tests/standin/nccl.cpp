@@ -162,6 +162,9 @@ size_t width(ncclDataType_t type) {
   return with_type(type, [](auto value, auto) { return sizeof value; });
 }
 
+// The factors of sums that scale what a rank brings; their operations are numbered from ncclNumOps on.
+std::vector<double> factors;
+
 template <class T>
 T combined(T total, T value, ncclRedOp_t operation) {
   switch (operation) {
@@ -177,12 +180,16 @@ ncclResult_t reduce(Communicator* communicator, const void* data, char* out, siz
   return with_type(type, [&](auto narrow, auto wide) {
     using Narrow = decltype(narrow);
     using Wide = decltype(wide);
+    Wide factor = operation < ncclNumOps ? 1 : factors[operation - ncclNumOps];
     std::vector<Wide> totals(std::min(count, kChunk / sizeof narrow));
     return exchange(communicator, data, count * sizeof narrow, [&](int rank, size_t offset, const char* chunk, size_t size) {
       auto* values = reinterpret_cast<const Narrow*>(chunk);
       auto* target = reinterpret_cast<Narrow*>(out + offset);
       size_t values_here = size / sizeof narrow;
-      for (size_t i = 0; i < values_here; i++) totals[i] = rank ? combined<Wide>(totals[i], values[i], operation) : Wide(values[i]);
+      for (size_t i = 0; i < values_here; i++) {
+        Wide value = values[i] * factor;
+        totals[i] = rank ? combined<Wide>(totals[i], value, operation) : value;
+      }
       if (rank + 1 < communicator->size) return;
       Wide divisor = operation == ncclAvg ? communicator->size : 1;
       for (size_t i = 0; i < values_here; i++) target[i] = static_cast<Narrow>(totals[i] / divisor);
@@ -328,13 +335,12 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
   return ncclSuccess;
 }
 
-API ncclResult_t ncclCommCount(ncclComm_t handle, int* size) {
-  *size = communicator_of(handle)->size;
-  return ncclSuccess;
-}
-
-API ncclResult_t ncclCommUserRank(ncclComm_t handle, int* rank) {
-  *rank = communicator_of(handle)->rank;
+API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* operation, void* factor, ncclDataType_t type, ncclScalarResidence_t, ncclComm_t) {
+  *operation = static_cast<ncclRedOp_t>(ncclNumOps + factors.size());
+  with_type(type, [&](auto narrow, auto) {
+    memcpy(&narrow, factor, sizeof narrow);
+    factors.push_back(narrow);
+  });
   return ncclSuccess;
 }
 

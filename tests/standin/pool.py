@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,14 +54,13 @@ class Pool:
             text=True,
         )
 
-    def run(self, folder: Path, *words: str, ranks: int = 1, gpus: int | None = None, **extra: str) -> tuple[int, str]:
-        """The exit code and the output of `python -m project WORDS`, in a folder."""
+    def run(self, folder: Path, *words: str, ranks: int = 1, gpus: int | None = None, **job: str) -> tuple[int, str]:
+        """Exit code and output of `python -m project WORDS` in a folder; `job` has what else tests.conftest.forked takes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with meeting_place() as place:
             own = {"STANDIN_GPUS": str(ranks if gpus is None else gpus), "STANDIN_NCCL": place, "OMP_NUM_THREADS": "1"}
-            job = {"folder": str(folder), "words": words, "ranks": ranks, "extra": {**own, **extra}}
-            print(json.dumps(job), file=self._process.stdin, flush=True)
+            print(json.dumps([str(folder), words, {"ranks": ranks, **own, **job}]), file=self._process.stdin, flush=True)
             answer = json.loads(self._process.stdout.readline())
         assert "error" not in answer, answer["error"]
         return answer["code"], answer["output"]
@@ -80,9 +78,9 @@ def _serve() -> None:
     os.dup2(2, 1)
     context = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        job: dict[str, Any] = json.loads(line)
+        folder, words, job = json.loads(line)
         try:
-            run = forked(Path(job["folder"]), *job["words"], ranks=job["ranks"], context=context, **job["extra"])
+            run = forked(Path(folder), *words, context=context, **job)
             answer = {"code": run.code, "output": run.output}
         except AssertionError as error:
             answer = {"error": str(error)}
