@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # the library that torch 2.15 calls nccl2.
 _LOST = re.compile(
     r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue"
-    r"|NCCL \w+ failed|NCCL communicator was aborted",
+    r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
     re.I,
 )
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
