@@ -66,7 +66,7 @@ class OrderedDDP(DistributedDataParallel):
             log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
         usual: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
-        if on_gpu:  # gradients are made where they are sent from, which saves two copies of each; a CPU gains nothing by it
+        if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
             usual["gradient_as_bucket_view"] = True
         # A graph needs a stream of its own here; elsewhere every gradient would then have to wait for that stream.
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu and for_graphs else nullcontext():  # type: ignore[no-untyped-call]
