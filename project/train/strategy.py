@@ -124,11 +124,19 @@ def _share_with_nobody() -> None:
 def _configure(strategy: DDPStrategy, for_graphs: bool) -> None:
     """Lightning's own way, which knows the settings that the user gave the strategy, but for the class that it makes."""
     module: Any = ddp
-    plain, module.DistributedDataParallel = module.DistributedDataParallel, partial(OrderedDDP, for_graphs=for_graphs)
+    plain, module.DistributedDataParallel = module.DistributedDataParallel, _kind(for_graphs)
     try:
         type(strategy).configure_ddp(strategy)
     finally:
         module.DistributedDataParallel = plain
+
+
+def _kind(for_graphs: bool) -> type[OrderedDDP]:
+    class Made(OrderedDDP):
+        def __init__(self, module: nn.Module, **settings: Any) -> None:
+            super().__init__(module, for_graphs, **settings)
+
+    return Made
 
 
 def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:

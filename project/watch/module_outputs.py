@@ -45,7 +45,7 @@ class ModuleOutputs:
 
     def _listener(self, name: str) -> Any:
         def listen(part: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or len(self.calls) >= _MOST:
+            if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() or len(self.calls) >= _MOST:
                 return
             if found := list(tensors_in(output)):
                 # One by one: they may lie on several devices.
