@@ -116,16 +116,14 @@ class NonFinite(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
-            self._step.late = self._is_late(trainer)
+            self._step.late = self._late and self._is_late(trainer)
             skip(trainer, self._skips if self._step.late and self.act == "skip" else False)
 
     def _is_late(self, trainer: Trainer) -> bool:
         """Whether the host need not look at the step at hand: it stops later, or the device leaves the step out by itself."""
-        if not self._late or self.act == "stop":
-            return self._late
         optimizer = trainer.optimizers[0]
         # A state that is yet to be made would not be left out.
-        return _scaler(trainer) is not None or (is_fused(optimizer) and bool(optimizer.state))
+        return self.act == "stop" or _scaler(trainer) is not None or (is_fused(optimizer) and bool(optimizer.state))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
@@ -158,7 +156,8 @@ class NonFinite(Callback):
     ) -> None:
         if self._late and hasattr(optimizer := trainer.optimizers[0], "found_inf"):
             del optimizer.found_inf
-        self._add_loss(trainer)
+        if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            self._add_loss(trainer)
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:
             self._read_later(trainer, self._step)
 

@@ -356,6 +356,7 @@ class Steps(_TrainingEpochLoop):
         trainer._logger_connector.on_batch_start(batch)
         self._tell("on_train_batch_start", batch, number)
         progress.increment_started()
+        self._count_ready(accumulates)
 
         if graph is None:
             outputs = self._learn(batch, number, accumulates)
@@ -409,7 +410,9 @@ class Steps(_TrainingEpochLoop):
         if number % self.trainer.accumulate_grad_batches == 0:
             self._zero_grad()
             self._learned = False
-        if not (accumulates := self.accumulates()):
+        accumulates = self.accumulates()
+        self._count_ready(accumulates)
+        if not accumulates:
             self._step()
             self._tell("on_step_taken")
         self._processed(number, accumulates)
@@ -514,8 +517,11 @@ class Steps(_TrainingEpochLoop):
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        with nullcontext() if self.graphs is None else self.graphs.rates():
+        if self.graphs is None:
             self._update()
+        else:
+            with self.graphs.rates():
+                self._update()
 
     def _update(self) -> None:
         if self._scaler is None:
@@ -544,6 +550,11 @@ class Steps(_TrainingEpochLoop):
             gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
         return total_norm(gradients.values())
 
+    def _count_ready(self, accumulates: bool) -> None:
+        """Until the step is completed, the run's position is before it."""
+        if not accumulates:
+            self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
+
     def _processed(self, number: int, accumulates: bool) -> None:
         """What follows a micro-batch, at the end of a step and at the end of the epoch."""
         count = self.automatic_optimization.optim_progress.optimizer
@@ -552,7 +563,6 @@ class Steps(_TrainingEpochLoop):
             count.zero_grad.increment_started()
             count.zero_grad.increment_completed()
         if not accumulates:
-            count.step.increment_ready()
             count.step.increment_completed()
         self.batch_progress.increment_processed()
         if not accumulates:

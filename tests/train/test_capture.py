@@ -1,0 +1,133 @@
+"""A step that is taken as a CUDA graph is the step that it was recorded from: on the stand-in for a GPU."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule
+
+from project import same
+from project.model import ImageClassifier
+from project.survive.nonfinite import NonFinite
+from project.train.capture import WITHIN, is_capturable
+from project.watch.throughput import Throughput
+from tests.conftest import TINY, Cli
+
+FIT = (
+    *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=3", "--trainer.log_every_n_steps=2"),
+    *("--data.batch_size=4", "--data.crop_padding=1", "--data.flip=true", "--checkpoints.every_n_steps=4"),
+)
+GRAPHS = "--trainer.capture=auto"
+COUNTS = '{"class_path": "tests.probes.Graphs"}'
+
+
+def with_callbacks(*more: str) -> str:
+    return f"--trainer.callbacks=[{', '.join(more)}]"
+
+
+def curves(run: Any) -> list[Any]:
+    return [run.curve(name) for name in ("train/loss", "train/acc", "train/grad_norm", "train/loss_epoch")]
+
+
+SETTINGS = [
+    (1, "only", ["--data.global_batch_size=4", "--trainer.precision=16-mixed"]),
+    (1, "first, last", ["--data.global_batch_size=8", "--trainer.gradient_clip_val=0.5", "--trainer.precision=16-mixed"]),
+    (2, "first, last, middle", ["--data.global_batch_size=24"]),
+    (1, "first, last", ["--data.global_batch_size=8", "--trainer.precision=bf16-mixed", "--trainer.nonfinite=skip"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kinds", "settings"), SETTINGS)
+def test_a_run_is_the_same_to_the_last_bit(gpu: Cli, tmp_path, ranks, kinds, settings):
+    """Log points and checksums included: none of them is taken eagerly."""
+    more = ["--trainer.max_epochs=6"] if ranks > 1 else []
+    eager = gpu(*FIT, *settings, *more, "--run=eager", ranks=ranks)
+    assert eager.code == 0, eager.output
+    graphs = gpu(*FIT, *settings, *more, GRAPHS, with_callbacks(COUNTS), "--run=graphs", ranks=ranks)
+    assert graphs.code == 0, graphs.output
+    for rank in range(ranks):
+        assert f"rank {rank} has graphs: {kinds}" in graphs.output, graphs.output
+    folders = [tmp_path / "lightning_logs" / name for name in ("eager", "graphs")]
+    assert same.main([str(folder) for folder in folders]) == 0
+    ours, theirs = (curves(type(graphs)(0, "", folder)) for folder in folders)
+    assert ours == theirs
+    assert all(ours)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_same_run(gpu: Cli, tmp_path):
+    """After a start the first steps are taken eagerly, where the other run repeats its graphs; AdamW's, too."""
+    words = (*FIT, "--config=adamw.yaml", "--data.global_batch_size=8", GRAPHS)
+    adamw = "model: {optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.003}}}"
+    (tmp_path / "adamw.yaml").write_text(adamw)
+    assert gpu(*words, "--run=whole").code == 0
+    fault = '{"class_path": "project.survive.Fault", "init_args": {"step": 14}}'
+    killed = gpu(*words, with_callbacks(COUNTS, fault), "--run=killed")
+    assert killed.code != 0
+    resumed = gpu(*words, with_callbacks(COUNTS, fault), "--run=killed")
+    assert resumed.code == 0, resumed.output
+    assert "has graphs: first, last" in resumed.output
+    assert same.main([str(tmp_path / "lightning_logs" / name) for name in ("whole", "killed")]) == 0
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_found_two_steps_later_and_named(gpu: Cli):
+    words = (
+        *(word for word in FIT if not word.startswith("--data.source")),
+        *("--data.source=project.data.Datasets", "--data.source.init_args.train=tests.survive.poison.Poisoned"),
+        *("--data.source.init_args.train.init_args.at=100", "--data.source.init_args.num_classes=10"),
+        *("--trainer.limit_val_batches=0", "--data.global_batch_size=8"),
+    )
+    run = gpu(*words, GRAPHS, "--trainer.nonfinite=stop")
+    assert run.code == 1, run.output
+    assert "is not finite: nan on rank 0" in run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.slow
+def test_what_can_not_be_recorded_is_logged_once_and_taken_eagerly(gpu: Cli):
+    run = gpu(*FIT, "--data.global_batch_size=8", GRAPHS, with_callbacks('{"class_path": "tests.train.test_capture.LooksWithin"}'))
+    assert run.code == 0, run.output
+    assert run.output.count("trainer.capture: steps are taken one operation after the other, as LooksWithin has a hook") == 1
+
+
+class LooksWithin(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+class Speaking(ImageClassifier):
+    """Logs in its step, which a graph would do once; that it is capturable is what another class says."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss.detach())
+        return loss
+
+
+class Declared(Speaking):
+    capturable = True
+
+
+class Plain(LightningModule):
+    pass
+
+
+def made(kind: type) -> Any:
+    return kind.__new__(kind)
+
+
+def test_a_class_says_so_anew_where_it_gives_a_part_of_the_step_anew():
+    of_a_module = ("training_step", "forward", *WITHIN)
+    assert is_capturable(made(ImageClassifier), *of_a_module)
+    assert not is_capturable(made(Speaking), *of_a_module)
+    assert is_capturable(made(Declared), *of_a_module)
+    assert not is_capturable(made(Plain), *of_a_module)
+    assert is_capturable(NonFinite(), *WITHIN)
+    assert not is_capturable(Throughput(), *WITHIN)
+
+
+def test_a_network_that_torch_puts_into_graphs_is_not_put_into_another():
+    module = ImageClassifier(Plain(), compile="reduce-overhead")
+    assert not is_capturable(module)
+    assert is_capturable(ImageClassifier(Plain(), compile="default"))
