@@ -55,6 +55,7 @@ class _Graph:
     made: Any
     inputs: list[Tensor]
     shapes: Any
+    gradients: list[Tensor | None]
 
 
 def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
@@ -79,7 +80,6 @@ class StepGraphs:
         self._eager_steps = 11 if isinstance(trainer.strategy.model, DistributedDataParallel) else 3
         self._goes_on = False  # the step at hand began as a graph
         self._graphs: dict[Kind, _Graph] = {}
-        self._gradients: list[Tensor | None] = []
         self._pool = torch.cuda.graph_pool_handle()
         self._refusal: str | None = None
         self._has_refused = False
@@ -163,15 +163,12 @@ class StepGraphs:
         graph = self._graphs.get(kind)
         if graph is None:
             graph = self._graphs[kind] = self._record(batch, work)
-            if kind in ("only", "first"):
-                self._gradients = [parameter.grad for parameter in self._parameters]
         else:
-            if kind in ("only", "first"):  # an eager step has left others
-                for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                    parameter.grad = gradient
             for place, tensor in zip(graph.inputs, _tensors(batch), strict=True):
                 place.copy_(tensor, non_blocking=True)
         graph.replay()
+        for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
+            parameter.grad = gradient  # another kind, or an eager step, has left others
         return graph.made
 
     def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
@@ -179,7 +176,8 @@ class StepGraphs:
         inputs = list(_tensors(own))  # `work` may take them out of the batch
         self.recording = True
         try:
-            return _Graph(*_recorded(lambda: work(own), self._pool), inputs, _shapes(batch))
+            replay, made = _recorded(lambda: work(own), self._pool)
+            return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
