@@ -28,7 +28,7 @@ def drawn_moves(samples: Any, epoch: int, seed: int, padding: int, flip: Flip, w
     down, right = (chance & 0xFFFF) * number >> 16, (chance >> 16 & 0xFFFF) * number >> 16
     drawn = (scatter(scatter(samples) + seed) if flip == "alternate" else chance) >> 32 & 1
     mirrored = drawn ^ (epoch & 1) if flip == "alternate" else drawn * bool(flip)
-    return torch.from_numpy(np.stack([down, right + (width - 1) * mirrored, 1 - 2 * mirrored]))
+    return torch.from_numpy(np.array((down, right + (width - 1) * mirrored, 1 - 2 * mirrored)))
 
 
 def crop_and_flip(images: Tensor, moves: Tensor, padding: int, padded: bool = False) -> Tensor:

@@ -86,6 +86,7 @@ class NonFinite(Callback):
         self._unread: deque[CheckedStep] = deque()
         self._one, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
         self._late = False
+        self._stream: torch.cuda.Stream | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "scaled": self.scaled}
@@ -102,6 +103,7 @@ class NonFinite(Callback):
         self._late = pl_module.device.type == "cuda"
         self._one = torch.ones((), device=pl_module.device, dtype=torch.float32)
         self._flag, self._skips = torch.zeros_like(self._one), torch.zeros_like(self._one, dtype=torch.bool)
+        self._stream = torch.cuda.current_stream() if self._one.is_cuda else None
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
@@ -179,9 +181,9 @@ class NonFinite(Callback):
         """Of steps before this one: the flag of this one is on its way into pinned memory, and the host does not wait."""
         step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
         self._flag.zero_()
-        if self._one.is_cuda:
+        if self._stream is not None:
             step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            step.ready.record()
+            step.ready.record(self._stream)
         self._unread.append(step)
         while len(self._unread) > _LATER:
             self._read(trainer)
