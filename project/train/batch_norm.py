@@ -191,6 +191,7 @@ class StepStatistics(Callback):
         self._exact: WideSum | None = None
         self._sums: Tensor | None = None
         self._arriving: Any = None
+        self._is_begun = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         kinds: dict[Any, list[_BatchNorm]] = {}
@@ -221,6 +222,8 @@ class StepStatistics(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
+        if self._number == 0 and self._is_begun:  # the step before had no last micro-batch
+            self._forget()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a micro-batch."""
@@ -236,6 +239,7 @@ class StepStatistics(Callback):
         return output
 
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
+        self._is_begun = True
         if passes not in self._passes:
             self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
         once = all(layer.passes == 1 for layer in self._layers)

@@ -115,12 +115,11 @@ class StepGraphs:
         if not is_fused(self._optimizer):
             return f"{type(self._optimizer).__name__} is not fused"
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            if type(callback).__module__.startswith(("project.", "lightning.")):
-                continue  # those that are not capturable only look on
+            home = type(callback).__module__.partition(".")[0]
             within = [name for name in WITHIN if is_overridden(name, callback, Callback)]
-            if within and not is_capturable(callback, *WITHIN):
+            if within and home != "project" and not is_capturable(callback, *WITHIN):  # of ours, the others only look on
                 return f"{type(callback).__name__} has a hook within the step ({within[0]})"
-            if is_overridden("on_train_batch_start", callback, Callback):
+            if home not in ("project", "lightning") and is_overridden("on_train_batch_start", callback, Callback):
                 return f"{type(callback).__name__} may look at a batch before the step (on_train_batch_start)"
         for name, part in module.named_modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:

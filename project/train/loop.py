@@ -265,7 +265,7 @@ class Steps(_TrainingEpochLoop):
             self._add_exactly()
         self._automatic = self._usual
         self._told: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
-        self._module = self.trainer.lightning_module
+        self._module, self._clipped_norm = self.trainer.lightning_module, None
         if not self._usual:
             return
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
