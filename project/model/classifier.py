@@ -175,9 +175,8 @@ class ImageClassifier(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
         step = trainer.global_step
-        if outputs:
-            mean, hits = self._notes[len(batch["label"])]
-            self._step_notes.append((mean.clone(), hits.clone()))
+        if outputs and self._notes and (made := self._notes.get(len(batch["label"]))):
+            self._step_notes.append((made[0].clone(), made[1].clone()))
         self._log_sent()
         if step == self._noted_step:
             return  # in the middle of a step
