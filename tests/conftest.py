@@ -1,5 +1,6 @@
 """Runs the project as its users do: as a program, in a folder of its own."""
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -48,8 +50,12 @@ TINY = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also what takes long: real hosts, Slurm, whole trainings")
-    parser.addoption("--faults", action="store_true", help="all faults, not just a few of each kind (a quarter of an hour)")
+    parser.addoption("--all", action="store_true", help="also what takes long: real hosts, Slurm, Ray")
+    parser.addoption(
+        "--faults",
+        action="store_true",
+        help="also what shows again what a shorter test shows: all faults, all numbers of ranks",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    left = "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
+    left = "What takes long (real hosts, Slurm, kills) is left to scripts/test --all."
     return None if config.getoption("--all") else left
 
 
@@ -138,11 +144,11 @@ def cli(tmp_path: Path) -> Cli:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["project.cli", "tensorboard.backend.event_processing.event_accumulator"])
+_SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
-def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:
-    """What `python -m project` does, in a fresh process that has the libraries loaded already."""
+def _main(module: str, folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:
+    """Runs a module's `main` as a program, in a fresh process that has the libraries loaded already."""
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -151,24 +157,29 @@ def _main(folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, s
     for name in set(os.environ) - set(environment()):
         del os.environ[name]
     os.environ.update(extra)
-    sys.argv = ["project", *words]
-    from project.cli import main
-
-    main()
+    sys.argv = [module, *words]
+    importlib.import_module(module).main()
 
 
-def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE) -> Run:
-    """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
+def fork(module: str, folder: Path, *words: str, output: Path, **extra: str) -> ForkServerProcess:
+    """Starts a program without the seconds that importing torch takes; what it prints is added to the file `output`."""
+    process = _SERVER.Process(target=_main, args=(module, folder, words, output, extra))
+    process.start()
+    return process
+
+
+def forked(folder: Path, *words: str, ranks: int = 1, timeout: float = PATIENCE, **extra: str) -> Run:
+    """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them. What is extra
+    is in their environment.
+    """
     output = folder / "output.txt"
     output.write_text("")
     port = str(free_port())
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
+    environments = [{**extra, **shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [extra]
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
-    processes = [_SERVER.Process(target=_main, args=(folder, words, output, extra)) for extra in environments]
-    for process in processes:
-        process.start()
+    processes = [fork("project.cli", folder, *words, output=output, **one) for one in environments]
     for process in processes:
         process.join(timeout)
         assert process.exitcode is not None, f"still running after {timeout} s: {output.read_text()}"

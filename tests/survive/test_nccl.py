@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ def test_where_it_has_not_they_are_destroyed(group: Group) -> None:
     assert group.aborted == 0
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core dump is not left in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def ended(program: str, **extra: str) -> int:
     def with_core_dumps() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
@@ -73,10 +80,7 @@ LOCKED = "; ctypes.PyDLL(None).pause()"  # with Python's lock held: no Python co
 
 
 @pytest.mark.parametrize("wait", [WAITS, LOCKED])
-def test_a_thread_that_aborts_ends_its_process_with_a_code_and_without_a_core_dump(
-    tmp_path: Any, wait: str, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_thread_that_aborts_ends_its_process_with_a_code_and_without_a_core_dump(tmp_path: Path, wait: str) -> None:
     abort = "threading.Timer(0.5, ctypes.CDLL(None).abort).start()"
     if wait == LOCKED:  # in a handler of C's, as no thread of Python's could
         abort = (
