@@ -57,15 +57,8 @@ def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
 
 
 def test_nor_one_that_has_finished(cli):
-    run = cli(
-        "fit",
-        "--config=configs/ddp.yaml",
-        *TINY,
-        "--trainer.max_steps=2",
-        "--trainer.devices=2",
-        "--trainer.callbacks=tests.probes.ClosesNever",
-        timeout=90,
-    )
+    never = "--trainer.callbacks=tests.probes.ClosesNever"
+    run = cli("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=2", "--trainer.devices=2", never, timeout=90)
     assert run.code == 0, run.output
     assert run.output.rstrip().splitlines()[-1].endswith("report.html")
 
@@ -94,9 +87,9 @@ def test_ranks_that_wait_for_a_device_are_told_of_a_failure_and_end(cli, launche
     assert seconds < SOON
 
 
-def test_a_checkpoint_that_is_being_written_is_waited_for(cli):
+def test_a_checkpoint_that_is_being_written_is_waited_for(quick):
     words = deaf(("SlowDisk", {"seconds": 9.0}), rank=1, step=4)
-    run = cli(*words, "--checkpoints.every_n_steps=3", "--trainer.devices=3", timeout=60)
+    run = quick(*words, "--checkpoints.every_n_steps=3", ranks=3, timeout=60)
     assert run.code == 1
     assert run.output.count("lost another rank: rank 1") == 1
     assert [file.name for file in run.folder.glob("lightning_logs/*/checkpoints/*.ckpt")] == ["step-000000003.ckpt"]
