@@ -10,8 +10,9 @@ from project.data import SyntheticImages
 from tests.conftest import ROOT
 
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.num_workers=0")
+SMALL = (*SHORT, "--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1")
 CONFIGS = {
-    "full": SHORT,
+    "full": SMALL,
     "vit": SHORT,
     "debug": (),
     "profile": (),
@@ -19,10 +20,10 @@ CONFIGS = {
         *(*SHORT, "--data.source.root=images", "--model.network.init_args.num_classes=2"),
         *("--data.batch_size=2", "--data.global_batch_size=4"),
     ),
-    "bench": SHORT,
-    "csv": SHORT,
-    "wandb": SHORT,
-    "mlflow": SHORT,
+    "bench": SMALL,
+    "csv": SMALL,
+    "wandb": SMALL,
+    "mlflow": SMALL,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
