@@ -218,7 +218,7 @@ class Logged(_LoggerConnector):
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
-        if self._progress_bar_metrics and not self.trainer.fit_loop._should_accumulate():
+        if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
             bar: dict[str, Any] = self._progress_bar_metrics
             self._on_their_way |= {name: _OnItsWay(value) for name, value in bar.items() if isinstance(value, Tensor)}
 

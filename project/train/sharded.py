@@ -80,6 +80,8 @@ class Sharded(OwnPart):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        if cpu_offload:  # norms and broadcasts of what is offloaded go by gloo
+            process_group_backend = process_group_backend or "cpu:gloo,cuda:nccl"
         super().__init__(tensor_parallel, timeout, process_group_backend=process_group_backend)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
@@ -175,11 +177,6 @@ class Sharded(OwnPart):
     def _home(self) -> torch.device:
         """Where a shard lies while its block does not compute."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
-
-    def _get_process_group_backend(self) -> str:
-        """Norms and broadcasts of what is offloaded go by gloo, and the rest by NCCL."""
-        own = super()._get_process_group_backend()
-        return f"cpu:gloo,cuda:{own}" if self.cpu_offload and own == "nccl" else own
 
     def _spread(self, model: nn.Module, plan: Plan) -> Named:
         """Block by block, so that the device has one of them whole at a time."""
