@@ -1,6 +1,7 @@
 """torch's flight recorder: what this process asked NCCL and gloo to do, of late. There is no public way to read it."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,13 +14,13 @@ def record() -> list[dict[str, Any]]:
     No source file is read and no device is asked: this works in a process in which nothing else does. torch records by
     default (TORCH_FR_BUFFER_SIZE).
     """
-    dumps: list[tuple[str, dict[str, str]]] = [
-        ("_dump_fr_trace_json", {}),
-        ("_dump_fr_trace_json", {"backend": "nccl2"}),
-        ("_dump_nccl_trace_json", {}),
+    dumps: list[Callable[[], bytes]] = [
+        lambda: c10d._dump_fr_trace_json(),
+        lambda: c10d._dump_fr_trace_json(backend="nccl2"),
+        lambda: c10d._dump_nccl_trace_json(),  # type: ignore[attr-defined]
     ]
     entries: list[dict[str, Any]] = []
-    for name, backend in dumps:
+    for dump in dumps:
         with suppress(Exception):  # this torch has no such recorder, or not for this backend
-            entries += json.loads(getattr(c10d, name)(**backend)).get("entries", [])
+            entries += json.loads(dump()).get("entries", [])
     return entries

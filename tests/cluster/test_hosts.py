@@ -30,8 +30,7 @@ def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str
         NODE_RANK=str(int(host.name[1:]) - 1),
         MASTER_ADDR="h1",
         RUN_ID="it",
-        OMP_NUM_THREADS="1",
-        **{"NPROC_PER_NODE": "1", **extra},
+        **{"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **extra},
     )
     with (folder / f"{host.name}.txt").open("ab") as output:
         return host.start([str(ROOT / "scripts" / "launch.sh"), *words], output, folder, settings)
