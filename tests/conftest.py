@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -162,6 +163,7 @@ def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extr
         del os.environ[name]
     os.environ.update(extra)
     sys.argv = [program.partition(":")[0], *words]
+    sys.modules["__main__"].__spec__ = find_spec("project.__main__")  # where Lightning looks for what to start other ranks with
     resolve_name(program)()
 
 
@@ -218,6 +220,8 @@ def gpu(tmp_path: Path, gpu_pool: Pool) -> Cli:
     """Like `quick`, on the stand-in for a GPU: gpu("fit", ..., ranks=2); as many GPUs as ranks, unless gpus= says how many."""
 
     def run(*words: str, ranks: int = 1, gpus: int | None = None, **extra: str) -> Run:
+        if ranks == 1 and gpus is not None:  # by default a run takes all of them
+            words = (*words, "--trainer.devices=1")
         return Run(*gpu_pool.run(tmp_path, *words, ranks=ranks, gpus=gpus, **extra), tmp_path)
 
     return run

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 
-def missing(reason: str) -> None:
-    if os.environ.get("CLUSTER_TESTS") == "required":
-        pytest.fail(f"CLUSTER_TESTS=required, and {reason}", pytrace=False)
+def missing(reason: str, tests: str = "CLUSTER_TESTS") -> None:
+    if os.environ.get(tests) == "required":
+        pytest.fail(f"{tests}=required, and {reason}", pytrace=False)
     pytest.skip(reason)
 
 

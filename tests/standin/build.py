@@ -20,13 +20,13 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SITE = Path(sysconfig.get_path("purelib"))
+SITE = Path(str(find_spec("torch").origin)).parents[1]  # type: ignore[union-attr]
 
 # What has nothing to do here, and succeeds.
 _NOTHING_TO_DO = {
@@ -37,7 +37,7 @@ _NOTHING_TO_DO = {
     *("ncclCommFinalize", "ncclCommDestroy", "ncclCommRegister", "ncclCommDeregister", "ncclRedOpDestroy"),
 }
 _RUNTIME = re.compile(r"(__)?(cuda|cu[A-Z]|nccl)")
-_MATHEMATICS = re.compile(r"cu(blas|dnn|fft|solver|sparse|rand)")
+_MATHEMATICS = re.compile(r"cu(blas|dnn|fft|solver|sparse|rand|pti)")
 
 # All that the headers of the runtime need of nvcc's own, which PyTorch does not install.
 _HOST_DEFINES = """#pragma once

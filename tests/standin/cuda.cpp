@@ -344,20 +344,21 @@ cudaError_t release(void* pointer, const char* call) {
   return cudaSuccess;
 }
 
+// Does a stream's work: at once, in a graph's replays, or never.
+void enqueue(cudaStream_t stream, std::function<void()> work) {
+  if (!standin::recorded(stream, work) && !device_hangs) work();
+}
+
 // A copy that a graph records would read pageable memory when the graph is replayed: the driver refuses it.
 cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t handle, const char* call) {
   Lock lock(mutex);
   Stream* stream = stream_of(handle);
   contexts[current_device] = true;
-  if (stream->capture != nullptr) {
-    if (block_of(to) == nullptr || block_of(from) == nullptr) {
-      stream->capture->invalid = true;
-      return fail(cudaErrorStreamCaptureUnsupported, call);
-    }
-    add_node(stream);
-  } else if (!device_hangs) {
-    memmove(to, from, size);
+  if (stream->capture != nullptr && (block_of(to) == nullptr || block_of(from) == nullptr)) {
+    stream->capture->invalid = true;
+    return fail(cudaErrorStreamCaptureUnsupported, call);
   }
+  enqueue(handle, [=] { memmove(to, from, size); });
   return cudaSuccess;
 }
 
@@ -444,13 +445,10 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
   return error;
 }
 
-API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t handle) {
-  Lock lock(mutex);
-  Stream* stream = stream_of(handle);
+API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
   contexts[current_device] = true;
   launches++;
-  add_node(stream);
-  if (stream->capture == nullptr && !device_hangs) memset(pointer, value, size);
+  enqueue(stream, [=] { memset(pointer, value, size); });
   return cudaSuccess;
 }
 
@@ -602,7 +600,7 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
 }
 
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* argument) {
-  if (!standin::recorded(stream, [=] { call(argument); })) call(argument);
+  enqueue(stream, [=] { call(argument); });
   return cudaSuccess;
 }
 
@@ -828,6 +826,11 @@ API int cublasGetPointerMode_v2(void*, int* mode) { return give(mode, 0); }
 API size_t cublasLtGetVersion() { return CUDART_VERSION * 10; }
 
 API size_t cudnnGetVersion() { return CUDNN_VERSION; }
+
+API int cudnnGetProperty(int part, int* value) {
+  const int version[] = {CUDNN_MAJOR, CUDNN_MINOR, CUDNN_PATCHLEVEL};
+  return give(value, version[part]);
+}
 
 API size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
 

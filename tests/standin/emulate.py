@@ -6,6 +6,7 @@ refused in a capture as on a GPU, and then the CPU's operator on tensors over th
 
 import ctypes
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch import Tag, Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 DRIVER = ctypes.CDLL(None)
@@ -29,10 +29,13 @@ NO_KERNEL = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_resize_output_", "is_same_size"),
     "_has_same_storage_numel",
 }
-# Their CUDA code calls a library sample by sample: it is not run. Nor is that of operators that read how large their result is.
-ON_CPU_ALONE = {"convolution", "convolution_backward", "_convolution", "conv1d", "conv2d", "conv3d"}
+# Their CUDA code calls a library, which would answer: it is not run. Nor is that of operators that read how large a result is.
+ON_CPU_ALONE = re.compile("_?convolution|conv[123]d|.*linalg|.*fft|.*cholesky")
 TAKE_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 SMALL = (torch.float16, torch.bfloat16)
+PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+mode_of = torch._C._get_dispatch_mode
 
 
 class Operator:
@@ -45,13 +48,18 @@ class Operator:
         self.overload = overload
         self.no_kernel = space == "profiler" or name in NO_KERNEL or Tag.inplace_view in overload.tags
         self.communicates = space in ("c10d", "_c10d_functional")
+        self.copies = space == "_c10d_functional" and not name.endswith("_")
         self.writes = any(argument.alias_info and argument.alias_info.is_write for argument in schema.arguments)
-        self.may_be_view = any(returned) and not self.writes
+        self.may_be_view = (
+            any(returned) and not self.writes
+        )  # `reshape` and the like may copy; all that are not made of others view
+        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+        self.no_kernel |= self.may_be_view and not is_made_of_others
         self.makes_tensors = not self.writes or not all(returned)
         self.draws = Tag.nondeterministic_seeded in overload.tags
         self.takes_masks = name in TAKE_MASKS
         self.waits = Tag.dynamic_output_shape in overload.tags and not self.takes_masks
-        self.alone = self.waits or name in ON_CPU_ALONE or "linalg" in name
+        self.alone = self.waits or ON_CPU_ALONE.match(name) is not None
         self.widens = False
         self.increments: dict[Any, int] = {}  # of a generator's offset, by the size of the result
 
@@ -62,7 +70,8 @@ class Operator:
                 return self.overload(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 if self.writes or "not implemented for" not in str(error):
-                    raise RuntimeError(f"The stand-in can't compute {self.overload} on the CPU: {error}") from error
+                    first = str(error).partition("\n")[0]
+                    raise RuntimeError(f"The stand-in can't compute {self.overload} on the CPU: {first}") from error
                 self.widens = True
         return self.overload(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
 
@@ -75,6 +84,8 @@ def widened(value: Any) -> Any:
 
 def lowered(value: Any) -> Any:
     """An argument as the CPU's operator takes it."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Tensor):
         return alias(value)
     if type(value) in (list, tuple):
@@ -110,14 +121,17 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def tensors(value: Any) -> list[Tensor]:
+    """Those in a value and in its lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def gpu_of(values: Iterable[Any]) -> torch.device | None:
     """The GPU that arguments lie on, or name."""
     for value in values:
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, Tensor):
             device = value.device if value.is_cuda else None
         elif type(value) in (list, tuple):
@@ -160,7 +174,7 @@ class Emulation(TorchDispatchMode):
         operator = self.operators.get(func)
         if operator is None:
             operator = self.operators[func] = Operator(func)
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        fake = mode_of(FAKE) is not None
         for kind in types:
             if kind not in (Tensor, Parameter) and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 if kind.__name__ != "FakeTensor":
@@ -169,6 +183,9 @@ class Emulation(TorchDispatchMode):
         if fake or operator.no_kernel:
             return func(*args, **kwargs)
         if operator.communicates:
+            if operator.copies:  # by a kernel, where there are gaps between the values
+                with self:
+                    args = [value.contiguous() if isinstance(value, Tensor) else value for value in args]
             return communicate(func, args, kwargs)
         device = gpu_of(args) or gpu_of(kwargs.values())
         if device is None:

@@ -335,6 +335,16 @@ API ncclResult_t ncclCommAbort(ncclComm_t handle) {
   return ncclSuccess;
 }
 
+API ncclResult_t ncclCommCount(ncclComm_t handle, int* size) {
+  *size = communicator_of(handle)->size;
+  return ncclSuccess;
+}
+
+API ncclResult_t ncclCommUserRank(ncclComm_t handle, int* rank) {
+  *rank = communicator_of(handle)->rank;
+  return ncclSuccess;
+}
+
 API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* operation, void* factor, ncclDataType_t type, ncclScalarResidence_t, ncclComm_t) {
   *operation = static_cast<ncclRedOp_t>(ncclNumOps + factors.size());
   with_type(type, [&](auto narrow, auto) {

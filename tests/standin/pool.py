@@ -14,20 +14,17 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
-from tests.cluster.machine import descendants, end
+from tests.cluster.machine import descendants, end, missing
 from tests.standin.build import Unavailable, variables
 
 
 def environment(gpus: int, folder: str) -> dict[str, str]:
-    """What a program needs to train on the stand-in; its ranks meet in the folder."""
+    """What a program needs to train on the stand-in; its ranks meet in the folder. Skips where the stand-in can't be built."""
     try:
         return {**variables(gpus), "STANDIN_NCCL": folder}
     except Unavailable as reason:
-        if os.environ.get("STANDIN_TESTS") == "required":
-            pytest.fail(f"STANDIN_TESTS=required, and {reason}", pytrace=False)
-        pytest.skip(str(reason))
+        missing(str(reason), "STANDIN_TESTS")
+        raise
 
 
 @contextlib.contextmanager
@@ -61,7 +58,9 @@ class Pool:
         with meeting_place() as place:
             own = {"STANDIN_GPUS": str(ranks if gpus is None else gpus), "STANDIN_NCCL": place, "OMP_NUM_THREADS": "1"}
             print(json.dumps([str(folder), words, {"ranks": ranks, **own, **job}]), file=self._process.stdin, flush=True)
-            answer = json.loads(self._process.stdout.readline())
+            line = self._process.stdout.readline()
+        assert line, "the pool has ended"
+        answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["code"], answer["output"]
 
@@ -74,10 +73,11 @@ def _serve() -> None:
     import project.cli  # noqa: F401
     from tests.conftest import forked
 
-    answers = os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # which ranks, and what they start, do not have
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     context = multiprocessing.get_context("fork")
-    for line in sys.stdin:
+    for line in requests:
         folder, words, job = json.loads(line)
         try:
             run = forked(Path(folder), *words, context=context, **job)

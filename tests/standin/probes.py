@@ -23,9 +23,9 @@ def steps_whole(trainer: Trainer, batch_idx: int) -> bool:
 
 
 class Cost(Callback):
-    """Writes what a step costs, from one step to another, to cost-RANK.json: launches, those of graphs, the host's milliseconds.
+    """Writes what a step costs to cost-RANK.json: launches, those of graphs, and the host's milliseconds.
 
-    The milliseconds include the CPU's work for the device, unless STANDIN_EMULATE=0.
+    It is the mean from one step to another. The milliseconds include the CPU's work for the device, unless STANDIN_EMULATE=0.
     """
 
     def __init__(self, first: int = 20, last: int = 40) -> None:

@@ -1,10 +1,22 @@
-"""Whole runs on the stand-in for a GPU."""
+"""Whole runs on the stand-in for a GPU, and what its probes see of them."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import TINY, Cli
 
 FIT = ["fit", "--config", "configs/ddp.yaml", *TINY, "--trainer.max_epochs=4"]
+
+
+def probe(name: str, **settings: Any) -> str:
+    return "--trainer.callbacks+=" + json.dumps({"class_path": f"tests.standin.probes.{name}", "init_args": settings})
+
+
+def written(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}-0.json").read_text())
 
 
 def test_a_fit_has_the_losses_of_the_cpu(gpu: Cli, quick: Cli) -> None:
@@ -17,3 +29,35 @@ def test_a_fit_has_the_losses_of_the_cpu(gpu: Cli, quick: Cli) -> None:
     on_cpu = quick(*FIT, "--trainer.accelerator=cpu").curve("train/loss")
     assert losses == pytest.approx(on_cpu, rel=1e-3)
     assert len(losses) == 8
+
+
+def test_probes_see_launches_contexts_and_the_loss_scale(gpu: Cli, tmp_path: Path) -> None:
+    captured = ["--trainer.precision=16-mixed", "--trainer.capture=auto", "--trainer.log_every_n_steps=50"]
+    probes = [probe("Cost", first=4, last=8), probe("Contexts"), probe("Scale", initial=2.0**30)]
+    run = gpu(*FIT, *captured, *probes, gpus=2)
+    assert run.code == 0, run.output
+    assert written(tmp_path, "cost")["graphs"] == 8  # micro-batches a step
+    assert written(tmp_path, "contexts") == {"devices": [0], "own": 0}
+    assert written(tmp_path, "scale")["1"] == 2.0**29
+
+
+FAULTS = {
+    "nan": (1, "nan on rank 0"),
+    "allocate": (1, "HINT: the micro-batch does not fit"),
+    "kill": (-9, ""),
+}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_faults_strike(how: str, gpu: Cli, tmp_path: Path) -> None:
+    code, message = FAULTS[how]
+    run = gpu(*FIT, probe("GpuFault", rank=0, step=2, how=how))
+    assert run.code == code
+    assert message in run.output
+    assert (tmp_path / "struck").exists()
+
+
+def test_a_launcher_starts_a_rank_on_a_gpu(gpu_program: Cli) -> None:
+    run = gpu_program(*FIT, "--trainer.max_epochs=1", torchrun=1)
+    assert run.code == 0, run.output
+    assert "parameters on cuda" in run.output

@@ -415,7 +415,7 @@ def test_what_is_lacking_says_so() -> None:
 def test_without_a_compiler_tests_are_skipped_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("STANDIN_TESTS", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"g\+\+ and nm not found"):
+    with pytest.raises(pytest.skip.Exception, match=r"not found|without CUDA"):
         pool.environment(1, "")
     monkeypatch.setenv("STANDIN_TESTS", "required")
     with pytest.raises(pytest.fail.Exception, match="STANDIN_TESTS=required"):

@@ -9,11 +9,14 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
+    _asks_others = False
+
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._asks_others:
             return None
-        sys.meta_path.remove(self)
+        self._asks_others = True
         spec = importlib.util.find_spec("torch")
+        self._asks_others = False
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
