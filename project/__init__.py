@@ -1,6 +1,12 @@
 """Train any LightningModule on one machine or on many: the same YAML, the same run."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# torch reads both once: the first when torch.distributed is imported, the second when a group is made. torch 2.15 puts another
+# library behind "nccl", whose flight recorder does not tell a device that hangs from one that waits for the others.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # without it no collective is ever recorded as started
 
 if TYPE_CHECKING:
     from project.train.sharded import Sharded as Sharded

@@ -73,7 +73,6 @@ from project.survive.reading import SafeCheckpointIO
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
-from project.train.capture import CudaGraphs
 from project.train.compression import Compression, fitting
 from project.train.data_ranks import data_ranks, shared_by
 from project.train.epochs import own_loops
@@ -291,8 +290,7 @@ class Trainer(pl.Trainer):
         elif isinstance(self.strategy, DDPStrategy):
             share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
         own_loops(self, self._wanted_val_interval, exact)
-        if capture != "none" and not on_cpu(accelerator):
-            self.fit_loop.epoch_loop.recorder = CudaGraphs()
+        self.fit_loop.epoch_loop.captures = capture != "none" and not on_cpu(accelerator)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -390,7 +388,7 @@ class Trainer(pl.Trainer):
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
             device_id=None if device.type == "cpu" else device,
         )
-        if backend == "nccl":  # as Lightning does where it connects the ranks itself
+        if "nccl" in backend:  # as Lightning does where it connects the ranks itself
             atexit.register(_disconnect)
         return rendezvous, route
 

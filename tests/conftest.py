@@ -54,8 +54,12 @@ TINY = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also what takes long: real hosts, Slurm, whole trainings")
-    parser.addoption("--faults", action="store_true", help="all faults, not just a few of each kind (a quarter of an hour)")
+    parser.addoption("--all", action="store_true", help="also what takes long: real hosts, Slurm, Ray")
+    parser.addoption(
+        "--faults",
+        action="store_true",
+        help="also what shows again what a shorter test shows: all faults, all numbers of ranks",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    left = "What takes long (real hosts, Slurm, kills by the dozen) is left to scripts/test --all."
+    left = "What takes long (real hosts, Slurm, kills) is left to scripts/test --all."
     return None if config.getoption("--all") else left
 
 
@@ -145,11 +149,11 @@ def cli(tmp_path: Path) -> Cli:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["project.cli", "tensorboard.backend.event_processing.event_accumulator"])
+_SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
 def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extra: dict[str, str]) -> None:
-    """What `python -m project` does, in a fresh process that has the libraries loaded already; or another function."""
+    """Runs a function as a program, in a fresh process that has the libraries loaded already."""
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -158,9 +162,17 @@ def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extr
     for name in set(os.environ) - set(environment()):
         del os.environ[name]
     os.environ.update(extra)
-    sys.argv = ["project", *words]
+    sys.argv = [program.partition(":")[0], *words]
     sys.modules["__main__"].__spec__ = find_spec("project.__main__")  # where Lightning looks for what to start other ranks with
     resolve_name(program)()
+
+
+def fork(program: str, folder: Path, *words: str, output: Path, context: BaseContext = _SERVER, **extra: str) -> Any:
+    """Starts a program without the seconds that importing torch takes; what it prints is added to the file `output`."""
+    start: Any = context  # typeshed gives a process to each kind of context, and none to all of them
+    process = start.Process(target=_main, args=(program, folder, words, output, extra))
+    process.start()
+    return process
 
 
 def forked(
@@ -172,18 +184,17 @@ def forked(
     program: str = "project.cli:main",
     **extra: str,
 ) -> Run:
-    """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them."""
+    """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them. What is extra
+    is in their environment.
+    """
     output = folder / "output.txt"
     output.write_text("")
     port = str(free_port())
-    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **extra}
-    environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [extra]
+    shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = [{**shared, **extra, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [extra]
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
-    start: Any = context  # typeshed gives a process to each kind of context, and none to all of them
-    processes = [start.Process(target=_main, args=(program, folder, words, output, of_rank)) for of_rank in environments]
-    for process in processes:
-        process.start()
+    processes = [fork(program, folder, *words, output=output, context=context, **one) for one in environments]
     for process in processes:
         process.join(timeout)
         assert process.exitcode is not None, f"still running after {timeout} s: {output.read_text()}"

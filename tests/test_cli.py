@@ -259,6 +259,7 @@ def test_version_answers_without_loading_torch():
 
 
 @pytest.mark.timed
+@pytest.mark.faults
 def test_help_is_not_much_slower_than_the_import_of_lightnings_cli():
     """In turns, the least of three each; in seconds of the processor, since other work slows the clock's."""
 

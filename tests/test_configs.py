@@ -1,4 +1,4 @@
-"""Every config runs as it is; the two that promise an accuracy reach it."""
+"""Every config runs as it is, and learns; with --faults the two that promise an accuracy reach it."""
 
 import re
 from functools import partial
@@ -10,8 +10,9 @@ from project.data import SyntheticImages
 from tests.conftest import ROOT
 
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.num_workers=0")
+SMALL = (*SHORT, "--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1")
 CONFIGS = {
-    "full": SHORT,
+    "full": SMALL,
     "vit": SHORT,
     "debug": (),
     "profile": (),
@@ -19,10 +20,10 @@ CONFIGS = {
         *(*SHORT, "--data.source.root=images", "--model.network.init_args.num_classes=2"),
         *("--data.batch_size=2", "--data.global_batch_size=4"),
     ),
-    "bench": SHORT,
-    "csv": SHORT,
-    "wandb": SHORT,
-    "mlflow": SHORT,
+    "bench": SMALL,
+    "csv": SMALL,
+    "wandb": SMALL,
+    "mlflow": SMALL,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
@@ -67,7 +68,18 @@ def accuracy(output: str, tag: str) -> float:
     return float(re.findall(rf"{tag} ([\d.]+)", output)[-1])
 
 
+@pytest.mark.slow
+def test_a_few_epochs_learn_real_digits(quick):
+    """A network of a few thousand parameters reaches 94 % in five epochs; without learning it is 10 %."""
+    small = ("--model.network.init_args.widths=[16,32]", "--model.network.init_args.blocks=1", "--trainer.precision=32-true")
+    often = ("--trainer.max_epochs=5", "--model.optimizer.init_args.lr=0.1", "--data.num_workers=0")
+    run = quick("fit", "--config=configs/digits.yaml", *small, *often)
+    assert run.code == 0, run.output
+    assert accuracy(run.output, "val/acc") > 0.85
+
+
 @pytest.mark.timed  # it has both cores for itself, and is over in a quarter of the time
+@pytest.mark.faults
 def test_the_main_config_reaches_the_accuracy_that_its_difficulty_allows(cli):
     run = cli("fit", "--config=configs/ddp.yaml", "--trainer.devices=2")
     assert run.code == 0, run.output

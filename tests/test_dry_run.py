@@ -23,8 +23,8 @@ def cells(output):
     return {(row[2], row[0]): row for row in rows}
 
 
-def test_of_any_number_of_ranks_in_one_process_and_nothing_is_left(cli):
-    run = cli(*GPT, "--dry_run=2,64", "--trainer.strategy=sharded", "--trainer.devices=2")
+def test_of_any_number_of_ranks_in_one_process_and_nothing_is_left(quick):
+    run = quick(*GPT, "--dry_run=2,64", "--trainer.strategy=sharded", "--trainer.devices=2")
     assert run.code == 0, run.output
     assert not run.runs
     table = cells(run.output)
@@ -35,8 +35,8 @@ def test_of_any_number_of_ranks_in_one_process_and_nothing_is_left(cli):
     assert re.search(r"2 ranks: fits a device like the one here", run.output)
 
 
-def test_images_with_ddp_see_the_sharded_one_beside_it(cli):
-    run = cli("fit", "--config=configs/ddp.yaml", *TINY, "--dry_run", "--trainer.devices=3", "--data.global_batch_size=48")
+def test_images_with_ddp_see_the_sharded_one_beside_it(quick):
+    run = quick("fit", "--config=configs/ddp.yaml", *TINY, "--dry_run", "--trainer.devices=3", "--data.global_batch_size=48")
     assert run.code == 0, run.output
     assert not run.runs
     assert list(cells(run.output)) == [("ddp", "any"), ("sharded, full", "3")]
@@ -45,16 +45,16 @@ def test_images_with_ddp_see_the_sharded_one_beside_it(cli):
 
 
 @pytest.mark.slow
-def test_a_network_that_no_machine_holds(cli):
+def test_a_network_that_no_machine_holds(quick):
     huge = ("--model.init_args.layers=80", "--model.init_args.heads=64", "--model.init_args.width=8192")
-    run = cli(*GPT, *huge, "--trainer.global_batch_size=null", "--trainer.strategy=sharded", "--dry_run=8,1024")
+    run = quick(*GPT, *huge, "--trainer.global_batch_size=null", "--trainer.strategy=sharded", "--dry_run=8,1024")
     assert run.code == 0, run.output
     assert "64.4 B parameters, 80 block(s) of Block" in run.output
     assert cells(run.output)["sharded, full", "8"][3] == "30 GiB"  # 64.4e9 x 4 bytes / 8
     assert re.search(r"8 ranks: does not fit a device like the one here.*HINT: checkpoint_activations=true", run.output)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_it_takes_one_process(cli):
     run = cli(*GPT, "--dry_run", torchrun=2)
     assert run.code != 0

@@ -35,7 +35,7 @@ def test_rank_1_starts_before_rank_0_has_loaded_what_it_needs(cli):
     assert "1 host x 2 processes" in run.output
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_that_is_named_knows_its_ranks_from_its_own_config(cli):
     first = cli(*TWO, "--run=it")
     assert first.code == 0, first.output

@@ -50,7 +50,7 @@ class ImageData(LightningDataModule):
         seed: decides the order of the samples and their augmentation.
     """
 
-    recorded = frozenset({"on_after_batch_transfer"})  # it can be part of a graph
+    capturable = True
 
     def __init__(
         self,

@@ -63,7 +63,9 @@ class _ModelAndData:
         if samples != many:
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
         indexed = is_param_in_hook_signature(self.model.training_step, "batch_idx", min_args=2)
-        with torch.random.fork_rng(), self.trainer.precision_plugin.forward_context():
+        device = self.trainer.strategy.root_device
+        own = [device] if device.type == "cuda" else []  # and not the generators of all GPUs of this host
+        with torch.random.fork_rng(own), self.trainer.precision_plugin.forward_context():
             loss = self.model.training_step(batch, 1) if indexed else self.model.training_step(batch)
             loss = loss["loss"] if isinstance(loss, Mapping) else loss
             assert isinstance(loss, Tensor)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
 from project.model.channels_last import corrupted
-from project.model.compiled import Compile, mode_of, refuse_overwritten_gradients
+from project.model.compiled import IN_GRAPHS, Compile, mode_of, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.model.fused import fused
 from project.model.run import run_of
@@ -70,7 +70,7 @@ class ImageClassifier(LightningModule):
         init_prefix: what the names in that file begin with, and the network's own don't.
     """
 
-    recorded: frozenset[str] = frozenset()  # a step is sums of tensors, and can be recorded as a graph
+    capturable = True
 
     def __init__(
         self,
@@ -103,9 +103,11 @@ class ImageClassifier(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.lr_reference_batch, self.lr_scaling, self.lr_interval = lr_reference_batch, lr_scaling, lr_interval
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
+        if compile in IN_GRAPHS:
+            self.capturable = False
         self.epoch_tally, self.eval_tally = Tally(), Tally()
         self._step_notes: list[Note] = []
-        self._recorded_notes: dict[str, Note] = {}
+        self._notes: dict[int, Note] = {}  # of the newest micro-batch of each size
         self._sent: tuple[int, float, int, DelayedSums] | None = None
         self._noted_step, self._compile = 0, compile
         self._seen: set[bool] = set()  # modes, training and not, whose first output has been looked at
@@ -131,7 +133,7 @@ class ImageClassifier(LightningModule):
     def on_train_start(self) -> None:
         refuse_overwritten_gradients(self._compile, self.trainer.accumulate_grad_batches, self.device.type == "cuda")
         self._noted_step = self.trainer.global_step
-        self._step_notes, self._sent = [], None  # another fit may have ended within a step
+        self._notes, self._step_notes, self._sent = {}, [], None  # another fit may have ended within a step
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)  # type: ignore[no-any-return]
@@ -156,15 +158,13 @@ class ImageClassifier(LightningModule):
         if True not in self._seen:
             self._look_at(logits)
         loss = self.loss(logits, batch["label"])
-        self._step_notes.append(note(logits, batch["label"], loss))
+        mean, hits = note(logits, batch["label"], loss)
+        if len(hits) in self._notes:
+            for kept, value in zip(self._notes[len(hits)], (mean, hits), strict=True):
+                kept.copy_(value)
+        else:
+            self._notes[len(hits)] = mean.clone(), hits
         return loss
-
-    def on_captured(self, trainer: Any, kind: str, replayed: bool) -> None:
-        if not replayed:
-            self._recorded_notes[kind] = self._step_notes.pop()
-        mean, hits = self._recorded_notes[kind]
-        self._step_notes.append((mean.clone(), hits.clone()))  # the next one of its kind overwrites them
-        self._log_sent()
 
     def on_after_backward(self) -> None:
         self._log_sent()  # the ranks have met since
@@ -175,6 +175,9 @@ class ImageClassifier(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
         step = trainer.global_step
+        if outputs and self._notes and (made := self._notes.get(len(batch["label"]))):
+            self._step_notes.append((made[0].clone(), made[1].clone()))
+        self._log_sent()
         if step == self._noted_step:
             return  # in the middle of a step
         self.__dict__["_noted_step"] = step  # a module looks for parameters in whatever it is given

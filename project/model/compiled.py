@@ -8,7 +8,7 @@ from project.errors import UserError
 Compile = Literal["none", "auto", "default", "reduce-overhead", "max-autotune"]
 
 _WORTH_IT = 900  # seconds
-_IN_GRAPHS = ("reduce-overhead", "max-autotune")
+IN_GRAPHS = ("reduce-overhead", "max-autotune")
 """These put the network into CUDA graphs."""
 
 
@@ -25,7 +25,7 @@ def mode_of(asked: Compile, least_seconds: Callable[[], float]) -> str | None:
 
 def refuse_overwritten_gradients(asked: Compile, micro_batches: int, on_gpu: bool) -> None:
     """A CUDA graph keeps its gradients where the next micro-batch of the step writes its own."""
-    if asked in _IN_GRAPHS and on_gpu and micro_batches > 1:
+    if asked in IN_GRAPHS and on_gpu and micro_batches > 1:
         raise UserError(
             f"model.compile={asked} works in CUDA graphs, where the gradients of {micro_batches} micro-batches overwrite "
             "each other: the sum may be wrong, and nobody would see it (pytorch#169545). HINT: model.compile=default, or a "

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
@@ -18,6 +19,8 @@ def fused(optimizer: Optimizer, devices: Collection[str] = ("cuda",)) -> Optimiz
     fits = all(one.device.type in devices and one.is_floating_point() for one in parameters)
     if asked or not fits or type(optimizer) not in (SGD, Adam, AdamW):
         return optimizer
+    if isinstance(optimizer, SGD) and (any(isinstance(one, DTensor) for one in parameters) or given["dampening"]):
+        return optimizer  # torch has no such kernel for a shard; and see `give_zero_momentum`
     groups = [{name: value for name, value in group.items() if name != "fused"} for group in optimizer.param_groups]
     made: Optimizer = type(optimizer)(groups, fused=True)  # type: ignore[call-arg]
     made.defaults.update({**optimizer.defaults, "fused": True})

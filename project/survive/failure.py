@@ -31,8 +31,13 @@ from project.survive.signals import EXIT_CODES, SIGNALS
 
 log = logging.getLogger(__name__)
 
-# Gloo's errors have no type of their own: they name its source files, or are one of these. NCCL's are a DistError.
-_LOST = re.compile(r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue", re.I)
+# Gloo's errors have no type of their own: they name its source files, or are one of these. NCCL's are a DistError, but those of
+# the library that torch 2.15 calls nccl2.
+_LOST = re.compile(
+    r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue"
+    r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
+    re.I,
+)
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
@@ -173,7 +178,7 @@ def hang_up(seconds: float = 10) -> bool:
     if not dist.is_initialized():
         return True
     gc.collect()  # what holds a connection in a circle of references lets go of it
-    aborts = _failed.is_set() and dist.get_backend() == "nccl"
+    aborts = _failed.is_set() and "nccl" in dist.get_backend()
     close = dist.group.WORLD.abort if aborts and dist.group.WORLD else dist.destroy_process_group
     name = "abort" if aborts else "hang up"
     if not _closing or _closing[-1].name != name or not (aborts or _closing[-1].is_alive()):

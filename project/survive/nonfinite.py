@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 from project.cluster.place import host
 from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
-from project.train.capture import LAST, Kind, captures, is_recording
 from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
-from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip, skipped
+from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip
 from project.train.spread import anywhere, highest, local
-from project.train.usual import is_fused, spread
+from project.train.usual import give_zero_momentum, is_fused, spread
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +60,8 @@ class CheckedStep:
     number: int
     epoch: int
     losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    late: bool = False
+    """The host looks at the flag when the device has it."""
     flag: Any = None
     ready: Any = None
 
@@ -75,17 +76,17 @@ class NonFinite(Callback):
         act: 'stop' or 'skip'.
     """
 
-    recorded = frozenset({"on_before_backward", "on_before_optimizer_step"})
+    capturable = True
 
     def __init__(self, act: Act = "stop") -> None:
         self.act = act
-        self._recorded: tuple[Any, bool | Tensor] = (None, False)
         self.skipped = self.scaled = 0
         self._row = 0
         self._step = CheckedStep(0, 0)
         self._unread: deque[CheckedStep] = deque()
-        self._one = torch.ones(())
+        self._one, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
         self._late = False
+        self._stream: torch.cuda.Stream | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "scaled": self.scaled}
@@ -99,8 +100,10 @@ class NonFinite(Callback):
             trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._late = pl_module.device.type == "cuda" or captures(trainer)
+        self._late = pl_module.device.type == "cuda"
         self._one = torch.ones((), device=pl_module.device, dtype=torch.float32)
+        self._flag, self._skips = torch.zeros_like(self._one), torch.zeros_like(self._one, dtype=torch.bool)
+        self._stream = torch.cuda.current_stream() if self._one.is_cuda else None
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
@@ -109,60 +112,64 @@ class NonFinite(Callback):
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
             )
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out in an epoch that the run resumes
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:  # a parameter may learn from this epoch on
+            give_zero_momentum(optimizer)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
-            skip(trainer, False)
+            self._step.late = self._late and self._is_late(trainer)
+            skip(trainer, self._skips if self._step.late and self.act == "skip" else False)
+
+    def _is_late(self, trainer: Trainer) -> bool:
+        """Whether the host need not look at the step at hand: it stops later, or the device leaves the step out by itself."""
+        return self.act == "stop" or _scaler(trainer) is not None or is_fused(trainer.optimizers[0])
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
-        if not is_recording(trainer):
-            self._step.losses.append((micro_batch(trainer), value))
         # 0 times the loss is 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
         loss.register_hook(lambda gradient: gradient.add(value, alpha=0))  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
+            self._skips.fill_(False)
             return
-        step = self._step
-        step.flag = not_finite(gradients, self._one)
+        flag = not_finite(gradients, self._one)
         if spread(trainer):  # a rank sees its part of the gradient only
-            highest(step.flag)
-        scaled = _scaler(trainer) is not None
-        by_itself = scaled or (is_fused(optimizer) and bool(optimizer.state))  # a state not yet made would not be
-        if self._late and (self.act == "stop" or by_itself):
+            highest(flag)
+        if self._step.late:
+            torch.maximum(self._flag, flag, out=self._flag)
             if self.act == "skip":
-                skip(trainer, step.flag > 0)
-                if not scaled:
-                    optimizer.found_inf = step.flag  # type: ignore[attr-defined]
-            if is_recording(trainer):
-                self._recorded = step.flag, skipped(trainer)
-            else:
-                self._read_later(trainer, step)
+                torch.gt(flag, 0, out=self._skips)
+                if _scaler(trainer) is None:
+                    optimizer.found_inf = flag  # type: ignore[attr-defined]
         # The host waits for the device here: always on a CPU, where that is nothing; on a GPU see `on_train_start`.
-        elif not step.flag.item():
+        elif not flag.item():
             self._row = 0
-        elif self._is_a_fault(trainer, step, pl_module):
-            self._leave_out(trainer, optimizer)
+        else:
+            self._add_loss(trainer)
+            if self._is_a_fault(trainer, self._step, pl_module):
+                self._leave_out(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._late and hasattr(optimizer := trainer.optimizers[0], "found_inf"):
             del optimizer.found_inf
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        loss = loss_at_hand(trainer)
-        assert loss is not None
-        self._step.losses.append((micro_batch(trainer), loss))
-        if kind in LAST:
-            self._step.flag, found = self._recorded
-            skip(trainer, found)
+        if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            self._add_loss(trainer)
+        if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:
             self._read_later(trainer, self._step)
+
+    def _add_loss(self, trainer: Trainer) -> None:
+        if (loss := loss_at_hand(trainer)) is not None:
+            self._step.losses.append((micro_batch(trainer), loss))
 
     def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """The optimiser passes over what has no gradient: neither weights nor momenta nor counts are touched."""
@@ -176,10 +183,11 @@ class NonFinite(Callback):
 
     def _read_later(self, trainer: Trainer, step: CheckedStep) -> None:
         """Of steps before this one: the flag of this one is on its way into pinned memory, and the host does not wait."""
-        step.flag = step.flag.to("cpu", non_blocking=True, copy=True)
-        if self._one.is_cuda:
+        step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
+        self._flag.zero_()
+        if self._stream is not None:
             step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            step.ready.record()
+            step.ready.record(self._stream)
         self._unread.append(step)
         while len(self._unread) > _LATER:
             self._read(trainer)

@@ -7,6 +7,7 @@ the mean over all, and the layer's own momentum is applied to that. Whoever look
 average of the weights, a checkpoint) sees the running statistics, and nothing else.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from project.train.capture import LAST, Kind, is_recording
 from project.train.exact import WideSum
 from project.train.micro_batch import skipped as is_skipped
 
@@ -171,24 +171,27 @@ class StepStatistics(Callback):
     `exact`: to the last bit, on any number of ranks.
     """
 
-    recorded = frozenset({"on_train_batch_start", "on_train_batch_end"})  # and the forward pass between them
+    capturable = True
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
-        self._recorded: tuple[Tensor | None, list[int]] = (None, [])
         self._layers: list[_Layer] = []
         self._rows: list[_Row] = []
         self._counts: _Together | None = None
         self._number = 0  # of the micro-batch within its step
+        self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
+        self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
         self._forget()
 
     def _forget(self) -> None:
-        """What was gathered in a step that was not finished."""
-        self._sum: Tensor | None = None  # over the forward passes of this step, on this rank
+        """Leaves nothing of a step to the next: a mean that was not finite must leave no trace, not even none of it."""
+        self._sum.zero_()
+        for row in self._rows:
+            row.gathered.zero_()
         self._exact: WideSum | None = None
-        self._passes = [0] * len(self._layers)
         self._sums: Tensor | None = None
         self._arriving: Any = None
+        self._is_begun = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         kinds: dict[Any, list[_BatchNorm]] = {}
@@ -198,19 +201,19 @@ class StepStatistics(Callback):
         translated, norms = compiled(pl_module), [norm for same in kinds.values() for norm in same]
         others = iter([other for row in self._rows for other in row.others])
         self._layers = [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
-        self._forget()
         if not norms:
             return
         device = self._rows[0].gathered.device
         self._sizes = [size for row in self._rows for size in row.own.sizes]
+        kind = functools.reduce(torch.promote_types, kinds)
+        self._sum, self._passes = torch.zeros(sum(self._sizes) + len(norms), device=device, dtype=kind), {}
+        self._forget()
         owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
         self._layer_of = owners.to(device)  # for each statistic
         counting = [at for at, norm in enumerate(norms) if norm.num_batches_tracked is not None]
         self._counting = None if len(counting) == len(norms) else torch.tensor(counting, device=device)
         self._counts = _Together(partial(_counts, norms)) if counting else None
-        self._sent_passes: tuple[list[int], Tensor] | None = None
-        self._given: tuple[list[float | None], Tensor] | None = None
-        self._read_by_graphs: list[Tensor] = []  # kept as long as the fit
+        self._given: dict[tuple[float | None, ...], Tensor] = {}
         for row in self._rows:
             row.own.all()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
@@ -219,10 +222,8 @@ class StepStatistics(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
-        if self._number == 0 and self._layers:
+        if self._number == 0 and self._is_begun:  # the step before had no last micro-batch
             self._forget()
-            for row in self._rows:
-                row.gathered.zero_()  # a mean that was not finite must leave no trace in the next: not even none of it
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward pass of a micro-batch."""
@@ -232,15 +233,15 @@ class StepStatistics(Callback):
             output = training_step(*args, **kwargs)
         finally:
             passes = [layer.take_back() for layer in self._layers]
-        self._passes = [before + more for before, more in zip(self._passes, passes, strict=True)]
-        self._add(trainer)
-        if is_recording(trainer):
-            self._recorded = self._sum, passes
+        self._add(trainer, tuple(passes))
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
 
-    def _add(self, trainer: Trainer) -> None:
+    def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
+        self._is_begun = True
+        if passes not in self._passes:
+            self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
         once = all(layer.passes == 1 for layer in self._layers)
         gathered = [row.gathered for row in self._rows] if once else [one for layer in self._layers for one in layer.sums()]
         if self.exact:
@@ -248,41 +249,26 @@ class StepStatistics(Callback):
                 terms = trainer.accumulate_grad_batches * trainer.world_size
                 self._exact = WideSum(len(self._layer_of), terms, self._layer_of.device)
             self._exact.add(torch.cat(gathered))
-        elif self._sum is None:
-            self._sum = torch.cat(gathered)  # a copy, also of one
+            self._sum[-len(self._layers) :] += self._passes[passes]
         else:
-            self._sum += gathered[0] if len(gathered) == 1 else torch.cat(gathered)
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        """What was gathered without a word to this, so that a micro-batch that is taken otherwise is added to it."""
-        if not self._layers or not replayed:
-            return
-        if kind in LAST:
-            self._forget()
-            return
-        self._sum, passes = self._recorded
-        self._passes = [before + more for before, more in zip(self._passes, passes, strict=True)]
+            self._sum += torch.cat([*gathered, self._passes[passes]])
 
     def _send(self, trainer: Trainer) -> None:
         """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
-        sums = self._sum if self._exact is None else self._exact.folds.view(-1)
-        assert sums is not None
-        if self._sent_passes is None or self._sent_passes[0] != self._passes:  # nearly always they are what they were
-            self._sent_passes = self._passes, torch.tensor(self._passes).to(sums.device, sums.dtype)
-        if is_recording(trainer):
-            self._read_by_graphs += [self._sent_passes[1], *([] if self._given is None else [self._given[1]])]
-        self._sums = torch.cat([sums, self._sent_passes[1]])
+        if self._exact is None:
+            self._sums = self._sum.clone()
+        else:
+            sums = self._exact.folds.view(-1)
+            self._sums = torch.cat([sums, self._sum[-len(self._layers) :].to(sums.dtype)])
         if trainer.world_size > 1:
             self._arriving = dist.all_reduce(self._sums, async_op=True)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._sums is not None:
             self._move(is_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if any(self._passes) and self._number + 1 < trainer.accumulate_grad_batches:
+        if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
             self._move(False)
@@ -317,10 +303,10 @@ class StepStatistics(Callback):
         momenta = [layer.norm.momentum for layer in self._layers]
         if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
             return first
-        if self._given is None or self._given[0] != momenta:
+        if (key := tuple(momenta)) not in self._given:  # kept as long as the fit: a graph may read it
             numbers = [math.nan if one is None else one for one in momenta]
-            self._given = momenta, torch.tensor(numbers, device=self._layer_of.device)
-        each = self._given[1]
+            self._given[key] = torch.tensor(numbers, device=self._layer_of.device)
+        each = self._given[key]
         # None is PyTorch's word for the mean over all steps, which the layer's own count tells.
         steps = torch.full_like(each, math.inf)
         if self._counts is not None:

@@ -1,274 +1,182 @@
-"""A step as a graph: recorded once, and from then on sent to the device as a whole, without the Python in between.
+"""Takes steps as CUDA graphs: recorded once, and from then on sent to the device as a whole, without the Python in between.
 
-What is recorded is all that a micro-batch has the device do: what the data module does to a batch there, the forward and the
-backward pass, and at the end of a step the check, clipping, the optimiser and batch norm's statistics. Micro-batches of
-a step are of up to three kinds, each a graph of its own: the first clears the gradients, the last takes the step. Around them
-the loop goes on as ever: it fetches batches, draws random numbers, and calls the hooks of a batch's start and end.
+A graph holds all that a micro-batch has the device do: the data module's work on a batch there, the forward and the backward
+pass, and at the end of a step the check, clipping, the optimiser, batch norm's statistics and the checksums. The micro-batches
+of a step are of up to three kinds, each a graph of its own: the first clears the gradients, the last takes the step.
 
-A graph repeats what it was recorded from, with the same memory. So only what says of itself that it can be recorded is:
-modules, callbacks and data modules that are `InGraph`. Batches of another size, the first steps, those at which somebody
-wants to look at the gradient, and everything that does not say so are taken one operation after the other.
+A graph repeats operators, with the same memory, and calls nobody. So what is in it (`capturable = True`, see docs/own.md)
+leaves everything on the host as it is, and has the device work on tensors that stay where they are. What the host has to do
+for a step it does in `on_train_batch_start` and `on_train_batch_end`, which are called around every micro-batch.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from project.errors import UserError
 from project.train.micro_batch import micro_batch
+from project.train.usual import is_fused
 
 log = logging.getLogger(__name__)
 
 Capture = Literal["auto", "none"]
 Kind = Literal["only", "first", "middle", "last"]
-"""Of a micro-batch, by its place in the step."""
-FIRST: tuple[Kind, ...] = ("only", "first")
-LAST: tuple[Kind, ...] = ("only", "last")
+"""A micro-batch's place in its step."""
 
 WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""The hooks within a step."""
+"""Lightning's hooks within a step."""
+_BY_GRAPH = ("lr", "capturable")  # settings of an optimiser that are others in a graph
 
 
-@runtime_checkable
-class InGraph(Protocol):
-    """What can be part of a graph. Its other hooks within a step are left out there."""
-
-    recorded: frozenset[str]
-    """Hooks that have the device do what belongs to the graph. They are called while it is recorded, and never again."""
-
-
-@runtime_checkable
-class ToldOfGraphs(Protocol):
-    """What has something to do in place of the hooks that are left out."""
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        """After each micro-batch that was taken as a graph. `replayed`: and not recorded just now."""
-
-
-class Recorder(Protocol):
-    """Records what a device is asked to do."""
-
-    def warm_up(self, shared: bool) -> int:
-        """Steps that are to be taken before. `shared`: gradients are added up by DistributedDataParallel."""
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """How to have it done again, and what came out, which lies where it will lie then. It is done once here, too."""
-
-
-class CudaGraphs:
-    """Records with CUDA graphs, which share their memory: they run one after the other."""
-
-    _pool: Any = None
-
-    def warm_up(self, shared: bool) -> int:
-        return 11 if shared else 3  # as PyTorch's notes on CUDA graphs ask for
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's, a checkpoint's) may go on using the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            made = work()
-        graph.replay()  # nothing of it was done yet
-        return graph.replay, made
+def is_capturable(part: Any, *methods: str) -> bool:
+    """Returns whether a part of a step can be in a graph. A class that gives one of `methods` anew says so anew, too."""
+    if not getattr(part, "capturable", False):
+        return False
+    classes = type(part).__mro__
+    declared = next(at for at, kind in enumerate(classes) if "capturable" in vars(kind) or kind is object)
+    return not any(method in vars(kind) for kind in classes[:declared] for method in methods)
 
 
 @dataclass
 class _Graph:
-    """A micro-batch that was recorded: where its batch goes, and what comes out."""
+    """A micro-batch that was recorded: where its batch is copied to, and what comes out."""
 
-    inputs: list[Tensor]
     replay: Callable[[], None]
     made: Any
+    inputs: list[Tensor]
+    shapes: Any
+    gradients: list[Tensor | None]
 
 
-def one_by_one_next(trainer: Trainer) -> None:
-    """The next step is taken one operation after the other, by all: somebody wants to look at it from within."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    if loop.graphs is not None:
-        loop.graphs.one_by_one = True
+def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
+    """Returns how to have the device do the work again and again, and what comes out of it. Nothing of it is done yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
+        made = work()
+    return graph.replay, made
 
 
-def is_recording(trainer: Trainer) -> bool:
-    """Whether what the device is asked to do now is recorded, and will be done again without a word to anybody."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return loop.graphs is not None and loop.graphs.recording
+class StepGraphs:
+    """The steps of a fit, as graphs where that is possible. `mover` changes a batch on the device."""
 
+    recording = False
 
-def captures(trainer: Trainer) -> bool:
-    """Whether steps of this fit may be taken as a graph."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return loop.recorder is not None
-
-
-def say_why_not(trainer: Trainer, why: str) -> None:
-    if trainer.is_global_zero:
-        log.info("trainer.capture: steps are taken one operation after the other, as %s.", why)
-
-
-def records(one: Any, hook: str) -> bool:
-    """Whether what somebody does in this hook is part of the graph."""
-    return declares(one, hook) and hook in one.recorded
-
-
-def declares(one: Any, *methods: str) -> bool:
-    """Whether somebody is `InGraph`, and not only a class that it was made from and whose methods it has exchanged."""
-    if not isinstance(one, InGraph):
-        return False
-    said = next(at for at, kind in enumerate(type(one).__mro__) if "recorded" in vars(kind) or kind is object)
-    return not any(method in vars(kind) for kind in type(one).__mro__[:said] for method in methods)
-
-
-class Captured:
-    """The steps of an epoch, as graphs.
-
-    Args:
-        mover: who brings a batch to the device, and changes it there.
-    """
-
-    one_by_one = recording = False
-
-    def __init__(self, trainer: Trainer, recorder: Recorder, mover: Any, optimizer: Optimizer, is_fused: bool) -> None:
-        self._trainer, self._recorder, self._optimizer, self._is_fused = trainer, recorder, optimizer, is_fused
-        self.module = trainer.lightning_module
-        self.with_transfer = records(mover, "on_after_batch_transfer")
-        device = trainer.strategy.root_device
-        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
-        self._known: list[float | None] = [None for _ in self._rates]
-        shared = isinstance(trainer.strategy.model, DistributedDataParallel)
-        self._left = recorder.warm_up(shared)
-        self._said = self._goes_on = False
-        self.ask_again()
+    def __init__(self, trainer: Trainer, mover: Any) -> None:
+        self._trainer, self._mover = trainer, mover
+        self.module, self._optimizer = trainer.lightning_module, trainer.optimizers[0]
+        self._rates = [torch.zeros((), device=trainer.strategy.root_device) for _ in self._optimizer.param_groups]
+        self._known_rates: list[float | None] = [None for _ in self._rates]
+        # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for.
+        self._eager_steps = 11 if isinstance(trainer.strategy.model, DistributedDataParallel) else 3
+        self._goes_on = False  # the step at hand began as a graph
         self._graphs: dict[Kind, _Graph] = {}
-        self._gradients: list[Tensor | None] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        self._refusal: str | None = None
+        self._has_refused = False
         self._signature: Any = None
-        self._set_up: Any = None
+        self._settings: Any = None
 
     def begin_epoch(self) -> None:
-        """What a callback changes at its start may be part of the graphs."""
-        self.ask_again()
-        if (found := self._settings()) != self._set_up:
-            self._graphs, self._set_up = {}, found
+        """Looks again at everybody in the step, and at what graphs have in them that is no tensor."""
+        self.look_again()
+        parts = [part for part in self.module.modules() if part is not self.module and not isinstance(part, Metric)]
+        self._settings = [
+            {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))} for part in parts
+        ]
 
-    def _settings(self) -> Any:
-        """Of all parts of the network: the numbers and words that are no tensors."""
-        parts = [one for one in self.module.modules() if one is not self.module and not isinstance(one, Metric)]
-        kinds = (bool, int, float, str)
-        settings = [{name: one for name, one in vars(part).items() if isinstance(one, kinds)} for part in parts]
-        return id(self._trainer.strategy.model), settings
-
-    def ask_again(self) -> None:
-        """The callbacks are others now."""
-        self._why_not: str | None = ""  # not asked yet
+    def look_again(self) -> None:
+        """Finds out whether steps can be recorded; the callbacks may be others than before."""
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
-        everybody = (*self._trainer.callbacks, self.module)  # type: ignore[attr-defined]
-        self.told = [one for one in everybody if isinstance(one, ToldOfGraphs)]
-        """Those that are told of each micro-batch that was taken as a graph."""
+        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._refuse(self._reason())
 
-    # Which micro-batches ---------------------------------------------------------------------------------------------
-
-    def takes(self, batch: Any, number: int, accumulates: bool) -> bool:
-        """Whether the micro-batch at hand is taken as a graph: only where the first of its step was."""
-        if number:
-            return self._goes_on and self._fits(batch, self._kind(number, accumulates))
-        self._goes_on = False
-        if not self._may():
-            self._left -= 1
-            return False
-        if _tensors(batch) is None:
-            self._why_not = "a batch is not only tensors"
-            self._say()
-            return False
-        self._set_rates()
-        self._goes_on = self._fits(batch, self._kind(0, accumulates))
-        return self._goes_on
-
-    def _may(self) -> bool:
-        wanted, self.one_by_one = self.one_by_one, False
-        if self._left > 0 or wanted or micro_batch(self._trainer).weight != 1.0:
-            return False
-        if self._why_not == "":
-            self._why_not = self._reason()
-        if self._why_not:
-            self._say()
-            return False
-        if (found := self._baked_in()) != self._signature:
-            self._graphs, self._signature = {}, found
-        return True
-
-    def _say(self) -> None:
-        if not self._said and self._why_not:
-            say_why_not(self._trainer, self._why_not)
-        self._said = True
-
-    def _fits(self, batch: Any, kind: Kind) -> bool:
-        known, found = self._graphs.get(kind), _tensors(batch)
-        return found is not None and (known is None or list(map(_shape, known.inputs)) == list(map(_shape, found)))
-
-    @staticmethod
-    def _kind(number: int, accumulates: bool) -> Kind:
-        if accumulates:
-            return "middle" if number else "first"
-        return "last" if number else "only"
+    def _refuse(self, reason: str | None) -> None:
+        self._refusal = reason
+        if reason and not self._has_refused:
+            self._has_refused = True
+            refuse(self._trainer, reason)
 
     def _reason(self) -> str | None:
-        """Why nothing can be recorded, if so."""
-        module = self.module
-        if not declares(module, "training_step", "forward", *WITHIN):
-            return f"{type(module).__name__} does not say that it can be recorded (see docs/own.md)"
-        if not self._is_fused:
+        """Returns why steps can't be recorded, if so."""
+        module, hook = self.module, "on_after_batch_transfer"
+        for part, methods in ((module, ("training_step", "forward", *WITHIN)), (self._mover, (hook,))):
+            if not is_capturable(part, *methods):
+                return f"{type(part).__name__} is not capturable (see docs/own.md)"
+        if not is_fused(self._optimizer):
             return f"{type(self._optimizer).__name__} is not fused"
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            name, home = type(callback).__name__, type(callback).__module__
-            within = [hook for hook in WITHIN if is_overridden(hook, callback, Callback)]
-            if within and not declares(callback, *WITHIN):
-                return f"{name} has a hook within the step ({within[0]})"
-            sees = is_overridden("on_train_batch_start", callback, Callback)
-            if sees and self.with_transfer and not home.startswith(("project.", "lightning.")):
-                return f"{name} may look at a batch before the step (on_train_batch_start)"
+            home = type(callback).__module__.partition(".")[0]
+            within = [name for name in WITHIN if is_overridden(name, callback, Callback)]
+            if within and home != "project" and not is_capturable(callback, *WITHIN):  # of ours, the others only look on
+                return f"{type(callback).__name__} has a hook within the step ({within[0]})"
+            if home not in ("project", "lightning") and is_overridden("on_train_batch_start", callback, Callback):
+                return f"{type(callback).__name__} may look at a batch before the step (on_train_batch_start)"
         for name, part in module.named_modules():
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-                return f"somebody has put a hook on {name or 'the module'}"
+                return f"there is a hook on {name or 'the module'}"
         return None
 
+    def take(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
+        """Returns the kind of the micro-batch at hand; None where it is taken eagerly, as all of a step are if its first is."""
+        kind: Kind = ("middle" if number else "first") if accumulates else ("last" if number else "only")
+        shapes, known = _shapes(batch), self._graphs.get(kind)
+        if shapes is None:
+            self._refuse("a batch is not only tensors")
+        if not number:
+            self._goes_on = self._begins()
+        return kind if self._goes_on and shapes and (known is None or known.shapes == shapes) else None
+
+    def _begins(self) -> bool:
+        if self._refusal or micro_batch(self._trainer).weight != 1.0:
+            return False
+        if (found := self._baked_in()) != self._signature:
+            self._signature, self._graphs = found, {}
+            self._eager_steps = max(1, self._eager_steps)  # in which everybody finds what has changed
+        self._set_rates()
+        self._eager_steps -= 1
+        return self._eager_steps < 0
+
     def _baked_in(self) -> Any:
-        """Where the tensors lie, and the numbers that are no tensors: another one is another graph."""
+        """Returns where the tensors lie, and the numbers that are no tensors: others need another graph."""
         groups = [
-            [value for name, value in group.items() if name not in ("params", "lr", "capturable")]
+            [value for name, value in group.items() if name not in ("params", *_BY_GRAPH)]
             for group in self._optimizer.param_groups
         ]
-        learning = [id(one) for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
-        modes = self.module.training, self._trainer.accumulate_grad_batches, self._trainer.gradient_clip_val
-        return [one.data_ptr() for one in self._tensors], groups, learning, modes
+        learning = [id(parameter) for parameter in self._parameters if parameter.requires_grad]
+        trainer = self._trainer
+        modes = self.module.training, trainer.accumulate_grad_batches, trainer.gradient_clip_val, id(trainer.strategy.model)
+        return [tensor.data_ptr() for tensor in self._tensors], groups, learning, modes, self._settings
 
-    # A micro-batch ---------------------------------------------------------------------------------------------------
-
-    def take(self, batch: Any, number: int, accumulates: bool, work: Callable[[Any], Any]) -> tuple[Any, Kind, bool]:
-        """What `work` makes of the batch, which the next one of its kind overwrites; and whether it was but repeated."""
-        kind = self._kind(number, accumulates)
-        if graph := self._graphs.get(kind):
-            if kind in FIRST:
-                self._put_back_gradients()
-            for place, tensor in zip(graph.inputs, _tensors(batch) or (), strict=True):
+    def run(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
+        """Returns what `work` makes of the batch; the next micro-batch of its kind overwrites it."""
+        graph = self._graphs.get(kind)
+        if graph is None:
+            graph = self._graphs[kind] = self._record(batch, work)
+        else:
+            for place, tensor in zip(graph.inputs, _tensors(batch), strict=True):
                 place.copy_(tensor, non_blocking=True)
-            graph.replay()
-            return graph.made, kind, True
-        own = apply_to_collection(batch, Tensor, _like)
-        inputs = _tensors(own) or []  # `work` may take them out of the batch
+        graph.replay()
+        for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
+            parameter.grad = gradient  # another kind, or an eager step, has left others
+        return graph.made
+
+    def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
+        own = apply_to_collection(batch, Tensor, torch.clone)
+        inputs = list(_tensors(own))  # `work` may take them out of the batch
         self.recording = True
         try:
-            replay, made = self._recorder.record(lambda: work(own))
+            replay, made = _recorded(lambda: work(own), self._pool)
+            return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -277,68 +185,64 @@ class Captured:
             ) from error
         finally:
             self.recording = False
-        self._graphs[kind] = _Graph(inputs, replay, made)
-        if kind in FIRST:
-            self._gradients = [one.grad for one in self._parameters()]
-        return made, kind, False
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (one for group in self._optimizer.param_groups for one in group["params"])
-
-    def _put_back_gradients(self) -> None:
-        """A step that was taken otherwise has left others."""
-        for one, gradient in zip(self._parameters(), self._gradients, strict=True):
-            one.grad = gradient
-
-    # Learning rates --------------------------------------------------------------------------------------------------
 
     def _set_rates(self) -> None:
-        """Those of this step, where the graph looks for them."""
         for at, group in enumerate(self._optimizer.param_groups):
-            if group["lr"] != self._known[at]:
-                self._known[at] = group["lr"]
+            if group["lr"] != self._known_rates[at]:
+                self._known_rates[at] = group["lr"]
                 self._rates[at].fill_(group["lr"])
 
     @contextmanager
     def rates(self) -> Iterator[None]:
-        """The optimiser finds its learning rates on the device; in a step that is not recorded, too, for the same result."""
-        if not self._is_fused:  # it would have to look at them; nor can it be recorded
+        """Gives the optimiser learning rates that a graph can read, as tensors: in an eager step, too, for the same bits."""
+        if self._refusal:
             yield
             return
-        groups: Sequence[dict[str, Any]] = self._optimizer.param_groups
         if not self.recording:
             self._set_rates()
-        before = [(group["lr"], group.get("capturable")) for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate
-            if rate.is_cuda and "capturable" in group:
-                group["capturable"] = True
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        before: list[dict[str, Any]] = [{name: group[name] for name in _BY_GRAPH if name in group} for group in groups]
+        for group, rate, known in zip(groups, self._rates, before, strict=True):
+            group.update(dict.fromkeys(known, True), lr=rate)
         try:
             yield
         finally:
-            for group, (rate_before, capturable) in zip(groups, before, strict=True):
-                group["lr"] = rate_before
-                if capturable is not None:
-                    group["capturable"] = capturable
+            for group, known in zip(groups, before, strict=True):
+                group.update(known)
 
 
-def _tensors(batch: Any) -> list[Tensor] | None:
-    """All of a batch; None if there is something else in it."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if not isinstance(batch, (dict, list, tuple)):
-        return None
-    parts = [_tensors(one) for one in (batch.values() if isinstance(batch, dict) else batch)]
-    return None if None in parts else [tensor for part in parts if part is not None for tensor in part]
+class Repeated:
+    """Work that always does the same with the same memory: as a graph from the second call on."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self._work, self._is_warm = work, False
+        self._graph: tuple[Callable[[], None], Tensor] | None = None
+
+    def __call__(self) -> Tensor:
+        if not self._is_warm:
+            self._is_warm = True
+            return self._work()
+        replay, made = self._graph = self._graph or _recorded(self._work)
+        replay()
+        return made.clone()
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as it does: a part of another tensor may have gaps."""
-    made = tensor.clone()
-    if made.stride() != tensor.stride() and 0 not in tensor.stride():
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return made
+def refuse(trainer: Trainer, reason: str) -> None:
+    """Logs why no step of this fit is a graph."""
+    if trainer.is_global_zero:
+        log.info("trainer.capture: steps are taken one operation after the other, as %s.", reason)
 
 
-def _shape(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.stride()
+def _shapes(batch: Any) -> Any:
+    """Returns what tells a batch from one of another size; None if it holds more than tensors."""
+    shapes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in _tensors(batch)]
+    return None if None in shapes else shapes
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    """Yields all tensors of a batch, and None for everything else in it."""
+    if isinstance(batch, (dict, list, tuple)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
+    else:
+        yield batch if isinstance(batch, Tensor) else None

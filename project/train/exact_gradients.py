@@ -227,6 +227,7 @@ class ExactGradients:
         parts = (*_parted(many, size), *([unit] for unit in _of_one_kind(few)))
         self._buckets = [_Bucket(units, micro_batches, world_size) for units in parts]
         self._units = [unit for bucket in self._buckets for unit in bucket.units]
+        self._device = named[0][1].device if named else None  # NCCL can't add up what lies on the host
         self._last, self._sent = False, 0
         # What is small is fetched when all is over.
         self._hooks = [
@@ -301,7 +302,7 @@ class ExactGradients:
         """On the largest values that any rank has seen. What it returns waits for the others, and says how many sums each unit
         has, on any rank."""
         seen = [value for unit in self._units for value in unit.seen]
-        both = torch.tensor([*seen, *(unit.sum.count for unit in self._units)], dtype=torch.float64)
+        both = torch.tensor([*seen, *(unit.sum.count for unit in self._units)], dtype=torch.float64, device=self._device)
         work = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True) if self._world_size > 1 else None
 
         def wait() -> dict[_Unit, int]:

@@ -1,6 +1,7 @@
 """torch's flight recorder: what this process asked NCCL and gloo to do, of late. There is no public way to read it."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -8,12 +9,18 @@ import torch._C._distributed_c10d as c10d
 
 
 def record() -> list[dict[str, Any]]:
-    """Its entries. It reads no source files and does not ask the device: this works in a process in which nothing else does.
+    """Returns the entries of all recorders of this process: gloo's (from torch 2.15 on), NCCL's, and those of nccl2.
 
-    torch records NCCL's by default (TORCH_FR_BUFFER_SIZE), and from 2.15 on gloo's. Seen at work with gloo alone.
+    No source file is read and no device is asked: this works in a process in which nothing else does. torch records by
+    default (TORCH_FR_BUFFER_SIZE).
     """
+    dumps: list[Callable[[], bytes]] = [
+        lambda: c10d._dump_fr_trace_json(),
+        lambda: c10d._dump_fr_trace_json(backend="nccl2"),
+        lambda: c10d._dump_nccl_trace_json(),  # type: ignore[attr-defined]
+    ]
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        with suppress(Exception):  # a recorder that is not there, or not for this backend
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    for dump in dumps:
+        with suppress(Exception):  # this torch has no such recorder, or not for this backend
+            entries += json.loads(dump()).get("entries", [])
     return entries

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from project.data.dealing import DealtLoader
-from project.train.data_ranks import DataRanks
+from project.train.data_ranks import ByDataRanks, DataRanks
 from project.train.exact_metrics import ExactMetrics
 from project.train.micro_batch import micro_batch
 
@@ -35,6 +37,9 @@ class Results(_ResultCollection):
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
     def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
+        strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
+        if isinstance(strategy, DDPStrategy):
+            how["sync_dist_fn"] = _Reduction(strategy)
         if (key := f"{fx}.{name}") in self._taken_up:
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
             self._taken_up.discard(key)
@@ -71,6 +76,23 @@ class Results(_ResultCollection):
         # The weights of all ranks add up to the number of micro-batches; a rank's own need not.
         met = shared and self.ends_step
         metric._forward_cache = meta.sync(total / count) if met else total / weights
+
+    def metrics(self, on_step: bool) -> Any:
+        """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device."""
+        if not (self.training and on_step):
+            return super().metrics(on_step)
+        metas = [metric.meta for _, metric in self.valid_items() if metric.meta.prog_bar]
+        for meta in metas:
+            meta.prog_bar = False
+        try:
+            known: Any = super().metrics(on_step)
+        finally:
+            for meta in metas:
+                meta.prog_bar = True
+        names = [meta.forked_name(on_step) for meta in metas]
+        values = {name: known["callback"][name] for name in names if name in known["callback"]}
+        known["pbar"] = {name: value if value.is_cuda else value.item() for name, value in values.items()}
+        return known
 
     def meet_in_step(self, hook_is_over: bool) -> None:
         """For those that bring a step's values together when it ends."""
@@ -149,8 +171,70 @@ class Results(_ResultCollection):
         return value, samples
 
 
+class _Reduction:
+    """Lightning's reduction over the ranks; on GPUs without the barrier before it, for which the host would wait."""
+
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self.strategy = strategy
+
+    def __eq__(self, other: object) -> bool:
+        """Lightning refuses a name that is logged twice with different reductions."""
+        return isinstance(other, _Reduction) and self.strategy is other.strategy
+
+    def __hash__(self) -> int:
+        return id(self.strategy)
+
+    def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda or not dist.is_initialized():
+            return self.strategy.reduce(value, group, reduce_op)
+        if group is None and isinstance(self.strategy, ByDataRanks):
+            group = self.strategy.data_ranks.group
+        names = {"mean": "AVG", "avg": "AVG"}
+        operation = getattr(dist.ReduceOp, names.get(reduce_op, reduce_op.upper())) if isinstance(reduce_op, str) else reduce_op
+        dist.all_reduce(value, operation or dist.ReduceOp.SUM, group=group)
+        return value
+
+
+class _OnItsWay:
+    """A number that a GPU computes; the host waits for it only when it reads it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.detach().to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrival.record()
+
+    def read(self) -> float | int:
+        self._arrival.synchronize()
+        return self._value.item()
+
+
 class Logged(_LoggerConnector):
     """Lightning's, which guesses the size of a batch from what its `collate_fn` made (of strings, by their length)."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._on_their_way: dict[str, _OnItsWay] = {}
+        """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
+
+    def on_batch_end(self) -> None:
+        super().on_batch_end()
+        if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
+            bar: dict[str, Any] = self._progress_bar_metrics
+            self._on_their_way |= {name: _OnItsWay(value) for name, value in bar.items() if isinstance(value, Tensor)}
+
+    @property
+    def progress_bar_metrics(self) -> Any:
+        """What a bar shows: of what a GPU computes, the number of the last step, for which the host hardly waits."""
+        bar: dict[str, Any] = super().progress_bar_metrics
+        for name, value in bar.items():
+            if isinstance(value, Tensor):
+                late = self._on_their_way.get(name)
+                bar[name] = value.item() if late is None else late.read()
+        return bar
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._on_their_way.clear()
 
     evaluated: tuple[int, int] | None = None
     """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""

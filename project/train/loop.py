@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.data.dealing import DealtLoader
 from project.errors import UserError
-from project.train.capture import Captured, Recorder, records, say_why_not
+from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, refuse
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
 from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
@@ -35,7 +35,7 @@ from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
-from project.train.usual import is_fused, spread, why_not_ours
+from project.train.usual import spread, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,12 @@ def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
     """Of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of them call this."""
     loop: Any = trainer.fit_loop.epoch_loop
     return float(loop.gradient_norm(parameters))
+
+
+def repeated(trainer: Trainer, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Returns `work`, which always does the same with the same memory, in the way that is fastest to call again and again."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return work if loop.graphs is None else Repeated(work)
 
 
 def leaves(trainer: Trainer, callback: Callback) -> None:
@@ -143,13 +149,13 @@ class Steps(_TrainingEpochLoop):
     """There is something to validate on."""
     _learned = False
     """A micro-batch of this step had a loss."""
-    recorder: Recorder | None = None
-    """Of the steps as graphs, where they are wanted."""
-    graphs: Captured | None = None
-    _captured = False
-    """The micro-batch at hand is taken as a graph."""
-    _said_why_not = False
-    """That none is, in this fit."""
+    captures = False
+    """Steps are taken as CUDA graphs, where that is possible."""
+    graphs: StepGraphs | None = None
+    _refused = False
+    """The log has why no step of this fit is one."""
+    _clipped_norm: Tensor | None = None
+    """The norm of the gradient at hand before it was clipped, where a graph has it."""
 
     before_fetch: Callable[[], None] = staticmethod(_nothing)
     after_fetch: Callable[[], None] = staticmethod(_nothing)
@@ -251,19 +257,20 @@ class Steps(_TrainingEpochLoop):
         no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
         if spread(self.trainer):
             no_graph = no_graph or "a sharded network is gathered in between"
-        if self.recorder is not None and no_graph and not self._said_why_not:
-            self._said_why_not = True
-            say_why_not(self.trainer, no_graph)
+        if self.captures and no_graph and not self._refused:
+            self._refused = True
+            refuse(self.trainer, no_graph)
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
         self._automatic = self._usual
+        self._told: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
+        self._module, self._clipped_norm = self.trainer.lightning_module, None
         if not self._usual:
             return
-        self._told: dict[Any, list[Callable[..., Any]]] = {}
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
         self._device = self._strategy.root_device
-        self._module, self._optimizer = self.trainer.lightning_module, self.trainer.optimizers[0]
+        self._optimizer = self.trainer.optimizers[0]
         self._scaler = getattr(self._precision, "scaler", None)
         self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
         configs = self.trainer.lr_scheduler_configs
@@ -271,10 +278,9 @@ class Steps(_TrainingEpochLoop):
         self._plateaus = any(one.reduce_on_plateau for one in configs)
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
-        if self.recorder is not None and no_graph is None:
+        if self.captures and no_graph is None:
             if self.graphs is None or self.graphs.module is not self._module:
-                of = self._mover(names[-1]), self._optimizer, is_fused(self._optimizer)
-                self.graphs = Captured(self.trainer, self.recorder, *of)
+                self.graphs = StepGraphs(self.trainer, self._mover(names[-1]))
             self.graphs.begin_epoch()
 
     def _add_exactly(self) -> None:
@@ -343,21 +349,19 @@ class Steps(_TrainingEpochLoop):
         batch = self._before(self._precision.convert_input(batch), 0)
         batch = self._transfer(batch, self._device, 0)
         within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
-        graphs = self.graphs
-        if not (within_graph := graphs is not None and graphs.with_transfer):
-            batch = self._after(batch, 0)
-        self._captured = graphs is not None and graphs.takes(batch, within, accumulates)
-        if within_graph and not self._captured:
+        graph = None if self.graphs is None else self.graphs.take(batch, within, accumulates)
+        if graph is None:
             batch = self._after(batch, 0)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self._tell("on_train_batch_start", batch, number)
         progress.increment_started()
+        self._count_ready(accumulates)
 
-        if self._captured:
-            outputs, batch = self._as_graph(batch, number, accumulates)
-        else:
+        if graph is None:
             outputs = self._learn(batch, number, accumulates)
+        else:
+            outputs, batch = self._run(graph, batch, number, accumulates)
         self._processed(number, accumulates)
 
         if self.exact:
@@ -380,36 +384,21 @@ class Steps(_TrainingEpochLoop):
                 return self._gradient(batch, number, accumulates)
         outputs = self._gradient(batch, number, accumulates)
         self._step()
+        self._tell("on_step_taken")
         return outputs
 
-    def _as_graph(self, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
+    def _run(self, graph: Kind, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
         """The same as a graph, which is recorded if it is the first of its kind."""
-        graphs = self.graphs
-        assert graphs is not None
 
-        def work(batch: Any) -> tuple[dict[str, Any], Any, Any]:
-            batch = self._after(batch, 0) if graphs.with_transfer else batch
-            self._tell("on_train_batch_start", batch, number)
+        def work(batch: Any) -> tuple[Any, ...]:
+            batch = self._after(batch, 0)
             outputs = self._learn(batch, number, accumulates)
-            self._tell("on_train_batch_end", outputs, batch, number)
-            return outputs, batch, self.loss
+            return outputs, batch, self.loss, self._clipped_norm
 
-        within = number % self.trainer.accumulate_grad_batches
-        (outputs, batch, loss), kind, replayed = graphs.take(batch, within, accumulates, work)
-        if replayed:
-            count = self.automatic_optimization.optim_progress.optimizer
-            if not within:
-                count.zero_grad.increment_ready()
-                count.zero_grad.increment_started()
-                count.zero_grad.increment_completed()
-            if not accumulates:
-                count.step.increment_ready()
-                count.step.increment_completed()
+        assert self.graphs is not None
+        outputs, batch, loss, self._clipped_norm = self.graphs.run(graph, batch, work)
         self._learned, self.loss = True, loss.clone()  # the next one of its kind overwrites it
-        outputs = {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}
-        for one in graphs.told:
-            one.on_captured(self.trainer, kind, replayed)
-        return outputs, batch
+        return {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}, batch
 
     def _pass_over(self, number: int) -> None:
         """The loader gave None: a micro-batch of no samples."""
@@ -421,8 +410,11 @@ class Steps(_TrainingEpochLoop):
         if number % self.trainer.accumulate_grad_batches == 0:
             self._zero_grad()
             self._learned = False
-        if not (accumulates := self.accumulates()):
+        accumulates = self.accumulates()
+        self._count_ready(accumulates)
+        if not accumulates:
             self._step()
+            self._tell("on_step_taken")
         self._processed(number, accumulates)
         self._tell("on_train_batch_end", {}, None, number)
         progress.increment_completed()
@@ -453,7 +445,7 @@ class Steps(_TrainingEpochLoop):
 
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
-        self._told, self.graphs, self._said_why_not, self._automatic = {}, None, False, False
+        self._told, self.graphs, self._refused, self._automatic = {}, None, False, False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
@@ -473,12 +465,8 @@ class Steps(_TrainingEpochLoop):
             )
         if number % micro_batches == 0:
             self._learned = False
-            count = self.automatic_optimization.optim_progress.optimizer.zero_grad
-            count.increment_ready()
             self._tell("on_before_zero_grad", self._optimizer)
-            count.increment_started()
             self._zero_grad()
-            count.increment_completed()
         if output is None:
             if self.exact:
                 refuse_none()
@@ -521,22 +509,19 @@ class Steps(_TrainingEpochLoop):
                 parameter.grad = None
 
     def _step(self) -> None:
-        count = self.automatic_optimization.optim_progress.optimizer.step
-        count.increment_ready()
+        self._clipped_norm = None
         if not self._learned:  # no micro-batch of this step had a loss
-            count.increment_completed()
             return
         if self._scaler is not None:  # a fused optimiser would do so by itself, after all that looks at the gradient
             self._scaler.unscale_(self._optimizer)
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        if self.graphs is not None:
+        if self.graphs is None:
+            self._update()
+        else:
             with self.graphs.rates():
                 self._update()
-        else:
-            self._update()
-        count.increment_completed()
 
     def _update(self) -> None:
         if self._scaler is None:
@@ -549,21 +534,36 @@ class Steps(_TrainingEpochLoop):
         """Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are none any more."""
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
+            self._clipped_norm = None if self.graphs is None else self.gradient_norm(parameters)
             clip_grad_value_(parameters, value)
         elif (self._gradients is not None and self._gradients.whole) or data_ranks(self.trainer).shared_by > 1:
             clip_parts(parameters, value, self.gradient_norm(parameters))
         else:
-            clip_grad_norm_(parameters, value)
+            self._clipped_norm = clip_grad_norm_(parameters, value)
 
     def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Of the gradient, whole. Where it is spread over the ranks, all of them call this."""
+        """Of the gradient, whole, before it is clipped. Where it is spread over the ranks, all of them call this."""
+        if self._clipped_norm is not None:
+            return self._clipped_norm
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
         if self._gradients is not None:
             gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
         return total_norm(gradients.values())
 
+    def _count_ready(self, accumulates: bool) -> None:
+        """Until the step is completed, the run's position is before it."""
+        if not accumulates:
+            self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
+
     def _processed(self, number: int, accumulates: bool) -> None:
         """What follows a micro-batch, at the end of a step and at the end of the epoch."""
+        count = self.automatic_optimization.optim_progress.optimizer
+        if number % self.trainer.accumulate_grad_batches == 0:
+            count.zero_grad.increment_ready()
+            count.zero_grad.increment_started()
+            count.zero_grad.increment_completed()
+        if not accumulates:
+            count.step.increment_completed()
         self.batch_progress.increment_processed()
         if not accumulates:
             self._move_schedules(number + 1)
@@ -582,6 +582,8 @@ class Steps(_TrainingEpochLoop):
         """Lightning counts a rank's micro-batches where a frequency is one of steps."""
         if interval == "step" and self.accumulates():
             return
+        if interval == "step" and not update_plateau_schedulers:  # Lightning's loop has taken a step
+            self._tell("on_step_taken")
         if self._usual and update_plateau_schedulers and not self._plateaus:
             return
         of_steps = [one for one in self.trainer.lr_scheduler_configs if one.interval == "step"]
@@ -597,10 +599,9 @@ class Steps(_TrainingEpochLoop):
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""
         recording = self.graphs is not None and self.graphs.recording
-        key = (hook, recording, self._captured)
-        told = self._told.get(key)
+        told = self._told.get((hook, recording))
         if told is None:
-            told = self._told[key] = self._who_has(hook, recording)
+            told = self._told[hook, recording] = self._who_has(hook, recording)
         if told:
             self._module.__dict__["_current_fx_name"] = hook
             for one in told:
@@ -610,19 +611,18 @@ class Steps(_TrainingEpochLoop):
         """The callbacks are others now."""
         self._told = {}
         if self.graphs is not None:
-            self.graphs.ask_again()
+            self.graphs.look_again()
 
     def _who_has(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
+        """Those who have a hook; while a graph is recorded, those of them that are a part of it."""
         trainer, module = self.trainer, self._module
         told: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:
-            method = getattr(callback, hook)
-            if getattr(method, "__func__", method) is not getattr(Callback, hook) and self._is_told(callback, hook, recording):
+            method = getattr(callback, hook, None)
+            if method is None or getattr(method, "__func__", method) is getattr(Callback, hook, None):
+                continue
+            if not recording or is_capturable(callback, hook):
                 told.append(partial(method, trainer, module))
-        if is_overridden(hook, module, LightningModule) and self._is_told(module, hook, recording):
+        if hasattr(LightningModule, hook) and is_overridden(hook, module, LightningModule):
             told.append(getattr(module, hook))
         return told
-
-    def _is_told(self, one: Any, hook: str, recording: bool) -> bool:
-        """What a graph repeats is told while it is recorded; the rest is, around it."""
-        return not self._captured or records(one, hook) is recording

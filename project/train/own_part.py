@@ -72,6 +72,11 @@ class OwnPart(ByDataRanks):
                     like = {name: parameters[number] for name, one in values.items() if _of_shape(one, parameters[number])}
                     values.update(parts_like({name: values[name] for name in like}, like))
         super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:  # Lightning has moved its state to the GPU, where an offloaded parameter is not
+            for parameter, state in optimizer.state.items():
+                if parameter.device != self.root_device:
+                    moved = {name: one for name, one in state.items() if isinstance(one, Tensor) and name != "step"}
+                    state.update({name: one.to(parameter.device) for name, one in moved.items()})
 
 
 def _same_names(state: Mapping[Any, Any], mine: Mapping[str, Any]) -> bool:

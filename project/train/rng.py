@@ -34,8 +34,6 @@ def _seed_all(seed: int) -> None:
 class ChanceByMicroBatch(Callback):
     """Seeds the generators before each micro-batch; in an evaluation always in the same way."""
 
-    recorded: frozenset[str] = frozenset()  # optimisers that can be recorded draw nothing
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         _seed_all(micro_batch(trainer).seed)
 

@@ -35,7 +35,7 @@ from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import clip_together
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
-from project.train.unspreadable import averages, refuse_no_values, refuse_own_steps, refuse_what_cant_be
+from project.train.unspreadable import averages, fit_optimizers, refuse_no_values, refuse_own_steps, refuse_what_cant_be
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class Sharded(OwnPart):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        if cpu_offload:  # norms and broadcasts of what is offloaded go by gloo
+            process_group_backend = process_group_backend or "cpu:gloo,cuda:nccl"
         super().__init__(tensor_parallel, timeout, process_group_backend=process_group_backend)
         self.shard, self.blocks = shard, blocks
         self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
@@ -112,6 +114,8 @@ class Sharded(OwnPart):
             f"reduce_dtype={compression} does it": compression != "none",
             "trainer.exact can't be kept: param_dtype and reduce_dtype round what is computed with and added up, which DDP "
             "does not. HINT: leave them out": self.exact and rounds,
+            "trainer.exact adds up gradients on the GPU, and cpu_offload keeps them on the host. HINT: leave out one of the "
+            "two": self.exact and self.cpu_offload,
             "cpu_offload is for the memory of a GPU, and there is none. HINT: leave it out": self.cpu_offload and on_cpu,
         }
         for problem, holds in problems.items():
@@ -155,7 +159,7 @@ class Sharded(OwnPart):
             self._tell(self._spread(self.model, plan))
             for one in averaged:
                 self._spread(one.module, plan)
-            finish(self.model, self.root_device)
+            finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
         self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype])
@@ -166,7 +170,13 @@ class Sharded(OwnPart):
             self.precision_plugin.clip_grad_by_norm = clip_together  # type: ignore[method-assign,assignment]
         if training:
             self.setup_optimizers(trainer)
+            fit_optimizers(self.optimizers)
         self.setup_precision_plugin()
+
+    @property
+    def _home(self) -> torch.device:
+        """Where a shard lies while its block does not compute."""
+        return torch.device("cpu") if self.cpu_offload else self.root_device
 
     def _spread(self, model: nn.Module, plan: Plan) -> Named:
         """Block by block, so that the device has one of them whole at a time."""
@@ -176,7 +186,7 @@ class Sharded(OwnPart):
         settings = {"mesh": self._data_mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             refuse_what_cant_be(name, block)
-            materialize(block, "cpu" if self.cpu_offload else self.root_device, name)
+            materialize(block, self._home, name)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
             self._begin_alike(block)
@@ -202,7 +212,10 @@ class Sharded(OwnPart):
     def _begin_alike(self, block: nn.Module) -> None:
         """On the device, in its type, and with rank 0's values, as with DDP."""
         self.precision_plugin.convert_module(block)
-        block.to(self.root_device)
+        if self.cpu_offload:
+            _move_all_but_parameters(block, self.root_device)
+        else:
+            block.to(self.root_device)
         for tensor in (*block.parameters(), *block.buffers()):
             if not isinstance(tensor, DTensor):
                 dist.broadcast(tensor.detach(), 0)
@@ -317,6 +330,15 @@ class Sharded(OwnPart):
         if self.root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
         return self.root.call(name, *args, **kwargs)
+
+
+def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Moves buffers, and modules without parameters, which may hold other tensors, as metrics do."""
+    for part in module.modules():
+        if next(part.parameters(), None) is None:
+            part.to(device)
+        for buffer in part.buffers(recurse=False):
+            buffer.data = buffer.data.to(device)
 
 
 StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")

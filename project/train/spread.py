@@ -62,7 +62,7 @@ def highest(flag: Tensor) -> Tensor:
 
 def anywhere(here: Sequence[bool]) -> list[bool]:
     """What holds on any rank. Called by all of them with as many."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     flags = torch.tensor([*here], dtype=torch.uint8, device=device)
     if len(flags):
         highest(flags)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ddp
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +39,7 @@ def gathered(mine: Any, ranks: int, group: Any = None) -> list[Any]:
 
 def gathered_numbers(mine: list[float], ranks: int) -> list[list[float]]:
     """As `gathered`, in a tenth of the time: every rank brings as many."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     brought = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(brought, torch.tensor(mine, dtype=torch.float64, device=device))
     found: list[list[float]] = brought.view(ranks, -1).tolist()
@@ -66,10 +66,10 @@ class OrderedDDP(DistributedDataParallel):
             log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
         usual: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
-        if on_gpu:  # gradients are made where they are sent from, which saves two copies of each; a CPU gains nothing by it
+        if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
             usual["gradient_as_bucket_view"] = True
-        # Lightning makes it on a stream of its own, for which every gradient would then have to wait. A graph needs that.
-        with torch.cuda.stream(torch.cuda.default_stream()) if on_gpu and not for_graphs else nullcontext():
+        # A graph needs a stream of its own here; elsewhere every gradient would then have to wait for that stream.
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu and for_graphs else nullcontext():  # type: ignore[no-untyped-call]
             super().__init__(module, **{**usual, **settings})
             # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
             if not self.find_unused_parameters and not self.static_graph:
@@ -102,8 +102,10 @@ class OrderedDDP(DistributedDataParallel):
 
 def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
-    how = _share_with_nobody if strategy.world_size == 1 else partial(_configure, strategy, for_graphs)
-    strategy.configure_ddp = how  # type: ignore[method-assign]
+    if strategy.world_size == 1:
+        strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
+    else:
+        strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
 
 
 def share_exactly(strategy: DDPStrategy) -> None:
@@ -121,14 +123,9 @@ def _share_with_nobody() -> None:
     pass
 
 
-def _configure(strategy: DDPStrategy, for_graphs: bool) -> None:
-    """Lightning's own way, which knows the settings that the user gave the strategy, but for the class that it makes."""
-    module: Any = ddp
-    plain, module.DistributedDataParallel = module.DistributedDataParallel, partial(OrderedDDP, for_graphs=for_graphs)
-    try:
-        type(strategy).configure_ddp(strategy)
-    finally:
-        module.DistributedDataParallel = plain
+def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:
+    """Wraps the module with the settings that the user gave the strategy, as Lightning does with torch's own class."""
+    return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
 
 
 def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:

@@ -1,9 +1,12 @@
 """What can't be spread over the ranks, and is refused by name; and the copies of a network that are spread with it."""
 
+from collections.abc import Iterable
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
@@ -20,6 +23,30 @@ def averages(trainer: pl.Trainer) -> list[AveragedModel]:
             )
         found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
     return found
+
+
+_WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+"""Optimisers of torch that compute with whole tensors."""
+
+
+def fit_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses optimisers that can't compute with shards, and chooses the implementations that can.
+
+    Raises:
+        UserError: it needs whole tensors, or a kernel that torch does not have for shards.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if type(optimizer).__module__.startswith("torch.optim") and name in _WHOLE:
+            raise UserError(
+                f"strategy=sharded: {name} computes with whole tensors, and each rank has a shard of them. HINT: AdamW, or "
+                "strategy: ddp."
+            )
+        for group in optimizer.param_groups:
+            if group.get("fused") and isinstance(optimizer, (SGD, Adagrad)):
+                raise UserError(f"strategy=sharded: torch has no fused {name} for shards. HINT: leave out fused=true.")
+            if isinstance(optimizer, Rprop) and group.get("foreach") is None:
+                group["foreach"] = False  # as torch chooses on a CPU: its other way has no copy for shards
 
 
 def refuse_no_values(model: nn.Module) -> None:

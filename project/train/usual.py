@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
@@ -11,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
+from project.errors import UserError
 from project.train.sharded import Sharded
 
 # Hooks of the model that take over a part of the step.
@@ -66,9 +68,33 @@ def shares_weights(trainer: Trainer) -> bool:
 
 def _steps_once(optimizer: Optimizer) -> bool:
     """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the device takes no step where a flag says that the gradient is not finite: the host need not look."""
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
+
+
+def give_zero_momentum(optimizer: Optimizer) -> None:
+    """Gives the parameters of a fused SGD a momentum of zeros, from which its first step computes the same values.
+
+    torch leaves the momentum uninitialised until the first step; where loss scaling skips that step, the second one reads
+    garbage, and weights become NaN. Other fused optimisers begin with zeros by themselves (docs/dev/upstream.md).
+
+    Raises:
+        UserError: the first step would compute something else, as it has a dampening.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        if group["dampening"]:
+            raise UserError(
+                "SGD with fused=true and a dampening keeps an undefined momentum where its first step is skipped. HINT: set "
+                "fused=false, or dampening=0."
+            )
+        for parameter in group["params"]:
+            if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -20,7 +20,6 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
-from project.train.capture import LAST, Kind, captures, one_by_one_next
 from project.train.loop import gradient_norm, joins, leaves
 from project.train.usual import spread
 from project.watch.events import boards
@@ -68,15 +67,12 @@ class Dashboard(Callback):
         graph: the network's, from the first micro-batch of a run; the module's forward must take what the batch begins with.
     """
 
-    recorded: frozenset[str] = frozenset()
-
     def __init__(self, histograms: int | None = None, graph: bool = False) -> None:
         if histograms is not None and histograms < 1:
             raise UserError(f"dashboard.histograms is a number of steps, not {histograms}.")
         self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
-        self._looks: tuple[int | None, ...] = ()
-        self._asks = self._draws = False
+        self._draws = False
         self._described = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,8 +83,6 @@ class Dashboard(Callback):
         shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
         looks = whole and trainer.loggers and shown and len(trainer.optimizers) == 1 and not renews
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
-        self._asks = captures(trainer) and bool(trainer.loggers)
-        self._looks = trainer.log_every_n_steps, self.histograms  # type: ignore[attr-defined]
         self._described = False
         if not trainer.is_global_zero:
             return
@@ -120,14 +114,23 @@ class Dashboard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradient is the mean over the ranks here, is not scaled any more, and not yet clipped."""
-        self._count(trainer)
         if not self._described:  # now, and not before: a run that fails in its first step is not in the dashboard
             self._described = True
             for board in boards(trainer):
                 board.write(lambda writer: self._describe(trainer, writer))
-        if self._draws and self.histograms and not self._step % self.histograms:
-            self._draw(trainer, pl_module)
-        if not self._every or self._step % self._every:
+        self._look(trainer, pl_module, optimizer, self._step + 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._step:  # it was taken as a whole, and has left its gradient
+            self._look(trainer, pl_module, trainer.optimizers[0], trainer.global_step)
+
+    def _look(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, step: int) -> None:
+        self._step = step
+        if self._draws and self.histograms and not step % self.histograms:
+            self._draw(trainer, module)
+        if not self._every or step % self._every:
             return
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
         if not parameters:  # the step is left out
@@ -135,26 +138,15 @@ class Dashboard(Callback):
         # The host waits for the device here, as it does to log the loss of this step.
         norm = gradient_norm(trainer, parameters)
         for logger in trainer.loggers:
-            logger.log_metrics({"train/grad_norm": norm}, step=trainer.global_step + 1)  # as the loss of this step
-
-    def on_captured(self, trainer: Trainer, kind: Kind, replayed: bool) -> None:
-        if kind in LAST:
-            self._count(trainer)
-
-    def _count(self, trainer: Trainer) -> None:
-        """A step, on all ranks: at some of them rank 0 looks at the gradient."""
-        self._step += 1
-        if self._asks and any(not (self._step + 1) % every for every in self._looks if every):
-            one_by_one_next(trainer)
+            logger.log_metrics({"train/grad_norm": norm}, step=step)  # as the loss of this step
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
-        step = trainer.global_step + 1
         found = {f"weights/{name}": one.detach() for name, one in module.named_parameters()}
         found |= {f"gradients/{name}": one.grad for name, one in module.named_parameters() if one.grad is not None}
         for name, values in found.items():
             if values.isfinite().all():  # TensorBoard's writer can't count others
                 for board in boards(trainer):
-                    board.experiment.add_histogram(name, values, step)
+                    board.experiment.add_histogram(name, values, self._step)
 
 
 class Graph(Callback):

@@ -6,7 +6,7 @@ goes on otherwise, and spoils the run without a word.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.train.batch_norm import batch_norms
-from project.train.capture import one_by_one_next
+from project.train.loop import repeated
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.strategy import gathered
 from project.train.usual import shares_weights, spread
@@ -47,12 +47,14 @@ class _Watched:
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
         self._checksums: Checksums | None = None
+        self._compute: Callable[[], Tensor]
 
-    def checksums(self) -> Tensor:
+    def checksums(self, trainer: Trainer) -> Tensor:
         tensors = [getattr(owner, attribute) for owner, attribute in self.places]  # some are exchanged for others
         if self._checksums is None or not self._checksums.fit(tensors):
             self._checksums = Checksums(tensors)
-        return self._checksums()
+            self._compute = repeated(trainer, self._checksums)
+        return self._compute()
 
 
 @dataclass
@@ -89,8 +91,6 @@ class Fingerprints(Callback):
     Args:
         exact: whether the run is the same on any number of ranks (`trainer.exact`).
     """
-
-    recorded: frozenset[str] = frozenset()
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
@@ -162,7 +162,6 @@ class Fingerprints(Callback):
         if step // _SELDOM != before // _SELDOM:
             self._look_again(pl_module)
             self._modules_due = True
-            one_by_one_next(trainer)
 
     def _take(self, trainer: Trainer, module: LightningModule, step: int, begins: bool = False) -> None:
         self._step = step
@@ -170,10 +169,10 @@ class Fingerprints(Callback):
             self._look_again(module)
         assert self._watched is not None
         try:
-            checksums = self._watched.checksums()
+            checksums = self._watched.checksums(trainer)
         except AttributeError:  # one of the tensors is there no more
             self._watched = _Watched(module)
-            checksums = self._watched.checksums()
+            checksums = self._watched.checksums(trainer)
         row = _Row(step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
         if self._losses:
             row.losses = torch.cat([one for _, one in self._losses]).view(torch.uint8)

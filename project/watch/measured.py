@@ -62,7 +62,7 @@ def host_memory() -> float:
 
 
 def gpu_use() -> float:
-    """Where nvidia-ml-py is installed."""
+    """Returns the share of the last moments in which this rank's GPU computed; NaN without nvidia-ml-py (the extra gpu)."""
     try:
         return torch.cuda.utilization() / 100
     except Exception:

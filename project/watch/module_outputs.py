@@ -47,7 +47,8 @@ class ModuleOutputs:
         def listen(part: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or len(self.calls) >= _MOST:
                 return
-            if found := list(tensors_in(output)):
+            found = list(tensors_in(output))
+            if found and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
                 # One by one: they may lie on several devices.
                 each = [together(Checksums([one])()).to(found[0].device) for one in found]
                 self.calls.append((name, together(torch.stack(each))))

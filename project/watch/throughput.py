@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from project.cluster.group import Group
 from project.cluster.place import host
 from project.errors import UserError
-from project.train.capture import is_recording
 from project.train.data_ranks import data_ranks
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
@@ -42,8 +41,6 @@ class Throughput(Callback):
     Args:
         every_n_steps: optimiser steps in a window; None takes trainer.log_every_n_steps, but at least 10.
     """
-
-    recorded: frozenset[str] = frozenset()  # within a step that is a graph there are no moments to tell apart
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
@@ -83,6 +80,7 @@ class Throughput(Callback):
         self._steps = self.every_n_steps or max(10, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._on_gpu = pl_module.device.type == "cuda"
         self._now = self._event if self._on_gpu else time.perf_counter
+        self._stream = torch.cuda.current_stream() if self._on_gpu else None  # which takes longer to ask for than an event
         if trainer.world_size > 1:
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
@@ -104,10 +102,9 @@ class Throughput(Callback):
 
     # Moments ---------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _event() -> Mark:
+    def _event(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         return event
 
     def _seconds_between(self, start: Mark, end: Mark) -> float:
@@ -124,7 +121,7 @@ class Throughput(Callback):
 
     def _gradient(self, trainer: Trainer, parameter: Tensor) -> None:
         self._last_gradient = parameter
-        if self._step is not None and not is_recording(trainer):
+        if self._step is not None and len(self._step.forwards) > len(self._step.backwards):  # this pass is being timed
             self._step.own_work = self._now()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

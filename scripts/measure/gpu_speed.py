@@ -72,7 +72,9 @@ def share_of_peak(on: str, *compiles: str) -> Found:
     from project.watch.peaks import peak_of
 
     batch = 1024 if on == "cuda" else 4
-    ways = [("--trainer.capture=auto", f"--model.compile={one}") for one in compiles]
+    # max-autotune makes graphs itself.
+    captures = {one: "none" if one == "max-autotune" else "auto" for one in compiles}
+    ways = [(f"--trainer.capture={capture}", f"--model.compile={one}") for one, capture in captures.items()]
     if "none" in compiles:
         ways.append(("--trainer.capture=none", "--model.compile=none"))
     words = (f"--data.batch_size={batch}", "--trainer.precision=bf16-mixed", "--model.channels_last=true")

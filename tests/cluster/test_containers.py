@@ -151,6 +151,7 @@ exec unshare --mount sh -c '
 """
 
 
+@pytest.mark.faults
 def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm, image, checkout, tmp_path):
     """With a stand-in for Apptainer. In its container there is no scontrol, and no Python of this machine's."""
     said, sif = tmp_path / "said", tmp_path / "project.sif"

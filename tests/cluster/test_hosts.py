@@ -30,8 +30,7 @@ def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str
         NODE_RANK=str(int(host.name[1:]) - 1),
         MASTER_ADDR="h1",
         RUN_ID="it",
-        OMP_NUM_THREADS="1",
-        **{"NPROC_PER_NODE": "1", **extra},
+        **{"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **extra},
     )
     with (folder / f"{host.name}.txt").open("ab") as output:
         return host.start([str(ROOT / "scripts" / "launch.sh"), *words], output, folder, settings)
@@ -43,7 +42,7 @@ def printed(folder: Path) -> str:
 
 @pytest.mark.faults
 def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path):
-    count = 2  # three, to the last bit, are in the next one
+    count = 2
     running = [launch(host, tmp_path, *FIT, nodes=count) for host in hosts[:count]]
     codes = [one.wait(180) for one in running]
     assert codes == [0] * count, printed(tmp_path)
@@ -53,6 +52,7 @@ def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
     """Three hosts, then two of them, against one process; killed on the way."""
     exact = (*FIT, "--trainer.exact=true", "--trainer.max_epochs=2")
@@ -101,6 +101,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 def test_a_slow_host_is_named_in_the_log_in_tensorboard_and_in_the_report(hosts, tmp_path):
     """What h2 computes takes 20 ms longer for each micro-batch."""
     chosen = [*json.loads(slowly(0.0, 0.02).partition("=")[2]), {"class_path": "project.watch.throughput.Throughput"}]
@@ -119,7 +120,8 @@ def test_a_slow_host_is_named_in_the_log_in_tensorboard_and_in_the_report(hosts,
     assert "Rank 1, h2, is slow" in report
 
 
-@pytest.mark.parametrize("nodes", ["2", pytest.param("1:2", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_clocks_that_are_wrong_and_jump(alone, hosts, tmp_path, nodes):
     """h2 is an hour ahead from the start; in mid-run it falls two hours behind, and h1, which has the store, jumps ahead."""
     clocks = [Clock(tmp_path / "clock-1"), Clock(tmp_path / "clock-2", 3600)]
@@ -155,7 +157,8 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_pa
     assert f"lost another rank: torchrun's agent on h{victim + 1} was killed, and its ranks with it." in said, printed(tmp_path)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.faults), 1], ids=["with the store", "without the store"])
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without the store"])
 def test_a_stopped_agent_is_named_and_holds_nobody_up(hosts, tmp_path, victim):
     """SIGSTOP, as by Ctrl-Z, and nobody continues it."""
     running = [launch(host, tmp_path, *FIT, slowly(0.3), nodes=2) for host in hosts[:2]]
@@ -173,6 +176,7 @@ def test_a_stopped_agent_is_named_and_holds_nobody_up(hosts, tmp_path, victim):
     assert f"{name}, and the other hosts would wait for it: it is continued" in printed(tmp_path)
 
 
+@pytest.mark.faults
 def test_packets_begin_to_get_lost_in_mid_training(hosts, tmp_path):
     """Those over 600 bytes, on their way to h2: all wait, and no agent waits for ever."""
     hosts.unbundle()
@@ -189,6 +193,7 @@ def test_packets_begin_to_get_lost_in_mid_training(hosts, tmp_path):
         assert "the MTU is wrong" in said
 
 
+@pytest.mark.faults
 def test_a_rank_that_is_killed_for_memory_is_named_on_the_other_hosts(hosts, tmp_path, cgroup):
     """Rank 1 of three, on h2, which is given less memory than it needs."""
     broken = ("train=tests.probes.Faulty", "train.on=1", "train.how=hog", "val=tests.probes.Faulty")

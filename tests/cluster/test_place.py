@@ -70,19 +70,19 @@ def test_an_image_s_commit_is_that_of_its_code_only(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_says_its_image_and_that_it_goes_on_with_another(cli, tmp_path):
+def test_a_run_says_its_image_and_that_it_goes_on_with_another(quick, tmp_path):
     words = ("fit", "--config=configs/ddp.yaml", *TINY, "--run=it", "--checkpoints.every_n_steps=1")
-    first = cli(*words, "--trainer.max_steps=1", PROJECT_IMAGE="project@sha256:a")
+    first = quick(*words, "--trainer.max_steps=1", PROJECT_IMAGE="project@sha256:a")
     assert first.code == 0, first.output
     folder = tmp_path / "lightning_logs/it"
     (start,) = [one for one in map(json.loads, (folder / "life.jsonl").open()) if one["event"] == "start"]
     assert start["image"] == "project@sha256:a"
     assert "project@sha256:a" in (folder / "report.html").read_text()
     assert json.loads(next(folder.glob("checkpoints/*.json")).read_text())["image"] == "project@sha256:a"
-    again = cli(*words, "--trainer.max_steps=2", PROJECT_IMAGE="project@sha256:a")
+    again = quick(*words, "--trainer.max_steps=2", PROJECT_IMAGE="project@sha256:a")
     assert again.code == 0, again.output
     assert "another image" not in again.output
     assert "another commit" not in again.output
-    other = cli(*words, "--trainer.max_steps=3")
+    other = quick(*words, "--trainer.max_steps=3")
     assert other.code == 0, other.output
     assert other.output.count("goes on with another image: project@sha256:a -> none") == 1

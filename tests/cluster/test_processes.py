@@ -69,7 +69,7 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_nodes_on_loopback(cli, tmp_path):
     port = str(find_free_network_port())
     nodes = [
@@ -99,6 +99,7 @@ def test_independent_copies_are_refused(cli):
     assert "HINT: set trainer.strategy=ddp" in run.output
 
 
+@pytest.mark.faults
 def test_what_torchrun_says_goes_and_is_said_once(cli):
     run = cli(*FIT, "--trainer.devices=4", "--trainer.max_steps=1", torchrun=2)
     assert run.code == 0, run.output

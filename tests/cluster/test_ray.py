@@ -67,6 +67,7 @@ def comes_to(folder: Path, number: int, driver: object) -> None:
     wait_until(lambda: step(folder) >= number, 150, lambda: f"step {step(folder)}: {driver.output()}")  # type: ignore[attr-defined]
 
 
+@pytest.mark.faults
 def test_three_workers_on_two_hosts_make_the_same_run_as_one_process(alone, cluster, tmp_path):
     driver = cluster.start(*FIT, "--workers=3", "--run=it", cwd=tmp_path)
     assert driver.code() == 0, driver.output()
@@ -101,6 +102,7 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     assert_same(tmp_path, two_ranks)
 
 
+@pytest.mark.faults
 def test_a_host_is_lost_and_comes_back(cluster, two_ranks, tmp_path):
     driver = cluster.start(*FIT, slowly(0.05), "--workers=2", "--placement=STRICT_SPREAD", "--run=it", cwd=tmp_path)
     comes_to(tmp_path, 10, driver)
@@ -156,6 +158,7 @@ RATES = [0.001, 0.05, 0.0005, 0.002]
 SWEEP = {"metric": "val/loss", "mode": "min", "keys": {"model.optimizer.init_args.lr": RATES}}
 
 
+@pytest.mark.faults
 def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP | {"metric": "val/los"}))
     driver = cluster.start(*FIT, "--run=it", "--tune=sweep.yaml", cwd=tmp_path)

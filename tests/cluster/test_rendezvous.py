@@ -1,38 +1,45 @@
 """Who comes, who doesn't, who comes twice: real processes, by the command that scripts/launch.sh runs on every node."""
 
+import itertools
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 import pytest
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, fork
+
+Node = tuple[ForkServerProcess, Path]
 
 
-def node(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> "subprocess.Popen[str]":
-    words = [f"--node-rank={rank}", f"--nodes={nodes}", f"--address={address}", f"--port={port}", f"--processes={processes}"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "project.cluster.rendezvous", "--seconds=4", *words],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def node(tmp_path: Path) -> Callable[..., Node]:
+    """Returns what starts a node: node(port, 1, nodes=3)."""
+    numbers = itertools.count()
+
+    def start(port: int, rank: int, nodes: int = 2, address: str = "127.0.0.1", processes: int = 1) -> Node:
+        words = [f"--node-rank={rank}", f"--nodes={nodes}", f"--address={address}", f"--port={port}"]
+        output = tmp_path / f"{next(numbers)}.txt"
+        words += [f"--processes={processes}", "--seconds=4"]
+        return fork("project.cluster.rendezvous:main", ROOT, *words, output=output), output
+
+    return start
 
 
-def ends(*nodes: "subprocess.Popen[str]") -> list[tuple[int, str]]:
-    outputs = [one.communicate(timeout=60)[0] for one in nodes]
-    return [(one.returncode, output) for one, output in zip(nodes, outputs, strict=True)]
+def ends(*nodes: Node) -> list[tuple[int | None, str]]:
+    for process, _ in nodes:
+        process.join(60)
+    return [(process.exitcode, output.read_text()) for process, output in nodes]
 
 
-def test_all_come():
+def test_all_come(node):
     port = find_free_network_port()
     assert ends(node(port, 0), node(port, 1)) == [(0, ""), (0, "")]
 
 
-def test_who_is_missing_is_named_once():
+def test_who_is_missing_is_named_once(node):
     port = find_free_network_port()
     first, other = ends(node(port, 0, nodes=3), node(port, 1, nodes=3))
     assert first[0] == 1
@@ -49,7 +56,7 @@ def test_who_is_missing_is_named_once():
     ],
     ids=["another size", "another number of processes"],
 )
-def test_what_does_not_fit_together_is_said_once(changed, words):
+def test_what_does_not_fit_together_is_said_once(node, changed, words):
     port = find_free_network_port()
     found = ends(node(port, 0), node(port, **{"rank": 1, **changed}))
     said = [output for _, output in found if output]
@@ -59,14 +66,14 @@ def test_what_does_not_fit_together_is_said_once(changed, words):
     assert 1 in [code for code, _ in found]
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(node):
     with socket.create_server(("", 0)) as taken:
         ((code, output),) = ends(node(taken.getsockname()[1], 0))
     assert code == 1
     assert "is in use by another program. HINT" in output
 
 
-def test_a_number_that_comes_twice():
+def test_a_number_that_comes_twice(node):
     port = find_free_network_port()
     found = ends(node(port, 0, nodes=3), node(port, 1, nodes=3), node(port, 1, nodes=3))
     assert [code for code, _ in found] == [1, 1, 1]
@@ -78,7 +85,7 @@ def test_a_number_that_comes_twice():
     ("address", "words"),
     [("127.0.0.1", "that is {host} itself"), ("no-such-host.invalid", "does not know the host no-such-host.invalid")],
 )
-def test_who_finds_nobody_says_why(address, words):
+def test_who_finds_nobody_says_why(node, address, words):
     ((code, output),) = ends(node(find_free_network_port(), 1, address=address))
     assert code == 1
     assert words.format(host=socket.gethostname()) in output

@@ -30,6 +30,7 @@ def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 def test_the_doctor_asks_the_nodes_of_a_job(slurm, tmp_path):
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", "doctor", *FIT[1:]]
     output = slurm.run(*command, "--fast=true", "--run=it", cwd=tmp_path, env=settings())
@@ -41,6 +42,7 @@ def test_the_doctor_asks_the_nodes_of_a_job(slurm, tmp_path):
     assert "h1 by eth0 (10.77.0.1)" in network["text"]
 
 
+@pytest.mark.faults
 def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_path):
     """As many GPUs as Slurm says (there are none), and one task for them, as if it were Lightning that starts the others."""
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
@@ -51,6 +53,7 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
     assert "Traceback" not in output
 
 
+@pytest.mark.faults
 def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, slurm, tmp_path):
     """Batch scripts with '#SBATCH hetjob': by all of it, and with what the refusal says, by the component of two nodes."""
     script = tmp_path / "job.sbatch"
@@ -70,6 +73,7 @@ def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, 
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its_trial(slurm, tmp_path):
     """One process each: what Slurm starts again takes up its own run, and comes to the same weights as by hand."""
     (tmp_path / "sweep.yaml").write_text("keys: {model.optimizer.init_args.lr: [0.01, 0.02], seed_everything: [5]}")
@@ -161,6 +165,7 @@ def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm
     assert not list(tmp_path.glob("lightning_logs/.requeues-*"))
 
 
+@pytest.mark.faults
 def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_path):
     """SIGUSR1 in its start-up, each time."""
     job = slurm.submit(str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2), cwd=tmp_path, env=settings())

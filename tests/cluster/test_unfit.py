@@ -148,6 +148,7 @@ def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     assert "h1 by eth0 (10.77.0.1), though its own name says 127.0.1.1" in found["network"]["text"]
 
 
+@pytest.mark.faults
 @pytest.mark.timed
 def test_a_slow_rank(hosts, tmp_path):
     """h2 gets a fifth of the time."""
@@ -174,6 +175,7 @@ def test_a_slow_rank(hosts, tmp_path):
     assert "rank 1 on h2: " in found["compute"]["text"]
 
 
+@pytest.mark.faults
 def test_who_is_missing_and_who_is_cut_off(hosts, tmp_path):
     """h2 never comes; what h3 sends to the master port is dropped."""
     hosts[0].drop(29500)
@@ -195,7 +197,10 @@ def test_a_firewall_between_two_hosts(hosts, tmp_path):
     assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
 
 
-@pytest.mark.parametrize(("deaf", "way"), [(0, "from h2 don't arrive at h1"), (1, "from h1 don't arrive at h2")])
+@pytest.mark.parametrize(
+    ("deaf", "way"),
+    [pytest.param(0, "from h2 don't arrive at h1", marks=pytest.mark.faults), (1, "from h1 don't arrive at h2")],
+)
 def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
     """A tunnel with a wrong MTU: the hosts meet, and whatever is long gets lost. Both hosts say so."""
     hosts.unbundle()
@@ -212,6 +217,7 @@ def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
     assert ("ranks" in found) == (deaf == 0)
 
 
+@pytest.mark.faults
 def test_packets_that_are_too_long_between_two_others(hosts, tmp_path):
     """Rank 0 hears both of them."""
     hosts.unbundle()
@@ -222,6 +228,7 @@ def test_packets_that_are_too_long_between_two_others(hosts, tmp_path):
     assert "Packets over 1000 bytes from h2 don't arrive at h3" in said(tmp_path, "h1")
 
 
+@pytest.mark.faults
 def test_a_fit_with_the_wrong_master_address_names_who_is_lost(hosts, tmp_path):
     words = ("fit", *DOCTOR[1:], "--trainer.join_timeout=5")
     running = [start(hosts[0], tmp_path, *words, nodes=2), start(hosts[1], tmp_path, *words, nodes=2, master="10.77.0.3")]

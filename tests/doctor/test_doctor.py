@@ -22,8 +22,8 @@ def findings(run):
     return {found["check"]: found for found in report["findings"]}
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.faults), 2])
 def test_a_healthy_cluster(cli, ranks):
     run = cli(*HEALTHY, torchrun=ranks)
     found = findings(run)

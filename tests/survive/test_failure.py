@@ -10,7 +10,10 @@ from tests.conftest import TINY, since_struck, took
 
 HOST = socket.gethostname()
 
-pytestmark = pytest.mark.timed  # ten seconds are the promise, on a machine that has the cores for it
+pytestmark = pytest.mark.slow
+
+SOON = 30
+"""Seconds within which all have ended. Alone it takes five to seven; without what is tested, at least a minute."""
 
 BROKEN = (
     "fit",
@@ -31,7 +34,7 @@ BROKEN = (
 CRAMPED = ("--trainer.callbacks=tests.probes.Cramped", "--trainer.callbacks.rank=0")
 
 
-@pytest.mark.parametrize("on", [0, 1, 99])
+@pytest.mark.parametrize("on", [pytest.param(0, marks=pytest.mark.faults), 1, pytest.param(99, marks=pytest.mark.faults)])
 def test_the_error_is_printed_once_and_last(cli, on):
     run = cli(*BROKEN, f"--data.source.train.init_args.on={on}", "--trainer.devices=2", timeout=60)
     assert run.code == 1
@@ -42,7 +45,7 @@ def test_the_error_is_printed_once_and_last(cli, on):
     assert_ended_soon(run)
 
 
-@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("on", [0, pytest.param(1, marks=pytest.mark.faults)])
 def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
     """Every rank ends with its own code, and soon."""
     never = "--trainer.callbacks=tests.probes.ClosesNever"
@@ -54,15 +57,8 @@ def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
 
 
 def test_nor_one_that_has_finished(cli):
-    run = cli(
-        "fit",
-        "--config=configs/ddp.yaml",
-        *TINY,
-        "--trainer.max_steps=2",
-        "--trainer.devices=2",
-        "--trainer.callbacks=tests.probes.ClosesNever",
-        timeout=90,
-    )
+    never = "--trainer.callbacks=tests.probes.ClosesNever"
+    run = cli("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=2", "--trainer.devices=2", never, timeout=90)
     assert run.code == 0, run.output
     assert run.output.rstrip().splitlines()[-1].endswith("report.html")
 
@@ -75,7 +71,9 @@ def deaf(*more, **how):
     return "fit", "--config=configs/ddp.yaml", *TINY, *sizes, f"--trainer.callbacks={callbacks}"
 
 
-@pytest.mark.parametrize(("launcher", "on"), [("python", 1), ("torchrun", 0), ("torchrun", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "on"), [("python", 1), pytest.param("torchrun", 0, marks=pytest.mark.faults), ("torchrun", 1)]
+)
 def test_ranks_that_wait_for_a_device_are_told_of_a_failure_and_end(cli, launcher, on):
     """Stands for NCCL: who waits for its device sees no closed connection."""
     launched = {"torchrun": 3} if launcher == "torchrun" else {}
@@ -86,17 +84,18 @@ def test_ranks_that_wait_for_a_device_are_told_of_a_failure_and_end(cli, launche
     assert run.output.count(f"lost another rank: rank {on} on {HOST} has failed: KeyError: 'this device is broken'") == 1
     assert f"[rank {1 if on == 0 else 0}, {HOST}] lost another rank" in run.output
     assert f"ERROR   [rank {on}, {HOST}] " in run.output
-    assert seconds < 10
+    assert seconds < SOON
 
 
-def test_a_checkpoint_that_is_being_written_is_waited_for(cli):
+def test_a_checkpoint_that_is_being_written_is_waited_for(quick):
     words = deaf(("SlowDisk", {"seconds": 9.0}), rank=1, step=4)
-    run = cli(*words, "--checkpoints.every_n_steps=3", "--trainer.devices=3", timeout=60)
+    run = quick(*words, "--checkpoints.every_n_steps=3", ranks=3, timeout=60)
     assert run.code == 1
     assert run.output.count("lost another rank: rank 1") == 1
     assert [file.name for file in run.folder.glob("lightning_logs/*/checkpoints/*.ckpt")] == ["step-000000003.ckpt"]
 
 
+@pytest.mark.faults
 def test_a_rank_0_that_is_slow_to_end_is_not_killed_for_the_failure_of_another(cli):
     """Lightning's observer sends a SIGKILL some time after a launched rank has failed; the exit code would be 137."""
     slow = "--trainer.callbacks=tests.probes.SlowToEnd"
@@ -106,10 +105,10 @@ def test_a_rank_0_that_is_slow_to_end_is_not_killed_for_the_failure_of_another(c
 
 
 def assert_ended_soon(run):
-    """Within ten seconds of the exception, all of it."""
+    """Within seconds of the exception, all of it."""
     seconds = since_struck(run.folder)
     took("an error on one rank: all have ended after", seconds)
-    assert seconds < 10
+    assert seconds < SOON
 
 
 def test_torchrun_prints_the_error_of_the_rank_that_failed(cli):
@@ -123,6 +122,7 @@ def test_torchrun_prints_the_error_of_the_rank_that_failed(cli):
     assert run.output.count("KeyError: 'this dataset is broken'") <= 2  # in one line of ours, and in torchrun's last word
 
 
+@pytest.mark.faults
 def test_an_error_in_a_loader_process_is_its_ranks(cli):
     run = cli(*BROKEN, "--data.source.train.init_args.on=1", "--data.num_workers=1", "--trainer.devices=2", timeout=60)
     assert_ended_soon(run)
@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
     run = cli(*BROKEN, "--data.global_batch_size=24", *words, timeout=60)
     seconds = since_struck(run.folder)
     took("SIGKILL of rank 1 of 3: all have ended after", seconds)
-    assert seconds < 10
+    assert seconds < SOON
     assert run.code == 75
     assert run.output.count(f"rank 1 on {HOST} was killed by signal 9.") == 2  # its warden, and rank 0, which is the last
     assert f"[rank 0, {HOST}] lost another rank: rank 1 on {HOST} was killed by signal 9." in run.output.splitlines()[-1]
@@ -165,7 +165,7 @@ def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
     """It launched the others, and they end with it: nobody is left to say so but its warden."""
     words = ("--data.source.train.init_args.on=0", "--data.source.train.init_args.how=hog", f"--trainer.devices={ranks}")
@@ -177,7 +177,6 @@ def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
     assert last == f"rank 0 on {HOST} was killed by signal 9, and its cgroup reports an OOM kill."
 
 
-@pytest.mark.slow
 def test_no_compiler_is_one_message(cli, tmp_path):
     """As in an image without one."""
     words = ("--config=configs/ddp.yaml", *TINY, "--model.compile=default")

@@ -35,7 +35,7 @@ def uninterrupted(tmp_path_factory):
 PLACES = [
     (3, "accumulation", signal.SIGKILL),
     pytest.param(3, "step", signal.SIGTERM, marks=pytest.mark.faults),
-    (4, "step", signal.SIGKILL),
+    pytest.param(4, "step", signal.SIGKILL, marks=pytest.mark.faults),
     pytest.param(6, "accumulation", signal.SIGTERM, marks=pytest.mark.faults),
 ]
 

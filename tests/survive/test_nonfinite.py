@@ -1,8 +1,6 @@
 """A loss or a gradient that is not finite: named, kept out of the weights, and the run stopped or the step left out."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import torch
 from project.data.order import Order
 from project.survive.nonfinite import NonFinite
 from project.train.micro_batch import MicroBatch
-from tests.conftest import Cli, environment, since_struck, took
+from tests.conftest import Cli, forked, since_struck, took
 from tests.survive.test_resume import curves, same
 
 STEP, SAMPLE = 3, 77  # where the order of this run takes this sample first
@@ -54,17 +52,10 @@ def assert_same_state(one: dict, other: dict, *parts: str) -> None:
     assert same(*momenta)
 
 
-def fit(folder: Path, *more: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "project", *words("--trainer.devices=2", *more)],
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
 @pytest.mark.slow
-def test_two_ranks_stop_together_and_then_go_past_it(tmp_path):
-    code, output = fit(tmp_path)
+def test_two_ranks_stop_together_and_then_go_past_it(quick: Cli, tmp_path):
+    run = quick(*words(), ranks=2)
+    code, output = run.code, run.output
     took("a sample is NaN: all have ended after", since_struck(tmp_path))
     assert code == 1, output
     assert output.count("HINT") == output.count("is not finite") == 1, output
@@ -73,7 +64,8 @@ def test_two_ranks_stop_together_and_then_go_past_it(tmp_path):
     assert f", in micro-batch 3 of 4, samples 65, 125, 169, {SAMPLE}, 68, 40, 45, 22." in output
     assert steps(tmp_path) == [STEP - 1]
 
-    code, output = fit(tmp_path, "--trainer.nonfinite=skip", callback("Digest"))
+    run = quick(*words("--trainer.nonfinite=skip", callback("Digest")), ranks=2)
+    code, output = run.code, run.output
     assert code == 0, output
     assert output.count(f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 1, ") == 1, output
     assert "1 of 8 steps were skipped" in output
@@ -84,8 +76,8 @@ def test_two_ranks_stop_together_and_then_go_past_it(tmp_path):
 def clean(tmp_path_factory):
     """The same run without the bad sample, and all its checkpoints."""
     folder = tmp_path_factory.mktemp("clean")
-    run = words("--checkpoints.every_n_steps=1", at=-1)
-    subprocess.run([sys.executable, "-m", "project", *run], cwd=folder, env=environment(), check=True, capture_output=True)
+    run = forked(folder, *words("--checkpoints.every_n_steps=1", at=-1))
+    assert run.code == 0, run.output
     return folder
 
 

@@ -73,8 +73,8 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "where", "step"),
     [
-        (2, "write", 9),
         (3, "step", 8),
+        pytest.param(2, "write", 9, marks=pytest.mark.faults),
         pytest.param(2, "accumulation", 7, marks=pytest.mark.faults),
         pytest.param(3, "write", 6, marks=pytest.mark.faults),
         pytest.param(3, "validation", 9, marks=pytest.mark.faults),
@@ -92,7 +92,7 @@ def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ran
     assert_same(tmp_path, uninterrupted(ranks))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_stopped_with_a_signal(uninterrupted, quick, tmp_path):
     fault = faults({"rank": 1, "where": "step", "step": 7, "number": int(signal.SIGTERM)})
     stopped = quick(*FIT, SHARDED, fault, ranks=3)
@@ -164,7 +164,7 @@ def test_other_verbs_take_a_folder(uninterrupted, quick, tmp_path):
     assert "tensors begin as in" in begun.output
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_one_file_of_it_goes_on_as_the_folder_does(uninterrupted, quick, tmp_path):
     run = uninterrupted(3)
     (tmp_path / "lightning_logs").mkdir()

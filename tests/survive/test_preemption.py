@@ -21,7 +21,9 @@ from tests.conftest import TINY, environment
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")
 
 
-@pytest.mark.parametrize("who", ["one process", "the terminal's group", "only rank 0 of two"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("one process", marks=pytest.mark.faults), "the terminal's group", "only rank 0 of two"]
+)
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     ranks = 1 if who == "one process" else 2
     run = subprocess.Popen(

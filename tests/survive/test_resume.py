@@ -107,9 +107,19 @@ def test_killed_once(uninterrupted, quick, tmp_path, where, step):
     assert_same_run(tmp_path, uninterrupted(1))
 
 
+SIGNALS, PLACES = (
+    (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+    (("accumulation", 3), ("step", 8), ("validation", 5), ("validation", 21)),
+)
+STOPPED = [
+    pytest.param(*place, number, marks=() if at == of else pytest.mark.faults)  # each place once, each signal at least once
+    for of, place in enumerate(PLACES)
+    for at, number in enumerate(SIGNALS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize(("where", "step"), [("accumulation", 3), ("step", 8), ("validation", 5), ("validation", 21)])
+@pytest.mark.parametrize(("where", "step", "number"), STOPPED)
 def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
     fault = (faults({"where": where, "step": step, "number": int(number)}),)
     stopped = quick(*FIT, *fault)
@@ -132,7 +142,7 @@ def test_stopped_in_the_validation_that_ends_an_epoch(quick, tmp_path):
     assert [step for step, _ in curves(tmp_path)["train/loss"]] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
     places = [("step", 3), ("accumulation", 4), ("validation", 5), ("write", 9), ("accumulation", 23)]
     fault = faults(*({"where": where, "step": step} for where, step in places))
@@ -142,7 +152,7 @@ def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
     assert_same_run(tmp_path, uninterrupted(1))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
     words = (*FIT, f"--data.num_workers={workers}", faults({"step": 11}))
     assert quick(*words).code == -signal.SIGKILL
@@ -151,7 +161,9 @@ def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "where", "step"), [(0, "accumulation", 12), (1, "validation", 13)])
+@pytest.mark.parametrize(
+    ("rank", "where", "step"), [pytest.param(0, "accumulation", 12, marks=pytest.mark.faults), (1, "validation", 13)]
+)
 def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
     fault = faults({"rank": rank, "where": where, "step": step})
     assert fit(tmp_path, fault, world_size=2).returncode != 0

@@ -70,12 +70,12 @@ def anywhere(chance: random.Random, at: int, ranks: int, where: str, strategy: s
     return Strike(where, step, 0 if alone else chance.randrange(ranks), chance.random() < 0.7)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        pytest.param("regression", 5, marks=pytest.mark.slow),
-        pytest.param("regression", 20, marks=pytest.mark.faults),
-        pytest.param("gpt", 20, marks=pytest.mark.faults),
+        ("regression", 20),
+        ("gpt", 20),
     ],
 )
 def test_kills_on_one_to_four_ranks(tmp_path, name, kills):

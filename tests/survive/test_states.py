@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 WORDS = (*FIT, "--model.network=tests.probes.Moody")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_state_of_every_kind(quick, tmp_path, ranks):
     """Numpy's values, a dict of the network's own, a buffer that grows, a mean that it moves itself, a state of each rank."""
     whole = tmp_path / "whole"

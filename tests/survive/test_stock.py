@@ -59,15 +59,16 @@ def assert_goes_on(tmp_path, ranks, words, *given, step=6):
     assert ours == theirs
 
 
+RANKS = [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.faults), 3]  # three ranks show it
+STATELESS = ("DeviceStatsMonitor", "OnExceptionCheckpoint", "RichModelSummary")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("callback", CALLBACKS)
-def test_a_callback_goes_on(tmp_path, callback, ranks, request):
-    stateless = callback in ("DeviceStatsMonitor", "OnExceptionCheckpoint", "RichModelSummary")
-    if (ranks == 2 or (ranks == 1 and stateless)) and not request.config.getoption("--faults"):
-        pytest.skip("three ranks show it; with --faults")
-    given = {"class_path": f"lightning.pytorch.callbacks.{callback}", "init_args": CALLBACKS[callback]}
-    assert_goes_on(tmp_path, ranks, (*RUN, "--data.init_args.batch_size=4", "--model=tests.own.Regression"), given)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("names", [*((name,) for name in CALLBACKS if name not in STATELESS), STATELESS], ids="-".join)
+def test_a_callback_goes_on(tmp_path, names, ranks):
+    given = [{"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": CALLBACKS[name]} for name in names]
+    assert_goes_on(tmp_path, ranks, (*RUN, "--data.init_args.batch_size=4", "--model=tests.own.Regression"), *given)
 
 
 SCHEDULES = {
@@ -123,7 +124,7 @@ class Scheduled(Regression):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_all_of_torchs_schedules_go_on(tmp_path, ranks):
     words = [one for one in RUN if "every_n_steps" not in one and "global_batch" not in one]
     optimizers = len(SCHEDULES) + 2

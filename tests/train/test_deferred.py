@@ -394,7 +394,7 @@ def test_three_ranks_hold_their_parts_of_the_ordinary_model_and_of_a_file(tmp_pa
     others = {name: make().state_dict() for name, make in MODULES.items()}
     for name, state in others.items():
         torch.save({"state_dict": state}, tmp_path / f"{name}.pt")
-    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path),), RANKS)
+    torch.multiprocessing.start_processes(on_a_rank, (str(tmp_path),), RANKS, start_method="forkserver")
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}-found.pt")
         for name, make in MODULES.items():

@@ -66,7 +66,7 @@ def on_a_rank(rank, place):
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
     place = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_a_rank, (str(place),), RANKS)
+    torch.multiprocessing.start_processes(on_a_rank, (str(place),), RANKS, start_method="forkserver")
     return [torch.load(place / f"{rank}.pt") for rank in range(RANKS)]
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -140,7 +140,7 @@ def share(module, sharing):
 @pytest.mark.slow
 def test_a_rank_holds_what_is_said(tmp_path):
     cases = [(one, None) for one in SHARES] + [(one, 0.9) for one in SHARES[:4]]
-    spawn(of_a_rank, (cases, str(tmp_path)), nprocs=4)
+    start_processes(of_a_rank, (cases, str(tmp_path)), nprocs=4, start_method="forkserver")
     there = torch.load(tmp_path / "held.pt")
     for (sharing, momentum), holds in zip(cases, there, strict=True):
         on_paper = said(made_on_paper(partial(Net, momentum)), tmp_path, sharing)

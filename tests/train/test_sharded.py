@@ -104,7 +104,7 @@ def furthest(one, other):
         ("regression", 2, {"shard": "node"}),
         pytest.param("minires", 3, {}, marks=pytest.mark.slow),
         pytest.param("gpt", 2, {"shard": "gradients", "checkpoint_activations": True}, marks=pytest.mark.slow),
-        pytest.param("minires", 2, {"checkpoint_activations": True, "blocks": ["BasicBlock"]}, marks=pytest.mark.slow),
+        pytest.param("minires", 2, {"checkpoint_activations": True, "blocks": ["BasicBlock"]}, marks=pytest.mark.faults),
         pytest.param("regression", 3, {"shard": "gradients"}, marks=pytest.mark.faults),
     ],
 )
@@ -123,7 +123,7 @@ def test_exact_runs_have_the_bits_of_one_rank(train, name, ranks, settings):
     ("name", "ranks", "settings"),
     [
         ("gpt", 3, {}),
-        pytest.param("regression", 3, {"shard": "gradients"}, marks=pytest.mark.slow),
+        pytest.param("regression", 3, {"shard": "gradients"}, marks=pytest.mark.faults),
         pytest.param("gpt", 2, {"shard": "gradients"}, marks=pytest.mark.faults),
         pytest.param("regression", 2, {"shard": "node"}, marks=pytest.mark.faults),
     ],
@@ -163,7 +163,7 @@ def test_what_is_sent(train, settings):
     assert found == {"steps": 9, "reductions": 9 * 4, "gathers": 9 * 4 * (2 * 3 + 1)}
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.faults), "gradient"])
 def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(train, where):
     """A rank sees its part of the gradient only, and all of them must know."""
     words = ("--trainer.precision=64-true", "--trainer.nonfinite=skip")

@@ -97,7 +97,9 @@ def agree(shared_by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "share"), [pytest.param(2, 2, marks=pytest.mark.faults), (4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "share"), [pytest.param(2, 2, marks=pytest.mark.faults), (4, 2), pytest.param(3, 3, marks=pytest.mark.faults)]
+)
 def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
     """Accumulation of 6, 3 and 6."""
     one = train("gpt")
@@ -114,7 +116,7 @@ FORMS = [
     (2, 2, {}),
     pytest.param(4, 2, {"shard": "node"}, marks=pytest.mark.faults),
     pytest.param(4, 2, {"shard": "gradients", "blocks": ["network"], "checkpoint_activations": True}, marks=pytest.mark.slow),
-    pytest.param(3, 3, {"blocks": ["Linear"], "deferred": False}, marks=pytest.mark.slow),
+    pytest.param(3, 3, {"blocks": ["Linear"], "deferred": False}, marks=pytest.mark.faults),
     pytest.param(4, 4, {}, marks=pytest.mark.faults),
 ]
 
@@ -145,7 +147,7 @@ def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, setting
     assert f"accumulation {12 * share // ranks} = global batch 24" in said
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_step_that_is_not_finite_is_left_out(train):
     words = ("--trainer.nonfinite=skip", "--model=tests.train.shared.PlannedAndPoisoned")
     one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=4)
@@ -163,7 +165,7 @@ def test_lightnings_own_loop_clips_so_too(train):
     assert_same_curves(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_images_that_are_classified_count_once(place, train):
     """Also in the means of an epoch that was killed within, and goes on on one rank."""
     folder = place / "killed-pixels"
@@ -232,7 +234,7 @@ def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
     assert_same_curves(train(name, plugged=average), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_copies_on_two_hosts(tmp_path):
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m", "tests.train.hosts_of_layers")
     done = subprocess.run(

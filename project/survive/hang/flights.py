@@ -3,14 +3,12 @@
 Under NCCL the stacks do not tell. All hosts wait for their devices at the same place, whether a device waits in a collective
 for the others or is the one that never got there. The recorder has three states: *scheduled*, the host has asked for the
 collective; *started*, the device has got to it; *completed*. Gloo's collectives have no device to wait for: they start at once.
+The library that torch 2.15 calls nccl2 never says *started*: ranks that are in the same collective can't be told apart by it.
 """
 
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import within
@@ -18,16 +16,6 @@ from project.train.flight_recorder import record
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _asking: list[threading.Thread] = []
-
-
-def prepare(device: torch.device) -> None:
-    """Before NCCL's groups are made: without the time at which they start, no collective is ever 'started'.
-
-    It costs a CUDA event more for each collective, a few microseconds on the host (by torch's sources; not measured on a GPU).
-    The recorder itself is on by default.
-    """
-    if device.type == "cuda":
-        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -43,7 +31,7 @@ def flight(entries: Iterable[Mapping[str, Any]]) -> Flight | None:
     """The oldest collective of all ranks that has not ended on this one; or, where all have, the next that it will be asked
     for. None: nothing was recorded."""
     of_all = [one for one in entries if one["process_group"][1] == "default_pg" and not one["is_p2p"]]
-    nccl = [one for one in of_all if one["profiling_name"].startswith("nccl:")]
+    nccl = [one for one in of_all if one["profiling_name"].startswith("nccl")]
     stages: dict[int, int] = {}
     names: dict[int, str] = {}
     for one in nccl or of_all:

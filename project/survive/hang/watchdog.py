@@ -68,8 +68,6 @@ class Watchdog(Callback):
         startup: seconds for what is done for the first time, and for writing checkpoints.
     """
 
-    recorded: frozenset[str] = frozenset()  # a step that is a graph is one phase
-
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
         if (at_least or 0) < 0 or factor < 1 or startup <= 0:
             raise UserError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
@@ -147,7 +145,6 @@ class Watchdog(Callback):
         NEWS.clear()
         if not self._dump[1]:
             self._dump = stacks.open_dump()
-        flights.prepare(trainer.strategy.root_device)
         if trainer.world_size > 1:
             exit_on_abort()
         self._warden = Beside(self._self())

@@ -1,0 +1,67 @@
+"""Who starts the ranks on GPUs: plain Python, torchrun, and launch.sh on two hosts; each rank stays on its own GPU."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import hosts, three_hosts  # noqa: F401 - fixtures
+from tests.cluster.test_hosts import launch, printed
+from tests.conftest import Cli
+from tests.own import write_texts
+from tests.standin.pool import environment, meeting_place
+from tests.standin.test_runs import DDP, GPT, fault, final, plugged
+from tests.survive.test_resume import same
+from tests.train.test_sharded import sharded
+
+CONTEXTS = {"class_path": "tests.standin.probes.Contexts"}
+SHORT = (*DDP, "--trainer.max_epochs=1")
+
+
+def contexts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("contexts-*.json"))]
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_each_rank_has_a_context_on_its_own_gpu_only(gpu_program: Cli, launcher: str) -> None:
+    ranks: dict[str, Any] = {"torchrun": 3} if launcher == "torchrun" else {}
+    words = () if launcher == "torchrun" else ("--trainer.devices=3",)
+    run = gpu_program(*SHORT, *words, plugged(CONTEXTS), gpus=3, **ranks)
+    assert run.code == 0, run.output
+    assert contexts(run.folder) == [{"devices": [rank], "own": rank} for rank in range(3)]
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_rank_that_is_killed_is_named(gpu_program: Cli, launcher: str) -> None:
+    ranks: dict[str, Any] = {"torchrun": 2} if launcher == "torchrun" else {}
+    words = () if launcher == "torchrun" else ("--trainer.devices=2",)
+    run = gpu_program(*DDP, *words, plugged(fault(rank=1, step=3, how="kill")), gpus=2, **ranks)
+    assert run.code == (1 if launcher == "torchrun" else 75), run.output  # torchrun has a code of its own
+    assert f"rank 1 on {socket.gethostname()} was killed by signal 9" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["", "node"])
+def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path, shard: str) -> None:  # noqa: F811
+    """With `exact`, DDP has the bits of one GPU; with shard=node, each host has a copy."""
+    write_texts(tmp_path / "texts")
+    together = tmp_path / "together"
+    together.mkdir()
+    exact = ("--trainer.precision=32-true", "--trainer.exact=true", "--trainer.max_epochs=1", "--data.global_batch_size=32")
+    words = [*GPT, sharded(shard="node")] if shard else [*DDP, *exact]
+    words = [word for word in words if not word.startswith("--trainer.devices")]
+    if shard:
+        words.append("--trainer.global_batch_size=16")
+    with meeting_place() as place:
+        own = {**environment(2, place), "NPROC_PER_NODE": "2"}
+        running = [launch(host, together, *words, plugged(CONTEXTS), nodes=2, **own) for host in hosts[:2]]
+        codes = [one.wait(300) for one in running]
+    assert codes == [0, 0], printed(together)
+    assert "2 hosts x 2 processes" in (together / "h1.txt").read_text()
+    assert [one["devices"] for one in contexts(together)] == [[0], [1], [0], [1]]
+    if not shard:
+        alone = gpu(*words, plugged())
+        assert alone.code == 0, alone.output
+        assert same(final(together)["state_dict"], final(tmp_path)["state_dict"])

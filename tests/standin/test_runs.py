@@ -1,0 +1,207 @@
+"""Each way to train on GPUs: as many GPUs as there are ranks, a rank killed and the run resumed, to the last bit."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project.survive.files import checkpoints_in
+from project.survive.reading import SafeCheckpointIO
+from tests.conftest import Cli, Run
+from tests.own import write_texts
+from tests.survive.test_resume import curves, same
+from tests.train.test_demos import BORING
+from tests.train.test_sharded import EMA, EXACT, RUNS, losses, sharded
+
+GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
+FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
+DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8")
+GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=6", "--trainer.limit_val_batches=2")
+STATE = ("state_dict", "optimizer_states", "lr_schedulers", "position", "current_model_state", "averaging_state")
+WAYS: dict[str, tuple[str, ...]] = {
+    "ddp": DDP,
+    "gpt": GPT,
+    "exact": (*DDP, FP32, EXACT),
+    "compression": (*DDP, "--trainer.gradient_compression=fp16"),
+    "sharded": (*GPT, sharded()),
+    "gradients": (*GPT, sharded(shard="gradients")),
+    "offload": (*GPT, sharded(cpu_offload=True)),
+    "tensor_parallel": (*GPT, sharded(tensor_parallel=2)),
+    "sharded_exact": (*DDP, FP32, EXACT, sharded()),
+    "sharded_sgd": (*DDP, sharded()),
+    "own": (*RUNS["regression"], *GPU, FP32),
+    "demo": (*BORING, *GPU, "--trainer.devices=1", "--trainer.log_every_n_steps=1"),
+}
+KILLED = [
+    ("ddp", 2),
+    ("gpt", 3),
+    ("exact", 3),
+    ("compression", 2),
+    ("sharded", 3),
+    ("gradients", 2),
+    ("offload", 2),
+    ("tensor_parallel", 2),
+    ("own", 2),
+    ("demo", 2),
+]
+
+
+def plugged(*more: dict[str, Any]) -> str:
+    return "--trainer.callbacks=" + json.dumps([EMA, *more])
+
+
+def fault(rank: int, step: int, how: str) -> dict[str, Any]:
+    return {"class_path": "tests.standin.probes.GpuFault", "init_args": {"rank": rank, "step": step, "how": how}}
+
+
+def final(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = SafeCheckpointIO().load_checkpoint(checkpoints_in(folder / "lightning_logs/it/checkpoints")[-1])
+    return {name: loaded[name] for name in STATE if name in loaded}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ways")
+    write_texts(place / "texts")
+    return place
+
+
+@pytest.fixture
+def train(place: Path, gpu_pool: Any) -> Callable[..., Run]:
+    """Trains one of the ways in a folder by name; what was trained before in a folder is resumed."""
+
+    def run(folder: str, name: str, *words: str, ranks: int = 1, **environment: str) -> Run:
+        (place / folder).mkdir(exist_ok=True)
+        code, output = gpu_pool.run(place / folder, *WAYS[name], *words, ranks=ranks, **environment)
+        return Run(code, output, place / folder)
+
+    return run
+
+
+@pytest.fixture
+def whole(place: Path, train: Callable[..., Run]) -> Callable[..., Path]:
+    """Trains one of the ways to its end, once for all tests that need it, and returns its folder."""
+
+    def run(name: str, ranks: int) -> Path:
+        folder = f"{name}-{ranks}"
+        if not (place / folder).exists():
+            done = train(folder, name, plugged(), ranks=ranks)
+            assert done.code == 0, done.output
+            assert " on cuda" in done.output
+        return place / folder
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "ranks"), KILLED)
+def test_a_killed_run_resumes_to_the_same_bits(
+    train: Callable[..., Run], whole: Callable[..., Path], name: str, ranks: int
+) -> None:
+    uninterrupted, folder = whole(name, ranks), f"{name}-killed"
+    kill = plugged(fault(rank=ranks - 1, step=5, how="kill"))
+    killed = train(folder, name, kill, ranks=ranks)
+    assert killed.code not in (0, 1), killed.output
+    resumed = train(folder, name, kill, ranks=ranks)
+    assert resumed.code == 0, resumed.output
+    assert "Goes on from" in resumed.output
+    ours, theirs = final(resumed.folder), final(uninterrupted)
+    assert ours.keys() == theirs.keys()
+    assert [part for part in ours if not same(ours[part], theirs[part])] == []
+    assert curves(resumed.folder) == curves(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tolerance"),
+    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 3], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2, 3], 1e-5)],
+)
+def test_the_number_of_ranks_changes_rounding_and_nothing_else(
+    whole: Callable[..., Path], name: str, ranks: list[int], tolerance: float
+) -> None:
+    first, *others = (losses(whole(name, number)) for number in ranks)
+    assert first
+    for other in others:
+        assert other == pytest.approx(first, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["exact", "sharded_exact"])
+def test_exact_has_the_same_bits_on_1_2_and_3(whole: Callable[..., Path], name: str) -> None:
+    one, *others = ([whole("exact", 1)] if name == "sharded_exact" else []) + [
+        whole(name, number) for number in ([1, 2, 3] if name == "exact" else [2, 3])
+    ]
+    for other in others:
+        assert same(final(other)["state_dict"], final(one)["state_dict"])
+        assert curves(other) == curves(one)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_verb_reads_what_a_fit_has_left(train: Callable[..., Run], whole: Callable[..., Path], verb: str) -> None:
+    whole("ddp", 2)
+    words = [word for word in DDP[1:] if not word.startswith("--checkpoints")]
+    done = train("ddp-2", "ddp", ranks=2) if verb == "fit" else None
+    assert done is None
+    run = _verb(train, verb, words)
+    assert run.code == 0, run.output
+
+
+def _verb(train: Callable[..., Run], verb: str, words: list[str]) -> Run:
+    WAYS[verb] = (verb, *words)
+    return train("ddp-2", verb, ranks=2)
+
+
+def test_sgd_trains_sharded(whole: Callable[..., Path]) -> None:
+    assert losses(whole("sharded_sgd", 2)) == pytest.approx(losses(whole("ddp", 2)), rel=2e-2)
+
+
+def test_preemption_saves_after_the_step(train: Callable[..., Run], whole: Callable[..., Path]) -> None:
+    preempt = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 5, "number": int(signal.SIGTERM)}}
+    stopped = train("preempted", "ddp", plugged(preempt), ranks=2)
+    assert stopped.code == 143, stopped.output
+    assert train("preempted", "ddp", plugged(preempt), ranks=2).code == 0
+    assert same(final(stopped.folder), final(whole("ddp", 2)))
+    shutil.rmtree(stopped.folder)
+
+
+@pytest.mark.parametrize("act", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_is_named_and_left_out(train: Callable[..., Run], act: str) -> None:
+    poison = plugged(fault(rank=1, step=3, how="nan"))
+    run = train(f"nan-{act}", "ddp", poison, f"--trainer.nonfinite={act}", "--trainer.precision=bf16-mixed", ranks=2)
+    assert "The loss of step 4 (epoch 0) is not finite: nan on rank 1, " in run.output
+    assert run.code == (1 if act == "stop" else 0), run.output
+    if act == "skip":
+        assert "1 of 10 steps were skipped" in run.output
+
+
+def test_an_overflow_in_the_first_step_leaves_momentum_alone(train: Callable[..., Run]) -> None:
+    scale = {"class_path": "tests.standin.probes.Scale", "init_args": {"initial": 2.0**34}}
+    run = train("overflow", "ddp", plugged(scale), "--trainer.max_epochs=4", ranks=2)
+    assert run.code == 0, run.output
+    assert "is skipped by fp16's loss scaling" in run.output
+    momenta = final(run.folder)["optimizer_states"][0]["state"].values()
+    assert all(one["momentum_buffer"].isfinite().all() and one["momentum_buffer"].abs().max() < 1e3 for one in momenta)
+
+
+def test_a_device_without_memory_is_named(gpu: Cli) -> None:
+    run = gpu(*DDP, plugged(fault(rank=1, step=3, how="allocate")), ranks=2)
+    assert run.code == 1, run.output
+    assert "OutOfMemoryError" in run.output
+    assert "HINT: the micro-batch does not fit. Set data.batch_size lower" in run.output
+
+
+@pytest.mark.parametrize("nccl2", ["0", "1"], ids=["nccl", "nccl2"])
+@pytest.mark.parametrize("how", ["hang", "abort"])
+def test_a_rank_that_hangs_or_gives_up_is_named(gpu: Cli, how: str, nccl2: str) -> None:
+    words = ("--watchdog.at_least=6", "--trainer.max_epochs=1000", "--trainer.max_steps=100000")
+    run = gpu(*DDP, plugged(fault(rank=1, step=21, how=how)), *words, ranks=2, TORCH_DIST_USE_NCCL2=nccl2)
+    assert run.code == 75, run.output
+    if how == "abort":
+        assert "lost another rank" in run.output
+    elif nccl2 == "0":
+        assert "The run hangs: rank 1" in run.output
+        assert "Its device has not got to nccl:" in run.output
+        assert "The run hangs: rank 0" not in run.output
+    else:
+        assert "The run hangs:" in run.output
