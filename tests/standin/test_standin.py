@@ -91,8 +91,11 @@ def test_views_writes_and_masks() -> None:
         out = torch.empty(0, device=device)
         torch.cat([x, x.flip(1)], out=out)
         chosen = x[x > 0], x.nonzero(), torch.unique(x.int()), x.masked_select(x < 0)
+        square = x[:, :4]
         complex_ = torch.view_as_complex(x.view(4, 3, 2)).conj() * 2j
-        results.append([x, out, *chosen, x.softmax(1), x.double().sort(0, descending=True)[1], complex_.imag])
+        results.append(
+            [x, out, *chosen, x.softmax(1), x.double().sort(0, descending=True)[1], complex_.imag, square @ square.t()]
+        )
     for cpus, ours in zip(*results, strict=True):
         equal(ours, cpus)
     assert "[ 0.5000" in str(results[1][0])
@@ -194,6 +197,20 @@ def wait_for_the_host(x: torch.Tensor) -> None:
     x.sum().item()
 
 
+def wait_for_the_device(x: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+def wait_in_another_thread(x: torch.Tensor) -> None:
+    def wait() -> None:
+        with pytest.raises(RuntimeError):
+            torch.cuda.synchronize()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+
+
 def number_of_values(x: torch.Tensor) -> None:
     x.nonzero()
 
@@ -207,14 +224,16 @@ REFUSED = {
     pageable_copy: "previous error during capture",
     unjoined_stream: "unjoined work",
     wait_for_the_host: "not permitted when stream is capturing",
+    wait_for_the_device: "not permitted when stream is capturing",
+    wait_in_another_thread: "previous error during capture",
     number_of_values: "not permitted when stream is capturing",
     foreign_event: "dependency created on uncaptured work",
 }
 
 
-def captured(work: Callable[[torch.Tensor], None], x: torch.Tensor) -> torch.cuda.CUDAGraph:
+def captured(work: Callable[[torch.Tensor], None], x: torch.Tensor, forbids: str = "global") -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=forbids):
         x.add_(1)
         work(x)
     return graph
@@ -233,6 +252,7 @@ def test_what_a_driver_refuses_in_a_capture_is_refused() -> None:
 @on_gpus()
 def test_streams_that_are_joined_and_pinned_memory_are_captured() -> None:
     pinned = torch.ones(4).pin_memory()
+    thread = threading.Thread(target=torch.cuda.synchronize)
 
     def work(x: torch.Tensor) -> None:
         side = torch.cuda.Stream()
@@ -240,9 +260,11 @@ def test_streams_that_are_joined_and_pinned_memory_are_captured() -> None:
         with torch.cuda.stream(side):
             x.add_(pinned.to(GPU, non_blocking=True))
         torch.cuda.current_stream().wait_stream(side)
+        thread.start()
+        thread.join()
 
     x = torch.zeros(4, device=GPU)
-    graph = captured(work, x)
+    graph = captured(work, x, forbids="thread_local")
     assert x.tolist() == [0] * 4
     graph.replay()
     pinned.fill_(5)
@@ -336,6 +358,11 @@ def check_collectives() -> None:
             for work in dist.batch_isend_irecv(ways):
                 work.wait()
             equal(received, everybody[(rank - 1) % size])
+    for kind in (torch.float16, torch.bfloat16):
+        rounded = [torch.linspace(0, other + 1, 101).to(kind) for other in range(size)]
+        summed = rounded[rank].to(GPU)
+        dist.all_reduce(summed)
+        assert torch.equal(summed.cpu(), sum(values.float() for values in rounded).to(kind))
     mean = torch.tensor([float(rank)], device=GPU)
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     assert mean.item() == 1
@@ -377,13 +404,16 @@ def test_collectives_of_the_new_process_group() -> None:
 @on_gpus(ranks=2, STANDIN_NCCL_FAIL="1:3", TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 def test_a_collective_fails_on_the_rank_that_is_asked_for() -> None:
     rank, _ = connect()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
     x = torch.ones(1, device=GPU)
     dist.all_reduce(x)
     dist.all_reduce(x)
     assert x.item() == 4
     if rank == 1:
         with pytest.raises(RuntimeError, match="NCCL"):
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=alone)
+    else:
+        dist.all_reduce(x, group=alone)
     os._exit(0)
 
 
