@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.num_workers=0")
 CONFIGS = {
     "full": SHORT,
+    "ddp_cluster": (*SHORT, "--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1"),
     "vit": SHORT,
     "debug": (),
     "profile": (),
@@ -24,6 +25,7 @@ CONFIGS = {
     "wandb": SHORT,
     "mlflow": SHORT,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
+    "gpt_cluster": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }

@@ -125,7 +125,10 @@ def environment(on: str) -> Found:
     found["devices"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
     found["capability"] = [list(torch.cuda.get_device_capability(number)) for number in range(count)]
     found["peers"] = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
-    found["cudnn"] = torch.backends.cudnn.version()
+    try:
+        found["cudnn"] = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another one than torch was built for: the fits show whether it works
+        found["cudnn"] = str(error)
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     questions = {"driver": ("--query-gpu=driver_version", "--format=csv,noheader"), "links": ("topo", "-m")}

@@ -1,6 +1,6 @@
 """Two ranks on the only GPU: two programs, each of which takes itself for a host with one GPU.
 
-    python scripts/measure/gpu_pairs.py       one of two ranks, as the environment says: do they meet by NCCL on one GPU?
+python scripts/measure/gpu_pairs.py       one of two ranks, as the environment says: do they meet by NCCL on one GPU?
 """
 
 import json
