@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from project.survive.hang import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
@@ -98,18 +97,6 @@ def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
     never.set()
     assert time.monotonic() - began < 1
     assert len(asked) == 1  # and it is not asked again meanwhile
-
-
-def test_nccl_notes_when_a_collective_starts_and_what_the_user_has_set_stays(monkeypatch):
-    name = "TORCH_NCCL_ENABLE_TIMING"
-    monkeypatch.setenv(name, "0")
-    flights.prepare(torch.device("cuda", 0))
-    assert flights.os.environ[name] == "0"
-    monkeypatch.delenv(name)
-    flights.prepare(torch.device("cpu"))
-    assert name not in flights.os.environ
-    flights.prepare(torch.device("cuda", 0))
-    assert flights.os.environ.pop(name) == "1"
 
 
 @pytest.mark.parametrize(
