@@ -1,11 +1,13 @@
 """Train any LightningModule on one machine or on many: the same YAML, the same run."""
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # torch reads both once: the first when torch.distributed is imported, the second when a group is made. torch 2.15 puts another
-# library behind "nccl", whose flight recorder does not tell a device that hangs from one that waits for the others.
-os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+# library behind "nccl", whose flight recorder does not tell a device that hangs from one that waits for the others. Where torch
+# has been imported before, it is in use already, and the ranks that this process starts must take the same.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "1" if "torch.distributed" in sys.modules else "0")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # without it no collective is ever recorded as started
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.num_w
 SMALL = (*SHORT, "--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1")
 CONFIGS = {
     "full": SMALL,
+    "ddp_cluster": SMALL,
     "vit": SHORT,
     "debug": (),
     "profile": (),
@@ -25,6 +26,7 @@ CONFIGS = {
     "wandb": SMALL,
     "mlflow": SMALL,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
+    "gpt_cluster": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
 }

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.survive.test_resume import FIT, curves, fit
+from tests.survive.test_resume import FIT, curves
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_intervals_and_limits_are_in_steps_and_samples(tmp_path, world_size):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_intervals_and_limits_are_in_steps_and_samples(quick, tmp_path, ranks):
     words = ("--trainer.limit_train_batches=6", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=3")
-    done = fit(tmp_path, *words, "--checkpoints.every_n_steps=5", "--checkpoints.keep_last=99", world_size=world_size)
-    assert done.returncode == 0, done.stdout
+    done = quick(*FIT, *words, "--checkpoints.every_n_steps=5", "--checkpoints.keep_last=99", ranks=ranks)
+    assert done.code == 0, done.output
     found = curves(tmp_path)
     assert [step for step, _ in found["val/acc"]] == [4, 10, 16]
     assert [step for step, _ in found["train/acc_epoch"]] == [6, 12, 18]

@@ -57,7 +57,7 @@ def test_a_mistake_is_told_once(cli):
     assert run.output.count("There is no key modell") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_rank_that_ends_takes_a_rank_0_along_that_would_wait_for_ever(cli):
     run = cli(*TWO, "--trainer.callbacks=tests.probes.EndsAlone")
     assert run.code == 1

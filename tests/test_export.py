@@ -25,8 +25,8 @@ from tests.conftest import ROOT, TINY, Run, environment, forked
 from tests.own import write_texts
 
 FORMATS = ("safetensors", "torch-export", "onnx")
-ONNX_FIRST = ("onnx", *(pytest.param(form, marks=pytest.mark.slow) for form in ("safetensors", "torch-export")))
-WEIGHTS_FIRST = ("safetensors", *(pytest.param(form, marks=pytest.mark.slow) for form in ("onnx", "torch-export")))
+ONNX_FIRST = ("onnx", *(pytest.param(form, marks=pytest.mark.faults) for form in ("safetensors", "torch-export")))
+WEIGHTS_FIRST = ("safetensors", *(pytest.param(form, marks=pytest.mark.faults) for form in ("onnx", "torch-export")))
 DDP = "--config=configs/ddp.yaml"
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=2")
 

@@ -4,6 +4,9 @@ from typing import Literal
 
 from project.errors import UserError
 
+_CLUSTER = 1024
+"""The global batch of configs/ddp_cluster.yaml and configs/gpt_cluster.yaml."""
+
 
 def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted: int | Literal["auto"], where: str) -> int:
     """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks.
@@ -22,7 +25,7 @@ def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted:
         raise UserError(
             f"{ranks} rank(s) with micro-batches of {micro_batch} can't make a global batch of "
             f"{global_batch} ({sizes}nearest global batch for {ranks} rank(s): {nearest}). "
-            f"HINT: set {name}={nearest}, or change {size}."
+            f"HINT: set {name}={nearest}, or change {size}{_cluster_config(name, at_once)}."
         )
     if wanted not in ("auto", count):
         raise UserError(
@@ -31,3 +34,11 @@ def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted:
             f"HINT: set trainer.accumulate_grad_batches=auto, or leave out {name}."
         )
     return count
+
+
+def _cluster_config(name: str, at_once: int) -> str:
+    """Names the config for clusters, where the number of ranks divides its global batch."""
+    if _CLUSTER % at_once:
+        return ""
+    config = "ddp_cluster.yaml" if name.startswith("data.") else "gpt_cluster.yaml"
+    return f"; configs/{config} takes 1 to 64 ranks (a global batch of {_CLUSTER:,})"

@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gpu_pairs import GLOO, NCCL, SHARED_BY_GLOO, run_pair, shared_backend
 from gpu_speed import BAD, OK, ROOT, Found, against_plain, share_of_peak
 
 SMALL = (
@@ -31,6 +32,9 @@ SMALL = (
     *("--data.batch_size=8", "--watchdog.at_least=6"),
 )
 """configs/ddp.yaml on a CPU, in seconds."""
+SIZE: dict[str, tuple[str, ...]] = {"cuda": (), "cpu": SMALL}
+EXACT_BITS = "--trainer.deterministic=true"
+"""Set wherever bits are compared: without it cuDNN may add up in another order each time."""
 
 
 @dataclass
@@ -42,27 +46,55 @@ class Done:
     seconds: float
 
 
+def variables() -> dict[str, str]:
+    """The environment of the programs of a check."""
+    path = os.pathsep.join((str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def start(*command: str) -> Done:
     """A program, in this check's folder; what it says is shown, too."""
     begun = time.monotonic()
-    path = os.pathsep.join((str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    process = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.run(command, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"$ {' '.join(command)}\n{process.stdout}(exit code {process.returncode})", flush=True)
     return Done(process.returncode, process.stdout, time.monotonic() - begun)
 
 
-def project(*words: str) -> Done:
-    return start(sys.executable, "-m", "project", *words)
+def project(*words: str, ranks: int = 1) -> Done:
+    """Runs `python -m project` on one rank, or on two: as it starts them itself."""
+    return start(sys.executable, "-m", "project", *words, f"--trainer.devices={ranks}")
+
+
+def project_twice(*words: str) -> Done:
+    """Runs `python -m project` as two programs, the two ranks of a run, that share the only GPU."""
+    begun = time.monotonic()
+    pair = run_pair([sys.executable, "-m", "project", *words, "--trainer.num_nodes=2", "--trainer.devices=1"], variables())
+    print(f"$ project {' '.join(words)}, twice\n{pair.output}(exit codes {pair.codes})", flush=True)
+    return Done(pair.code, pair.output, time.monotonic() - begun)
+
+
+def backend_of_two(on: str) -> tuple[str, int]:
+    """How two ranks meet here, and on how many GPUs."""
+    import torch
+
+    if on == "cpu":
+        return GLOO, 0
+    gpus = min(2, torch.cuda.device_count())
+    return (NCCL if gpus == 2 else shared_backend(variables())), gpus
 
 
 def fit(on: str, run: str, *words: str, ranks: int = 1) -> Done:
     """A training by configs/ddp.yaml that never logs within the steps that are looked at."""
-    place = ("--trainer.accelerator=gpu",) if on == "cuda" else ("--trainer.accelerator=cpu", *SMALL)
-    fixed = (f"--config={ROOT}/configs/ddp.yaml", f"--run={run}", f"--trainer.devices={ranks}", "--trainer.max_steps=60")
+    place = (f"--trainer.accelerator={'gpu' if on == 'cuda' else 'cpu'}", *SIZE[on])
+    fixed = (f"--config={ROOT}/configs/ddp.yaml", f"--run={run}", "--trainer.max_steps=60")
     quiet = ("--trainer.log_every_n_steps=1000", "--trainer.limit_val_batches=0")
-    return project("fit", *fixed, *quiet, *place, *words)
+    command = ("fit", *fixed, *quiet, *place, *words)
+    if ranks == 1:
+        return project(*command)
+    backend, gpus = backend_of_two(on)
+    if gpus != 1:
+        return project(*command, ranks=ranks)
+    return project_twice(*command, *((SHARED_BY_GLOO,) if backend == GLOO else ()))
 
 
 def callback(name: str, **settings: Any) -> str:
@@ -93,7 +125,10 @@ def environment(on: str) -> Found:
     found["devices"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
     found["capability"] = [list(torch.cuda.get_device_capability(number)) for number in range(count)]
     found["peers"] = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
-    found["cudnn"] = torch.backends.cudnn.version()
+    try:
+        found["cudnn"] = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another one than torch was built for: the fits show whether it works
+        found["cudnn"] = str(error)
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     questions = {"driver": ("--query-gpu=driver_version", "--format=csv,noheader"), "links": ("topo", "-m")}
@@ -103,7 +138,7 @@ def environment(on: str) -> Found:
     product = torch.randn(256, 256, device="cuda") @ torch.eye(256, device="cuda")  # does the driver fit this torch?
     computes = bool(product.isfinite().all())
     name = torch.cuda.get_device_name()
-    figure = f"{count} x {name}, driver {found.get('driver', 'unknown').splitlines()[0]}, NCCL {found.get('nccl', 'none')}"
+    figure = f"{count} x {name}, driver {(found.get('driver') or 'unknown').splitlines()[0]}, NCCL {found.get('nccl', 'none')}"
     return Found(OK if computes else BAD, figure, found)
 
 
@@ -122,17 +157,25 @@ def gpu_tests(on: str) -> Found:
 # 3: a run, and whether the host waits --------------------------------------------------------------------------------
 
 
-def fits(on: str, precision: str) -> Found:
+def two_ranks(on: str) -> Found:
+    """DDP on two ranks. Gloo copies gradients through the host, which waits for them."""
+    backend, gpus = backend_of_two(on)
+    found = fits(on, "16-mixed" if on == "cuda" else "32-true", ranks=2, waits=backend == GLOO)
+    place = {0: "the CPU", 1: "one GPU", 2: "two GPUs"}[gpus]
+    return Found(found.state, f"2 ranks on {place} by {backend}: {found.figure}", {**found.more, "backend": backend})
+
+
+def fits(on: str, precision: str, ranks: int = 1, waits: bool = False) -> Found:
     """Within one epoch, at whose end the host waits, and without progress lines, which read the loss."""
     long = ("--data.source.init_args.train_size=16384", "--trainer.enable_progress_bar=false")
-    done = fit(on, "it", f"--trainer.precision={precision}", *long, callback("NoWaits"))
+    done = fit(on, "it", f"--trainer.precision={precision}", *long, callback("NoWaits", allowed=waits), ranks=ranks)
     looked = Path("looked.json")
     if done.code or not looked.exists():
         return Found(BAD, last_line(done))
     seen = json.loads(looked.read_text())
     right = seen["device"].startswith(on) and seen["steps"] == 30 and f"instead of {precision}" not in done.said
-    waits = "no wait" if on == "cuda" else "whether it waits can't be seen on a CPU;"
-    return Found(OK if right else BAD, f"{waits} in {seen['steps']} steps on {seen['device']}", seen)
+    seen_waits = "not looked for waits" if waits else "no wait" if on == "cuda" else "whether it waits can't be seen on a CPU;"
+    return Found(OK if right else BAD, f"{seen_waits} in {seen['steps']} steps on {seen['device']}", seen)
 
 
 def as_graph(on: str) -> Found:
@@ -149,22 +192,22 @@ def as_graph(on: str) -> Found:
 
 
 def same(*runs: str) -> Found:
-    done = project("same", *runs)
+    done = start(sys.executable, "-m", "project", "same", *runs)
     return Found(OK if done.code == 0 else BAD, next(iter(done.said.splitlines()), "nothing was said")[:100])
 
 
 def twice(on: str) -> Found:
     for run in ("one", "other"):
-        if (done := fit(on, run)).code:
+        if (done := fit(on, run, EXACT_BITS)).code:
             return Found(BAD, last_line(done))
     return same("one", "other")
 
 
 def resumed(on: str) -> Found:
     """Saved every 10 steps and killed after 25: steps 21 to 25 are computed twice. Compared with a run that went through."""
-    if (done := fit(on, "whole")).code:
+    if (done := fit(on, "whole", EXACT_BITS)).code:
         return Found(BAD, last_line(done))
-    words = ("--checkpoints.every_n_steps=10", callback("Fault", step=25))
+    words = (EXACT_BITS, "--checkpoints.every_n_steps=10", callback("Fault", step=25))
     killed, again = fit(on, "killed", *words), fit(on, "killed", *words)
     if killed.code != -9 or again.code:
         return Found(BAD, f"killed: exit code {killed.code}, resumed: {again.code}: {last_line(again)}")
@@ -175,7 +218,7 @@ def resumed(on: str) -> Found:
 
 def exact(on: str) -> Found:
     for ranks in (1, 2):
-        if (done := fit(on, f"on-{ranks}", "--trainer.exact=true", ranks=ranks)).code:
+        if (done := fit(on, f"on-{ranks}", "--trainer.exact=true", EXACT_BITS, ranks=ranks)).code:
             return Found(BAD, last_line(done))
     return same("on-1", "on-2")
 
@@ -209,14 +252,19 @@ def profile(on: str) -> Found:
 BLAMED = {
     "kill": "rank 1 on {host} was killed by signal 9",
     "hang": "The run hangs: rank 1 on {host}",
-    "abort": "lost another rank: rank 1 on {host}",
+    "abort": "NCCL communicator was aborted on rank 1",
 }
 
 
-def fault(on: str, how: str, code: int | None, within: float) -> Found:
-    """Rank 1 of 2 breaks: the run ends in time, with this code (None: any but 0), and says which rank it was, and no other."""
+def fault(on: str, how: str, code: int | None, within: float, micro_batches: int = 1) -> Found:
+    """Rank 1 of 2 breaks: the run ends in time, with this code (None: any but 0), and says which rank it was, and no other.
+
+    Struck before step 21, which neither logs nor saves: rank 0 goes on into the step's collectives, and waits there. With one
+    micro-batch a step nothing else sets the ranks apart; with several, the host of rank 1 may be behind as well.
+    """
     words = ("--watchdog.at_least=10", "--trainer.max_steps=100000", "--trainer.max_epochs=100000")
-    done = fit(on, "it", callback("Fault", rank=1, how=how), *words, ranks=2)
+    step = ("--data.global_batch_size=null", f"--trainer.accumulate_grad_batches={micro_batches}")
+    done = fit(on, "it", callback("Fault", rank=1, step=21, how=how), *words, *step, ranks=2)
     struck, host = Path("struck"), socket.gethostname()
     if not struck.exists():
         return Found(BAD, f"the fault was not reached: {last_line(done)}")
@@ -231,8 +279,8 @@ def fault(on: str, how: str, code: int | None, within: float) -> Found:
 
 
 def doctor(on: str) -> Found:
-    place = ("--trainer.accelerator=gpu",) if on == "cuda" else ("--trainer.accelerator=cpu", *SMALL)
-    done = project("doctor", f"--config={ROOT}/configs/ddp.yaml", *place)
+    place = (f"--trainer.accelerator={'gpu' if on == 'cuda' else 'cpu'}", *SIZE[on])
+    done = start(sys.executable, "-m", "project", "doctor", f"--config={ROOT}/configs/ddp.yaml", *place)
     rows = re.findall(r"^│ (\S.*?) +│ (good|warning|bad) ", done.said, re.MULTILINE)
     not_good = [f"{name}: {verdict}" for name, verdict in rows if verdict != "good"]
     return Found(OK if done.code == 0 and rows else BAD, f"exit code {done.code}; {', '.join(not_good) or 'all is good'}")
@@ -240,6 +288,7 @@ def doctor(on: str) -> Found:
 
 CHECKS: dict[str, Callable[[str], Found]] = {
     "environment": environment,
+    "two ranks": two_ranks,
     "fit in 32-true": lambda on: fits(on, "32-true"),
     "fit in 16-mixed": lambda on: fits(on, "16-mixed"),
     "fit in bf16-mixed": lambda on: fits(on, "bf16-mixed"),
@@ -252,6 +301,7 @@ CHECKS: dict[str, Callable[[str], Found]] = {
     "exact on 1 and on 2": exact,
     "a rank is killed": lambda on: fault(on, "kill", None, 30),
     "a device hangs": lambda on: fault(on, "hang", 75, 60),
+    "a device hangs, accumulating": lambda on: fault(on, "hang", 75, 60, micro_batches=4),
     "NCCL gives up": lambda on: fault(on, "abort", 75, 60),
     "profile": profile,
     "doctor": doctor,

@@ -7,8 +7,9 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-OK, BAD = "ok", "bad"
+OK, BAD, SLOW = "ok", "bad", "slow"  # slow: it works, and misses its goal
 TIMES_PLAIN, SHARE_OF_PEAK = 5.0, 0.35
+_RECORDS = ("reduce-overhead", "max-autotune")  # compiles that record graphs of their own, which fit into no other graph
 
 
 @dataclass
@@ -59,7 +60,7 @@ def against_plain(on: str) -> Found:
     data = spent["data"] / (sum(spent.values()) or 1)
     best = max(speed.values()) / plain
     said = ", ".join(f"{name} {one / plain:.2f} times" for name, one in speed.items())
-    state = OK if on == "cpu" or best >= TIMES_PLAIN else BAD
+    state = OK if on == "cpu" or best >= TIMES_PLAIN else SLOW
     return Found(state, f"{said}; plain {plain:,.0f} samples/s, {data:.0%} of it waiting for data", found)
 
 
@@ -72,9 +73,8 @@ def share_of_peak(on: str, *compiles: str) -> Found:
     from project.watch.peaks import peak_of
 
     batch = 1024 if on == "cuda" else 4
-    # max-autotune makes graphs itself.
-    captures = {one: "none" if one == "max-autotune" else "auto" for one in compiles}
-    ways = [(f"--trainer.capture={capture}", f"--model.compile={one}") for one, capture in captures.items()]
+    captures = {mode: "none" if mode in _RECORDS else "auto" for mode in compiles}
+    ways = [(f"--trainer.capture={capture}", f"--model.compile={mode}") for mode, capture in captures.items()]
     if "none" in compiles:
         ways.append(("--trainer.capture=none", "--model.compile=none"))
     words = (f"--data.batch_size={batch}", "--trainer.precision=bf16-mixed", "--model.channels_last=true")
@@ -88,7 +88,7 @@ def share_of_peak(on: str, *compiles: str) -> Found:
         return Found(BAD, f"nobody knows the bf16 peak of {device.name}: {speed}", found)
     shares = {name: flops(MiniResNet(), (3, 32, 32)) * one / peak for name, one in speed.items()}
     said = ", ".join(f"{name} {share:.0%} ({speed[name]:,.0f}/s)" for name, share in shares.items())
-    return Found(OK if max(shares.values()) >= SHARE_OF_PEAK else BAD, said, found)
+    return Found(OK if max(shares.values()) >= SHARE_OF_PEAK else SLOW, said, found)
 
 
 def _named(words: Sequence[str]) -> str:

@@ -54,7 +54,8 @@ def measured(kind: str) -> dict[str, float]:
     from tests.standin.pool import environment, meeting_place
 
     probe = {"class_path": "tests.standin.probes.Cost", "init_args": {"first": FIRST, "last": LAST}}
-    words = ["-m", "project", *KINDS[kind], "--trainer.callbacks=" + json.dumps([probe])] if KINDS[kind] else [__file__, "plain"]
+    ours = ["-m", "project", *KINDS[kind], "--trainer.callbacks=" + json.dumps([probe])]
+    words = ours if KINDS[kind] else [__file__, "plain"]
     with tempfile.TemporaryDirectory() as folder, meeting_place() as place:
         own = {**os.environ, **environment(1, place), "STANDIN_EMULATE": "0"}
         done = subprocess.run([sys.executable, *words], cwd=folder, env=own, capture_output=True, text=True)

@@ -138,6 +138,7 @@ def test_a_matrix_product_on_a_gpu_is_timed_by_events_in_a_row_and_in_tf32_where
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.faults
 @pytest.mark.timed
 def test_a_benchmark(cli, tmp_path):
     """The ratios are loose: what they must catch is a lever that is lost."""

@@ -42,7 +42,7 @@ def test_one_after_the_other_in_each_round(tmp_path):
     assert measured["a"].fp32 == {"products": "highest", "tf32 in convolutions": True}  # torch's own defaults
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_turn_lasts_long_enough(tmp_path):
     """Five steps of a GPU are over in ten milliseconds: the warm-up finds out how many each program takes."""
     measured = interleaved([program("a", 0.0), program("b", 0.02)], tmp_path, turns=2, steps=2, least_seconds=0.3)

@@ -120,6 +120,7 @@ def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
     assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
 
 
+@pytest.mark.faults
 def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     """It is so configured, and the run is stopped: the other host gets the checkpoint to go on from by the network."""
     (tmp_path / "own").mkdir()
@@ -135,6 +136,7 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+@pytest.mark.faults
 @pytest.mark.timed
 def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     """h3's link is shaped; the hosts' own names lead to 127.0.1.1, as Debian has it."""
@@ -197,9 +199,10 @@ def test_a_firewall_between_two_hosts(hosts, tmp_path):
     assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("deaf", "way"),
-    [pytest.param(0, "from h2 don't arrive at h1", marks=pytest.mark.faults), (1, "from h1 don't arrive at h2")],
+    [(0, "from h2 don't arrive at h1"), (1, "from h1 don't arrive at h2")],
 )
 def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
     """A tunnel with a wrong MTU: the hosts meet, and whatever is long gets lost. Both hosts say so."""

@@ -185,9 +185,10 @@ def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, na
     assert run.code == 0, run.output
     assert "outputs" not in run.output  # as many as classes
     assert [value for _, value in run.events("train/lr")] == pytest.approx([0.01 / 4, 0.01 / 16, 0.01 / 64])
-    again = quick("fit", f"--config={run.folder}/lightning_logs/it/config.yaml", "--run=again")
-    assert again.code == 0, again.output
-    assert "outputs" not in again.output
+    if name in ("unannotated", "create_anything"):  # those of which a config can say least
+        again = quick("fit", f"--config={run.folder}/lightning_logs/it/config.yaml", "--run=again")
+        assert again.code == 0, again.output
+        assert "outputs" not in again.output
 
 
 @pytest.mark.parametrize("name", ["halving", "annotated_halving"])

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from tests.cluster.conftest import hosts, three_hosts  # noqa: F401 - fixtures
 from tests.cluster.test_hosts import launch, printed
-from tests.conftest import Cli
+from tests.conftest import PATIENCE, Cli
+from tests.conftest import environment as clean
 from tests.own import write_texts
 from tests.standin.pool import environment, meeting_place
 from tests.standin.test_runs import DDP, GPT, fault, final, plugged
@@ -40,6 +43,29 @@ def test_a_rank_that_is_killed_is_named(gpu_program: Cli, launcher: str) -> None
     run = gpu_program(*DDP, *words, plugged(fault(rank=1, step=3, how="kill")), gpus=2, **ranks)
     assert run.code == (1 if launcher == "torchrun" else 75), run.output  # torchrun has a code of its own
     assert f"rank 1 on {socket.gethostname()} was killed by signal 9" in run.output
+
+
+FIRST_TORCH = """
+import os
+import torch
+from project import Trainer
+from tests.own import PointsData, Regression
+
+if __name__ == "__main__":
+    trainer = Trainer(max_epochs=1, accelerator="gpu", devices=3, global_batch_size=24, default_root_dir="run")
+    trainer.fit(Regression(), datamodule=PointsData(size=48))
+    open(f"nccl-{trainer.global_rank}", "w").write(os.environ["TORCH_DIST_USE_NCCL2"])
+"""
+
+
+def test_all_ranks_take_the_same_nccl_where_torch_was_imported_first(tmp_path: Path) -> None:
+    (tmp_path / "first_torch.py").write_text(FIRST_TORCH)
+    with meeting_place() as place:
+        own = clean(**environment(3, place))
+        command = [sys.executable, "first_torch.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(tmp_path / f"nccl-{rank}").read_text() for rank in range(3)] == ["1"] * 3
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def built(folder: Path) -> float:
     return float(found["built"] / WEIGHTS)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.usefixtures("cgroup")
 def test_what_has_no_room_with_ddp_is_trained_sharded(tmp_path):
     group = Group(tmp_path)

@@ -72,7 +72,12 @@ def deaf(*more, **how):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "on"), [("python", 1), pytest.param("torchrun", 0, marks=pytest.mark.faults), ("torchrun", 1)]
+    ("launcher", "on"),
+    [
+        pytest.param("python", 1, marks=pytest.mark.faults),
+        pytest.param("torchrun", 0, marks=pytest.mark.faults),
+        ("torchrun", 1),
+    ],
 )
 def test_ranks_that_wait_for_a_device_are_told_of_a_failure_and_end(cli, launcher, on):
     """Stands for NCCL: who waits for its device sees no closed connection."""

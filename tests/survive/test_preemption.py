@@ -22,7 +22,12 @@ LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000"
 
 
 @pytest.mark.parametrize(
-    "who", [pytest.param("one process", marks=pytest.mark.faults), "the terminal's group", "only rank 0 of two"]
+    "who",
+    [
+        pytest.param("one process", marks=pytest.mark.faults),
+        "the terminal's group",
+        pytest.param("only rank 0 of two", marks=pytest.mark.faults),
+    ],
 )
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     ranks = 1 if who == "one process" else 2
@@ -102,7 +107,7 @@ def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_pat
     assert run.wait(10) == 143
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_checkpoint_that_takes_longer_than_torchrun_waits_is_said_before_a_signal_comes(cli):
     slow = json.dumps([{"class_path": "tests.probes.SlowDisk", "init_args": {"seconds": 1.5}}])
     words = ("--trainer.max_epochs=1", f"--trainer.callbacks={slow}", "--checkpoints.every_n_steps=1", "--data.batch_size=8")

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from project.survive.readable import plain_values
 from project.watch.history import OURS
-from tests.conftest import TINY, environment, forked
+from tests.conftest import TINY, forked
 
 FIT = (
     *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word)),
@@ -43,18 +41,6 @@ def same(one: object, other: object) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
-
-
-def fit(folder: Path, *words: str, world_size: int = 1) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "project", *FIT, f"--trainer.devices={world_size}", *words],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +150,10 @@ def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
 @pytest.mark.parametrize(
     ("rank", "where", "step"), [pytest.param(0, "accumulation", 12, marks=pytest.mark.faults), (1, "validation", 13)]
 )
-def test_one_rank_of_two_is_killed(uninterrupted, tmp_path, rank, where, step):
+def test_one_rank_of_two_is_killed(uninterrupted, quick, tmp_path, rank, where, step):
     fault = faults({"rank": rank, "where": where, "step": step})
-    assert fit(tmp_path, fault, world_size=2).returncode != 0
-    resumed = forked(tmp_path, *FIT, fault, ranks=2)
+    assert quick(*FIT, fault, ranks=2).code != 0
+    resumed = quick(*FIT, fault, ranks=2)
     assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(2))
 

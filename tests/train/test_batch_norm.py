@@ -124,7 +124,7 @@ class Counting:
         return graph.forward
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_network_is_not_translated_again_for_every_micro_batch(tmp_path):
     """Once for training and once for evaluation. It was once for each of the 8 micro-batches, and then no more."""
     torch.compiler.reset()

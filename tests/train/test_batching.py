@@ -26,3 +26,13 @@ def test_plain_accumulation_works_without_a_global_batch():
 def test_a_world_size_that_does_not_fit_is_told_which_do():
     with pytest.raises(ValueError, match=r"ranks that fit: 1, 2, 4, 8; nearest global batch for 3 rank\(s\): 144"):
         accumulation(128, 16, 3, "auto", KEYS)
+
+
+@pytest.mark.parametrize("keys", [KEYS, "trainer.global_batch_size batch_size"])
+@pytest.mark.parametrize(("ranks", "fits"), [(16, True), (64, True), (3, False), (128, False)])
+def test_a_refusal_names_the_config_for_clusters_where_it_fits(keys: str, ranks: int, fits: bool) -> None:
+    config = "configs/ddp_cluster.yaml" if keys == KEYS else "configs/gpt_cluster.yaml"
+    with pytest.raises(ValueError, match="can't make a global batch of 128") as refusal:
+        accumulation(128, 16, ranks, "auto", keys)
+    assert (f"{config} takes 1 to 64 ranks" in str(refusal.value)) == fits
+    assert [accumulation(1024, 16, 2**power, "auto", keys) for power in range(7)] == [64, 32, 16, 8, 4, 2, 1]

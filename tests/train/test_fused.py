@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from project import Trainer
+from project.errors import UserError
 from project.model.fused import fused
+from project.train.usual import give_zero_momentum
 
 STEPS = 5
 CLIPS: list[dict[str, Any]] = [
@@ -114,6 +116,27 @@ def test_a_run_that_goes_on_computes_its_steps_as_this_start_says(tmp_path, befo
     expected = trained(tmp_path / "whole", now, 4)
     for name, value in trainer.lightning_module.state_dict().items():
         assert torch.allclose(value, expected.lightning_module.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_a_first_step_that_is_skipped_leaves_no_garbage_in_the_momentum():
+    """torch leaves it uninitialised (docs/dev/upstream.md): memory that was freed just now is not zero."""
+    weight = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    give_zero_momentum(optimizer)
+    del [torch.full((1000,), 7.0) for _ in range(100)][:]
+    for gradient, found in ((torch.inf, 1.0), (0.0, 0.0)):
+        weight.grad, optimizer.found_inf = torch.full_like(weight, gradient), torch.tensor(found)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert not weight.any()
+    weight.grad = torch.ones(1000)
+    optimizer.step()
+    assert torch.equal(weight, torch.full((1000,), -0.1))
+
+
+def test_an_sgd_whose_momentum_can_not_begin_with_zeros_is_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9, dampening=0.1, fused=True)
+    with pytest.raises(UserError, match="set fused=false, or dampening=0"):
+        give_zero_momentum(optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -140,7 +140,7 @@ def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     assert theirs["spread"]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     words = ("--trainer.precision=32-true",)
     ways = {"none": {}, "computed": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "sent": {"reduce_dtype": "bf16"}}

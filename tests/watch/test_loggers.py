@@ -196,7 +196,7 @@ def test_what_is_wrong_at_the_start_ends_the_run_with_a_line(quick, named, cause
     assert time.monotonic() - begun < 60
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_it_may_be_told_by_the_environment_and_no_password_is_written_down(cli, tmp_path):
     words = (*FIT, "--trainer.max_steps=2", f"--trainer.logger={json.dumps(ALL)}")
     refused = cli(*words, "--run=refused", MLFLOW_TRACKING_URI="http://me:secret@127.0.0.1:9", WANDB_MODE="disabled")
@@ -212,7 +212,7 @@ def test_it_may_be_told_by_the_environment_and_no_password_is_written_down(cli, 
     assert not [one for one in tmp_path.rglob("*") if one.is_file() and b"secret" in one.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_tensorboard_stays_unless_there_is_to_be_none(quick, tmp_path):
     """Without its events there is no report; and another logger may come later, or go."""
     first = quick(*FIT, "--trainer.max_steps=4", "--trainer.logger=CSVLogger")

@@ -1,6 +1,8 @@
 """Names the rank that hangs, by what torch's flight recorder says on each: dumps of real gloo ranks."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from project.survive.hang import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
 from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.watchdog import Watchdog
+from tests.conftest import environment
 
 Dump = list[dict[str, Any]]
 
@@ -107,3 +110,14 @@ def test_nccl_notes_when_a_collective_starts_and_what_the_user_has_set_stays(mon
     assert name not in flights.os.environ
     flights.prepare(torch.device("cuda", 0))
     assert flights.os.environ.pop(name) == "1"
+
+
+@pytest.mark.parametrize(
+    ("imports", "given", "taken"),
+    [("project", {}, "0"), ("torch, project", {}, "1"), ("project", {"TORCH_DIST_USE_NCCL2": "1"}, "1")],
+)
+def test_the_nccl_whose_recorder_tells_who_hangs_is_taken_unless_another_is_in_use(imports, given, taken):
+    program = f"import {imports}, os; print(os.environ['TORCH_DIST_USE_NCCL2'], os.environ['TORCH_NCCL_ENABLE_TIMING'])"
+    clean = {name: value for name, value in environment(**given).items() if name in given or not name.startswith("TORCH_")}
+    done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [taken, "1"]
