@@ -34,7 +34,9 @@ ON_CPU_ALONE = re.compile("_?convolution|conv[123]d|.*linalg|.*fft|.*cholesky")
 TAKE_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 SMALL = (torch.float16, torch.bfloat16)
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
+PRETENDED_DEVICE = torch.ops.prim.device.default
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 mode_of = torch._C._get_dispatch_mode
 
 
@@ -53,8 +55,8 @@ class Operator:
         self.may_be_view = (
             any(returned) and not self.writes
         )  # `reshape` and the like may copy; all that are not made of others view
-        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
-        self.no_kernel |= self.may_be_view and not is_made_of_others
+        if self.may_be_view and not has_kernel(overload.name(), "CompositeImplicitAutograd"):
+            self.no_kernel = True
         self.makes_tensors = not self.writes or not all(returned)
         self.draws = Tag.nondeterministic_seeded in overload.tags
         self.takes_masks = name in TAKE_MASKS
@@ -177,7 +179,7 @@ class Emulation(TorchDispatchMode):
         fake = mode_of(FAKE) is not None
         for kind in types:
             if kind not in (Tensor, Parameter) and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-                if kind.__name__ != "FakeTensor":
+                if kind.__name__ != "FakeTensor" or func is PRETENDED_DEVICE:
                     return NotImplemented  # a subclass, whose own operators come here
                 fake = True
         if fake or operator.no_kernel:

@@ -36,7 +36,8 @@ def test_probes_see_launches_contexts_and_the_loss_scale(gpu: Cli, tmp_path: Pat
     probes = [probe("Cost", first=4, last=8), probe("Contexts"), probe("Scale", initial=2.0**30)]
     run = gpu(*FIT, *captured, *probes, gpus=2)
     assert run.code == 0, run.output
-    assert written(tmp_path, "cost")["graphs"] == 8  # micro-batches a step
+    cost = written(tmp_path, "cost")
+    assert cost["launches"] > cost["graphs"] >= 8  # micro-batches a step
     assert written(tmp_path, "contexts") == {"devices": [0], "own": 0}
     assert written(tmp_path, "scale")["1"] == 2.0**29
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,6 +145,15 @@ def test_devices_are_as_many_as_large_and_as_used_as_asked() -> None:
         torch.empty(1 << 30, dtype=torch.uint8, device="cuda:2")
     torch.ones(3, device="cuda:2").sum().item()
     assert DRIVER.standin_contexts() & 0b010 == 0
+
+
+@on_gpus()
+def test_tensors_without_values_stay_so() -> None:
+    with FakeTensorMode(), torch.device(GPU):
+        net, images = network(), torch.randn(8, 3, 8, 8)
+        F.cross_entropy(net(images), torch.zeros(8, dtype=torch.long, device=GPU)).backward()
+    assert isinstance(net[0].weight.grad, FakeTensor)
+    assert (net[0].weight.grad + 1).device.type == net(images).device.type == GPU
 
 
 @on_gpus()
