@@ -34,7 +34,10 @@ settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 # What a launcher may have left in the environment of the tests must not reach what they start.
-_LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_NUM")
+_LAUNCHER = (
+    *("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_NUM"),
+    "TORCH_DIST_USE_NCCL2",  # the tests import torch before the project, which programs do not
+)
 
 PATIENCE = 1200
 """Seconds after which a run counts as stuck; not a measure of speed, as other tests run beside it."""
@@ -159,7 +162,9 @@ def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extr
         os.dup2(file.fileno(), 2)
     multiprocessing.set_start_method("fork", force=True)  # as in a program of its own; here it would be forkserver
     os.chdir(folder)
-    for name in set(os.environ) - set(environment()):
+    for name in (
+        set(os.environ) - set(environment()) - {"TORCH_DIST_USE_NCCL2"}
+    ):  # which the project has set when it was imported
         del os.environ[name]
     os.environ.update(extra)
     sys.argv = [program.partition(":")[0], *words]

@@ -45,6 +45,7 @@ def checks(gpu: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
         if words[0] == "same":  # which starts without torch, in a moment
             return program(*command)
         run = gpu(*words, ranks=2 if "--trainer.devices=2" in words else 1, gpus=2, program=f"{__name__}:main")
+        print(run.output)
         return loaded.Done(run.code, run.output, 0.0)
 
     monkeypatch.setattr(loaded, "start", start)

@@ -181,17 +181,26 @@ def test_a_device_without_memory_is_named(gpu: Cli) -> None:
     assert "HINT: the micro-batch does not fit. Set data.batch_size lower" in run.output
 
 
-@pytest.mark.parametrize("nccl2", ["0", "1"], ids=["nccl", "nccl2"])
+ENDLESS = (*DDP, "--watchdog.at_least=6", "--trainer.max_epochs=1000", "--trainer.max_steps=100000")
+
+
 @pytest.mark.parametrize("how", ["hang", "abort"])
-def test_a_rank_that_hangs_or_gives_up_is_named(gpu: Cli, how: str, nccl2: str) -> None:
-    words = ("--watchdog.at_least=6", "--trainer.max_epochs=1000", "--trainer.max_steps=100000")
-    run = gpu(*DDP, plugged(fault(rank=1, step=21, how=how)), *words, ranks=2, TORCH_DIST_USE_NCCL2=nccl2)
+def test_a_rank_that_hangs_or_gives_up_is_named(gpu: Cli, how: str) -> None:
+    run = gpu(*ENDLESS, plugged(fault(rank=1, step=21, how=how)), ranks=2)
     assert run.code == 75, run.output
     if how == "abort":
-        assert "lost another rank" in run.output
-    elif nccl2 == "0":
+        assert "lost another rank: NCCL communicator was aborted on rank 1" in run.output
+    else:
         assert "The run hangs: rank 1" in run.output
         assert "Its device has not got to nccl:" in run.output
         assert "The run hangs: rank 0" not in run.output
-    else:
-        assert "The run hangs:" in run.output
+
+
+@pytest.mark.parametrize("how", ["hang", "abort"])
+def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
+    """Its recorder does not tell who hangs, only that somebody does."""
+    fails = plugged(fault(rank=1, step=21, how=how))
+    run = gpu_program(*ENDLESS, fails, "--trainer.devices=2", gpus=2, TORCH_DIST_USE_NCCL2="1")
+    assert run.code == 75, run.output
+    message = "lost another rank: NCCL communicator was aborted after a previous error" if how == "abort" else "The run hangs:"
+    assert message in run.output
