@@ -55,6 +55,30 @@ class DuelWithNan(Duel):
         Path("finite.json").write_text(json.dumps([bool(one.isfinite().all()) for one in self.parameters()]))
 
 
+class StepsByItself(Regression):
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.fused = False, fused
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.fused)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_norm_of_a_gradient_that_is_scaled_is_not_shown(gpu: Cli, tmp_path: Path, fused: bool) -> None:
+    words = ("--model=tests.standin.test_strangers.StepsByItself", f"--model.init_args.fused={fused}".lower())
+    run = gpu(*OWN, *words, "--data.init_args.batch_size=12", "--trainer.precision=16-mixed", "--run=it")
+    assert run.code == 0, run.output
+    shown = EventAccumulator(str(tmp_path / "lightning_logs/it")).Reload().Tags()["scalars"]
+    assert ("train/grad_norm" in shown) is not fused
+
+
 def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli) -> None:
     run = gpu(*OWN, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
     assert run.code == 0, run.output
