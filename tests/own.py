@@ -135,6 +135,21 @@ class Duel(Regression):
         return [one, other], [torch.optim.lr_scheduler.ExponentialLR(one, 0.7)]
 
 
+class Sparse(Regression):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 2, sparse=True).double()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        word = self.words((batch["point"][:, 0].abs() * 3).long().clamp(max=9))
+        return self.loss(batch) + word.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class Uneven(IterableDataset[dict[str, Any]]):
     """Rank 0 has 3 points, and each other rank 5 more than the one before it."""
 

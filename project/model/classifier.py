@@ -167,7 +167,8 @@ class ImageClassifier(LightningModule):
         return loss
 
     def on_after_backward(self) -> None:
-        self._log_sent()  # the ranks have met since
+        if self._sent is not None and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._log_sent()  # the ranks have met since; a graph can't wait for what was before it
         if self._no_gradient_yet:
             self._no_gradient_yet = False
             self._find_unused()

@@ -107,7 +107,7 @@ class NonFinite(Callback):
         self._unread.clear()  # of a fit that failed
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
-        if self._late and self.act == "skip" and _scaler(trainer) is None and not is_fused(trainer.optimizers[0]):
+        if self._late and self.act == "skip" and _scaler(trainer) is None and not all(map(is_fused, trainer.optimizers)):
             log.info(
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
@@ -128,7 +128,7 @@ class NonFinite(Callback):
 
     def _is_late(self, trainer: Trainer) -> bool:
         """Whether the host need not look at the step at hand: it stops later, or the device leaves the step out by itself."""
-        return self.act == "stop" or _scaler(trainer) is not None or is_fused(trainer.optimizers[0])
+        return self.act == "stop" or _scaler(trainer) is not None or all(map(is_fused, trainer.optimizers))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
@@ -160,8 +160,8 @@ class NonFinite(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._late and hasattr(optimizer := trainer.optimizers[0], "found_inf"):
-            del optimizer.found_inf
+        for optimizer in trainer.optimizers if self._late else ():
+            vars(optimizer).pop("found_inf", None)
         if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
             self._add_loss(trainer)
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:

@@ -74,10 +74,10 @@ class StepGraphs:
     def __init__(self, trainer: Trainer, mover: Any) -> None:
         self._trainer, self._mover = trainer, mover
         self.module, self._optimizer = trainer.lightning_module, trainer.optimizers[0]
-        self._rates = [torch.zeros((), device=trainer.strategy.root_device) for _ in self._optimizer.param_groups]
-        self._known_rates: list[float | None] = [None for _ in self._rates]
-        # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for.
-        self._eager_steps = 11 if isinstance(trainer.strategy.model, DistributedDataParallel) else 3
+        self._rates: list[Tensor] = []
+        self._known_rates: list[float | None] = []
+        self._wrapped: Any = None  # what the strategy has made of the module
+        self._eager_steps = 0
         self._goes_on = False  # the step at hand began as a graph
         self._graphs: dict[Kind, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -139,6 +139,9 @@ class StepGraphs:
     def _begins(self) -> bool:
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False
+        if (wrapped := self._trainer.strategy.model) is not self._wrapped:
+            # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for; a new DistributedDataParallel, too.
+            self._wrapped, self._eager_steps = wrapped, 11 if isinstance(wrapped, DistributedDataParallel) else 3
         if (found := self._baked_in()) != self._signature:
             self._signature, self._graphs = found, {}
             self._eager_steps = max(1, self._eager_steps)  # in which everybody finds what has changed
@@ -155,7 +158,9 @@ class StepGraphs:
         learning = [id(parameter) for parameter in self._parameters if parameter.requires_grad]
         trainer = self._trainer
         modes = self.module.training, trainer.accumulate_grad_batches, trainer.gradient_clip_val, id(trainer.strategy.model)
-        return [tensor.data_ptr() for tensor in self._tensors], groups, learning, modes, self._settings
+        states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters)
+        kept = [value.data_ptr() for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [tensor.data_ptr() for tensor in self._tensors], kept, groups, learning, modes, self._settings
 
     def run(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
         """Returns what `work` makes of the batch; the next micro-batch of its kind overwrites it."""
@@ -187,10 +192,17 @@ class StepGraphs:
             self.recording = False
 
     def _set_rates(self) -> None:
-        for at, group in enumerate(self._optimizer.param_groups):
-            if group["lr"] != self._known_rates[at]:
-                self._known_rates[at] = group["lr"]
-                self._rates[at].fill_(group["lr"])
+        groups = self._optimizer.param_groups
+        if len(self._rates) != len(groups):  # layers were unfrozen, or frozen: graphs are recorded anew
+            self._rates = [torch.zeros((), device=self._trainer.strategy.root_device) for _ in groups]
+            self._known_rates = [None for _ in groups]
+        for at, group in enumerate(groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor) and rate.is_cuda:  # which a schedule changes in place
+                self._rates[at].copy_(rate)
+            elif (number := float(rate)) != self._known_rates[at]:
+                self._known_rates[at] = number
+                self._rates[at].fill_(number)
 
     @contextmanager
     def rates(self) -> Iterator[None]:

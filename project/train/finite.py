@@ -11,9 +11,17 @@ def not_finite(gradients: Sequence[Tensor], one: Tensor) -> Tensor:
 
     It is GradScaler's own check, with a scale of 1: exact, and the cheapest there is.
     """
-    place = gradients[0].device  # the host's memory, where a sharded network is offloaded
-    if place != one.device:
-        return not_finite(gradients, one.to(place)).to(one.device)
+    places = {gradient.device for gradient in gradients}  # the host's memory, where a sharded network is offloaded
+    if places != {one.device}:
+        by_place = [[gradient for gradient in gradients if gradient.device == place] for place in places]
+        return torch.stack([not_finite(some, one.to(some[0].device)).to(one.device) for some in by_place]).amax(0)
     flag = torch.zeros_like(one)
-    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
+    torch._amp_foreach_non_finite_check_and_unscale_([_values(gradient) for gradient in gradients], flag, one)
     return flag
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Returns all numbers of a gradient, as real ones: of a sparse one, those that it has."""
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -185,8 +185,11 @@ class _Reduction:
         return id(self.strategy)
 
     def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(value, Tensor) or not value.is_cuda or not dist.is_initialized():
+        device = self.strategy.root_device
+        if not isinstance(value, Tensor) or device.type != "cuda" or not dist.is_initialized():
             return self.strategy.reduce(value, group, reduce_op)
+        if not value.is_cuda:  # NCCL reduces what lies on GPUs alone
+            return value.copy_(self(value.to(device), group, reduce_op))
         if group is None and isinstance(self.strategy, ByDataRanks):
             group = self.strategy.data_ranks.group
         names = {"mean": "AVG", "avg": "AVG"}

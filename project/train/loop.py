@@ -35,7 +35,7 @@ from project.train.position import out_of_time, timers
 from project.train.rng import run_seed, seed_for_all
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
-from project.train.usual import spread, why_not_ours
+from project.train.usual import spread, unscale_before_hooks, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +246,8 @@ class Steps(_TrainingEpochLoop):
         )
         why_not = why_not_ours(self.trainer, self._takes_batches)
         self._usual, self._out_of_time = why_not is None, None
+        # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
+        unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
         self._validates = self.trainer.enable_validation
         self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
         self._run_seed = run_seed()

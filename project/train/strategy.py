@@ -9,8 +9,8 @@ the order in which their gradients come.
 
 import inspect
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,16 @@ def _learning(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """Has the device do the work within on another stream: after what it was asked for before, and before what follows."""
+    before, own = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets never change.
 
@@ -69,7 +79,7 @@ class OrderedDDP(DistributedDataParallel):
         if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
             usual["gradient_as_bucket_view"] = True
         # A graph needs a stream of its own here; elsewhere every gradient would then have to wait for that stream.
-        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu and for_graphs else nullcontext():  # type: ignore[no-untyped-call]
+        with own_stream() if on_gpu and for_graphs else nullcontext():
             super().__init__(module, **{**usual, **settings})
             # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
             if not self.find_unused_parameters and not self.static_graph:

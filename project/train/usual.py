@@ -76,6 +76,16 @@ def is_fused(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
 
 
+def unscale_before_hooks(trainer: Trainer, whether: bool) -> None:
+    """Has Lightning's own loop take the loss scale off the gradients of fused optimisers, too, before a hook or clipping sees
+    them. torch's fused ones do so within their step, and Lightning refuses to clip then; the host waits for the device instead.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is None or isinstance(trainer.strategy, Sharded):
+        return
+    for optimizer in filter(is_fused, trainer.optimizers):
+        optimizer._step_supports_amp_scaling = not whether  # type: ignore[attr-defined]
+
+
 def give_zero_momentum(optimizer: Optimizer) -> None:
     """Gives the parameters of a fused SGD a momentum of zeros, from which its first step computes the same values.
 

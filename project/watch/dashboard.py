@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.train.loop import gradient_norm, joins, leaves
-from project.train.usual import spread
+from project.train.usual import is_fused, spread
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
 from project.watch.pictures import seen
@@ -82,6 +82,9 @@ class Dashboard(Callback):
         renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
         shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
         looks = whole and trainer.loggers and shown and len(trainer.optimizers) == 1 and not renews
+        # A fused optimiser takes the loss scale off within its step, where the module steps by itself.
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and not pl_module.automatic_optimization
+        looks = looks and not (scaled and is_fused(trainer.optimizers[0]))
         self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
         self._described = False
         if not trainer.is_global_zero:

@@ -9,6 +9,7 @@ import torch
 
 from project.data.order import Order
 from project.survive.nonfinite import NonFinite
+from project.train.finite import not_finite
 from project.train.micro_batch import MicroBatch
 from tests.conftest import Cli, forked, since_struck, took
 from tests.survive.test_resume import curves, same
@@ -139,6 +140,32 @@ def test_a_gradient_alone_is_named_by_its_parameters(quick: Cli, tmp_path):
     assert run.output.count("HINT") == 1
     assert steps(tmp_path) == [2]
     assert all(value.isfinite().all() for value in saved(tmp_path, 2)["state_dict"].values())
+
+
+KINDS = {
+    "sparse": torch.sparse_coo_tensor([[0, 2]], [1.0, 1.0], (4,), check_invariants=True),
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "of_half_precision": torch.ones(2, 2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_all_kinds_are_looked_at(kind):
+    gradients = [torch.ones(3), KINDS[kind]]
+    assert not not_finite(gradients, torch.ones(()))
+    assert not_finite([torch.ones(3), KINDS[kind] * torch.inf], torch.ones(()))
+
+
+def test_a_network_with_sparse_gradients_trains(quick: Cli):
+    run = quick(
+        "fit",
+        "--data=tests.own.PointsData",
+        "--model=tests.own.Sparse",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.max_epochs=1",
+    )
+    assert run.code == 0, run.output
+    assert run.events("train/grad_norm")
 
 
 @pytest.mark.parametrize("extra", [0.0, torch.nan, torch.inf])

@@ -1,9 +1,11 @@
 """A step that is taken as a CUDA graph is the step that it was recorded from: on the stand-in for a GPU."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,6 +95,64 @@ def test_what_can_not_be_recorded_is_logged_once_and_taken_eagerly(gpu: Cli):
     )
     assert run.code == 0, run.output
     assert run.output.count("trainer.capture: steps are taken one operation after the other, as LooksWithin has a hook") == 1
+
+
+@pytest.mark.slow
+def test_a_step_is_recorded_after_a_log_point_too(gpu: Cli):
+    """The sums of a log point are on their way when the next step begins, which is the first that is recorded here."""
+    run = gpu(*FIT, "--data.global_batch_size=8", "--trainer.log_every_n_steps=3", GRAPHS, with_callbacks(COUNTS))
+    assert run.code == 0, run.output
+    assert "has graphs: first, last" in run.output
+
+
+CHANGES = [
+    ("Unfreezes", 2, ["--model.lr_scheduler=null"]),
+    ("GivesStatesAnew", 1, []),
+    ("GivesTensorsAsRates", 1, []),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks", "more"), CHANGES)
+def test_what_changes_between_epochs_is_in_the_graphs_of_the_next(gpu: Cli, tmp_path, name, ranks, more):
+    change = f'{{"class_path": "tests.train.test_capture.{name}"}}'
+    words = (*FIT, "--data.global_batch_size=8", "--trainer.precision=32-true", *more)
+    eager = gpu(*words, with_callbacks(change), "--run=eager", ranks=ranks)
+    assert eager.code == 0, eager.output
+    graphs = gpu(*words, GRAPHS, with_callbacks(change, COUNTS), "--run=graphs", ranks=ranks)
+    assert graphs.code == 0, graphs.output
+    assert "rank 0 has graphs: " in graphs.output
+    folders = [tmp_path / "lightning_logs" / name for name in ("eager", "graphs")]
+    assert curves(folders[0]) == curves(folders[1])
+    assert same.main([str(folder) for folder in folders]) == 0
+
+
+class Unfreezes(Callback):
+    """Has the last parameter learn from the second epoch on, in a group of its own."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        [*pl_module.parameters()][-1].requires_grad = False
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            (optimizer,) = trainer.optimizers
+            parameter = optimizer.param_groups[0]["params"].pop()
+            parameter.requires_grad = True
+            optimizer.add_param_group({"params": [parameter], "lr": 0.01})
+
+
+class GivesStatesAnew(Callback):
+    """Does with the optimiser what a search for a learning rate does when it is over."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+class GivesTensorsAsRates(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = torch.tensor(group["lr"])
 
 
 class LooksWithin(Callback):

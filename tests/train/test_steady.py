@@ -1,6 +1,6 @@
 """A steady step asks a GPU for little beside what the network is, and never waits for it: shown where there is no GPU."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from project.data import ImageData, Synthetic, datamodule
 from project.model import ImageClassifier, MiniResNet
 from project.survive.nonfinite import NonFinite
-from project.train.strategy import OrderedDDP
+from project.train.strategy import OrderedDDP, own_stream
 from project.trainer import Trainer
 from project.watch.fingerprints import Fingerprints
 from tests.operators import Operators
@@ -132,3 +132,22 @@ def test_on_a_gpu_gradients_lie_in_their_buckets_and_no_stream_waits_for_another
         with pytest.raises(Made):
             OrderedDDP(SMALL(), device_ids=[0], **settings)
     assert made == [("the default one", True), ("the default one", False)]
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waits_for: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waits_for.append(other)
+
+
+def test_what_a_device_does_on_another_stream_has_its_place_among_the_rest(monkeypatch):
+    """A wrapper that is made in the middle of a run reads weights that a step may still be about to change."""
+    before, own = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: before)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: own)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with own_stream():
+        assert (own.waits_for, before.waits_for) == ([before], [])
+    assert before.waits_for == [own]
