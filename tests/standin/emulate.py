@@ -53,7 +53,9 @@ class Operator:
         self.may_be_view = (
             any(returned) and not self.writes
         )  # `reshape` and the like may copy; all that are not made of others view
-        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+        is_made_of_others = space != "prim" and torch._C._dispatch_has_kernel_for_dispatch_key(
+            overload.name(), "CompositeImplicitAutograd"
+        )
         self.no_kernel |= self.may_be_view and not is_made_of_others
         self.makes_tensors = not self.writes or not all(returned)
         self.draws = Tag.nondeterministic_seeded in overload.tags
