@@ -33,7 +33,7 @@ from project.train.materialize import finish, materialize
 from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import clip_together
+from project.train.spread import clip_together, overflow_together
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import averages, fit_optimizers, refuse_no_values, refuse_own_steps, refuse_what_cant_be
 
@@ -168,6 +168,8 @@ class Sharded(OwnPart):
             self._state = self.model.state_dict()
             self.meet_by_data_ranks(self.model)
             self.precision_plugin.clip_grad_by_norm = clip_together  # type: ignore[method-assign,assignment]
+            if scaler := getattr(self.precision_plugin, "scaler", None):
+                overflow_together(scaler)
         if training:
             self.setup_optimizers(trainer)
             fit_optimizers(self.optimizers)

@@ -195,3 +195,14 @@ def test_a_rank_that_hangs_or_gives_up_is_named(gpu: Cli, how: str, nccl2: str) 
         assert "The run hangs: rank 0" not in run.output
     else:
         assert "The run hangs:" in run.output
+
+
+def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[..., Run]) -> None:
+    """The infinity is in the part of rank 1, and the first gradient is of a layer that is not shared."""
+    scale = {"class_path": "tests.standin.probes.Scale", "init_args": {"initial": 2.0**10}}
+    overflow = plugged(scale, fault(rank=1, step=2, how="overflow"))
+    run = train("overflow-tensor", "tensor_parallel", overflow, ranks=2)
+    assert run.code == 0, run.output
+    scales = [json.loads((run.folder / f"scale-{rank}.json").read_text()) for rank in range(2)]
+    assert scales[0]["3"] == 2.0**9
+    assert scales[0] == scales[1]
