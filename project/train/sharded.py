@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import nn
@@ -34,6 +33,7 @@ from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.spread import clip_together, overflow_together
+from project.train.strategy import begin_alike
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import averages, fit_optimizers, refuse_no_values, refuse_own_steps, refuse_what_cant_be
 
@@ -218,9 +218,7 @@ class Sharded(OwnPart):
             _move_all_but_parameters(block, self.root_device)
         else:
             block.to(self.root_device)
-        for tensor in (*block.parameters(), *block.buffers()):
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor.detach(), 0)
+        begin_alike(one for one in (*block.parameters(), *block.buffers()) if not isinstance(one, DTensor))
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
