@@ -162,7 +162,7 @@ class Sharded(OwnPart):
             finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
-        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype])
+        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype], self.cpu_offload)
         self.root.reduce(not self.exact)
         if self._shared_layers:
             self._state = self.model.state_dict()

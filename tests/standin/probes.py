@@ -53,6 +53,23 @@ class Contexts(Callback):
         write(trainer, "contexts", {"devices": devices, "own": torch.cuda.current_device()})
 
 
+class Waits(Callback):
+    """Writes how often the host waits for a stream in an evaluation to waits-RANK.json."""
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.waits, self.synchronize = 0, torch.cuda.Stream.synchronize
+
+        def synchronize(stream: torch.cuda.Stream) -> None:
+            self.waits += 1
+            self.synchronize(stream)
+
+        torch.cuda.Stream.synchronize = synchronize  # type: ignore[method-assign]
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        torch.cuda.Stream.synchronize = self.synchronize  # type: ignore[method-assign]
+        write(trainer, "waits", self.waits)
+
+
 class Scale(Callback):
     """Begins with a loss scale, and writes the scale after each step to scale-RANK.json."""
 

@@ -206,3 +206,11 @@ def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[...
     scales = [json.loads((run.folder / f"scale-{rank}.json").read_text()) for rank in range(2)]
     assert scales[0]["3"] == 2.0**9
     assert scales[0] == scales[1]
+
+
+def test_offloaded_weights_are_exchanged_when_the_device_has_them(train: Callable[..., Run]) -> None:
+    """The stand-in copies at once, so that a copy which is still on its way is not seen: that it is waited for is."""
+    waits = {"class_path": "tests.standin.probes.Waits"}
+    run = train("offload-waits", "offload", plugged(waits), ranks=2)
+    assert run.code == 0, run.output
+    assert [json.loads((run.folder / f"waits-{rank}.json").read_text()) for rank in range(2)] == [1, 1]
