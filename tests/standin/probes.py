@@ -50,7 +50,7 @@ class Contexts(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         bits = DRIVER.standin_contexts()
         devices = [device for device in range(torch.cuda.device_count()) if bits >> device & 1]
-        write(trainer, "contexts", {"devices": devices, "own": torch.cuda.current_device()})
+        write(trainer, "contexts", {"devices": devices, "own": trainer.strategy.root_device.index})
 
 
 class Waits(Callback):

@@ -214,3 +214,11 @@ def test_offloaded_weights_are_exchanged_when_the_device_has_them(train: Callabl
     run = train("offload-waits", "offload", plugged(waits), ranks=2)
     assert run.code == 0, run.output
     assert [json.loads((run.folder / f"waits-{rank}.json").read_text()) for rank in range(2)] == [1, 1]
+
+
+def test_a_run_on_the_cpu_takes_nothing_of_a_gpu(train: Callable[..., Run]) -> None:
+    contexts = {"class_path": "tests.standin.probes.Contexts"}
+    words = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1")
+    run = train("gpt-cpu", "gpt", plugged(contexts), *words)
+    assert run.code == 0, run.output
+    assert json.loads((run.folder / "contexts-0.json").read_text())["devices"] == []
