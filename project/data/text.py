@@ -248,7 +248,7 @@ class TextData(LightningDataModule):
             self.batch_size,
             num_workers=self.num_workers,
             collate_fn=batch_of,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             **settings,
         )
 

@@ -20,12 +20,13 @@ class Root:
         module: the root.
         keeps: blocks stay gathered from the forward pass to the backward pass.
         gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
+        offloaded: parameters lie in the host's memory.
     """
 
-    def __init__(self, module: nn.Module, keeps: bool, gathered_as: torch.dtype | None = None) -> None:
+    def __init__(self, module: nn.Module, keeps: bool, gathered_as: torch.dtype | None = None, offloaded: bool = False) -> None:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
-        self._keeps, self._gathered_as = keeps, gathered_as
+        self._keeps, self._gathered_as, self._offloaded = keeps, gathered_as, offloaded
         self._parts: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
         self._stays = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
@@ -88,6 +89,8 @@ class Root:
         self._let_go()
         if joins(module.trainer):
             self._gather_as_others()
+        if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
+            torch.cuda.current_stream().synchronize()
         return output
 
     @contextmanager

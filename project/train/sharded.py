@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import nn
@@ -33,7 +32,8 @@ from project.train.materialize import finish, materialize
 from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import clip_together
+from project.train.spread import clip_together, overflow_together
+from project.train.strategy import begin_alike
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import averages, fit_optimizers, refuse_no_values, refuse_own_steps, refuse_what_cant_be
 
@@ -162,12 +162,14 @@ class Sharded(OwnPart):
             finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
-        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype])
+        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype], self.cpu_offload)
         self.root.reduce(not self.exact)
         if self._shared_layers:
             self._state = self.model.state_dict()
             self.meet_by_data_ranks(self.model)
             self.precision_plugin.clip_grad_by_norm = clip_together  # type: ignore[method-assign,assignment]
+            if scaler := getattr(self.precision_plugin, "scaler", None):
+                overflow_together(scaler)
         if training:
             self.setup_optimizers(trainer)
             fit_optimizers(self.optimizers)
@@ -216,9 +218,7 @@ class Sharded(OwnPart):
             _move_all_but_parameters(block, self.root_device)
         else:
             block.to(self.root_device)
-        for tensor in (*block.parameters(), *block.buffers()):
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor.detach(), 0)
+        begin_alike(one for one in (*block.parameters(), *block.buffers()) if not isinstance(one, DTensor))
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""

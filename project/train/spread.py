@@ -107,6 +107,20 @@ def clip_together(optimizer: Optimizer, most: float) -> None:
     clip_parts(parameters, most, total_norm([one.grad for one in parameters if one.grad is not None]))
 
 
+def overflow_together(scaler: Any) -> None:
+    """Has all ranks skip a step whose gradient overflows on one of them, where parameters are spread in several ways: torch's
+    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale."""
+    if "_unscale_grads_" in vars(scaler):  # since another fit
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_everywhere(*args: Any) -> dict[torch.device, Tensor]:
+        flags: dict[torch.device, Tensor] = unscale(*args)
+        return {device: highest(flag) for device, flag in flags.items()}
+
+    scaler._unscale_grads_ = unscale_everywhere
+
+
 # A checkpoint --------------------------------------------------------------------------------------------------------
 
 

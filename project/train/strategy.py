@@ -9,7 +9,7 @@ the order in which their gradients come.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -125,8 +125,16 @@ def share_exactly(strategy: DDPStrategy) -> None:
 
 def _begin_alike(strategy: DDPStrategy) -> None:
     if strategy.world_size > 1 and strategy.model is not None:
-        for tensor in (*strategy.model.parameters(), *strategy.model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+        begin_alike((*strategy.model.parameters(), *strategy.model.buffers()))
+
+
+def begin_alike(tensors: Iterable[Tensor]) -> None:
+    """Gives all ranks rank 0's values, to the bit, of any type and layout: NCCL sends no gaps, and not all types."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()
+        dist.broadcast(values.flatten().view(torch.uint8), 0)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(values)
 
 
 def _share_with_nobody() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
 
+from project.train.spread import local
 from tests.standin.emulate import DRIVER
 
 
@@ -48,7 +50,24 @@ class Contexts(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         bits = DRIVER.standin_contexts()
         devices = [device for device in range(torch.cuda.device_count()) if bits >> device & 1]
-        write(trainer, "contexts", {"devices": devices, "own": torch.cuda.current_device()})
+        write(trainer, "contexts", {"devices": devices, "own": trainer.strategy.root_device.index})
+
+
+class Waits(Callback):
+    """Writes how often the host waits for a stream in an evaluation to waits-RANK.json."""
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.waits, self.synchronize = 0, torch.cuda.Stream.synchronize
+
+        def synchronize(stream: torch.cuda.Stream) -> None:
+            self.waits += 1
+            self.synchronize(stream)
+
+        torch.cuda.Stream.synchronize = synchronize  # type: ignore[method-assign]
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        torch.cuda.Stream.synchronize = self.synchronize  # type: ignore[method-assign]
+        write(trainer, "waits", self.waits)
 
 
 class Scale(Callback):
@@ -71,15 +90,23 @@ class GpuFault(Callback):
     """Breaks something on a rank, once in a folder, before a step is taken.
 
     `how`: 'nan' poisons the batch; 'hang' is a kernel that spins for ever, 'allocate' an allocation that no GPU has memory for,
-    'abort' ends NCCL's connections, as a failing network does, 'kill' is SIGKILL.
+    'abort' ends NCCL's connections, as a failing network does, 'kill' is SIGKILL. 'overflow' is an infinity in the gradient of
+    a layer that ranks share, in each run.
     """
 
     def __init__(self, rank: int, step: int, how: str) -> None:
         self.rank, self.step, self.how = rank, step, how
 
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.how == "overflow" and (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            parts = [one.grad for one in module.parameters() if isinstance(one, DTensor) and one.device_mesh.ndim > 1]
+            for gradient in parts[:1]:
+                if gradient is not None:  # of a step's last micro-batch
+                    local(gradient)[0].fill_(torch.inf)
+
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         struck = Path("struck")
-        if (trainer.global_rank, trainer.global_step) != (self.rank, self.step) or struck.exists():
+        if self.how == "overflow" or (trainer.global_rank, trainer.global_step) != (self.rank, self.step) or struck.exists():
             return
         struck.touch()
         if self.how == "nan":

@@ -45,6 +45,14 @@ def test_a_rank_that_is_killed_is_named(gpu_program: Cli, launcher: str) -> None
     assert f"rank 1 on {socket.gethostname()} was killed by signal 9" in run.output
 
 
+def test_ranks_that_lightning_started_end_with_the_same_code(gpu_program: Cli) -> None:
+    """What a word of JSON says of a strategy is not read before libraries are loaded: Lightning starts the ranks."""
+    words = (sharded(), "--trainer.devices=2", plugged(fault(rank=1, step=2, how="abort")))
+    run = gpu_program(*DDP, *words, gpus=2)
+    assert run.code == 75, run.output
+    assert "lost another rank: rank 1 on " in run.output
+
+
 FIRST_TORCH = """
 import os
 import torch

@@ -204,3 +204,30 @@ def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
     assert run.code == 75, run.output
     message = "lost another rank: NCCL communicator was aborted after a previous error" if how == "abort" else "The run hangs:"
     assert message in run.output
+
+
+def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[..., Run]) -> None:
+    """The infinity is in the part of rank 1, and the first gradient is of a layer that is not shared."""
+    scale = {"class_path": "tests.standin.probes.Scale", "init_args": {"initial": 2.0**10}}
+    overflow = plugged(scale, fault(rank=1, step=2, how="overflow"))
+    run = train("overflow-tensor", "tensor_parallel", overflow, ranks=2)
+    assert run.code == 0, run.output
+    scales = [json.loads((run.folder / f"scale-{rank}.json").read_text()) for rank in range(2)]
+    assert scales[0]["3"] == 2.0**9
+    assert scales[0] == scales[1]
+
+
+def test_offloaded_weights_are_exchanged_when_the_device_has_them(train: Callable[..., Run]) -> None:
+    """The stand-in copies at once, so that a copy which is still on its way is not seen: that it is waited for is."""
+    waits = {"class_path": "tests.standin.probes.Waits"}
+    run = train("offload-waits", "offload", plugged(waits), ranks=2)
+    assert run.code == 0, run.output
+    assert [json.loads((run.folder / f"waits-{rank}.json").read_text()) for rank in range(2)] == [1, 1]
+
+
+def test_a_run_on_the_cpu_takes_nothing_of_a_gpu(train: Callable[..., Run]) -> None:
+    contexts = {"class_path": "tests.standin.probes.Contexts"}
+    words = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1")
+    run = train("gpt-cpu", "gpt", plugged(contexts), *words)
+    assert run.code == 0, run.output
+    assert json.loads((run.folder / "contexts-0.json").read_text())["devices"] == []

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from project.train.strategy import begin_alike
 from tests.standin import build, pool
 
 GPU = "cuda"
@@ -289,6 +290,23 @@ def connect() -> tuple[int, int]:
     store = {} if size > 1 else {"store": dist.HashStore()}
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device, timeout=timedelta(seconds=60), **store)
     return rank, size
+
+
+@on_gpus(ranks=2)
+def test_ranks_begin_alike_however_their_tensors_lie() -> None:
+    """NCCL sends no gaps, and no int16."""
+    rank, _ = connect()
+    first = torch.arange(1.0, 25.0, device=GPU).view(2, 3, 2, 2)
+    whole = first if rank == 0 else torch.zeros_like(first)
+
+    def kinds(of: torch.Tensor) -> list[torch.Tensor]:
+        return [of.flatten(1).t(), of.to(memory_format=torch.channels_last), of.flatten()[::2], of.short(), of.sum()]
+
+    tensors = kinds(whole.clone())
+    begin_alike(tensors)
+    for tensor, wanted in zip(tensors, kinds(first), strict=True):
+        assert tensor.stride() == wanted.stride()
+        assert torch.equal(tensor.cpu(), wanted.cpu())
 
 
 def gradients_in_a_graph(stream_of_ddp: torch.cuda.Stream) -> None:

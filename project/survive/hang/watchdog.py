@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project import early_start
 from project.cluster.interfaces import mtu, own_address
 from project.cluster.place import host
 from project.errors import UserError
@@ -291,12 +292,21 @@ class Watchdog(Callback):
             elif message["kind"] == "filled":
                 self._filled.add(message["rank"])
             elif message["kind"] == "died":
+                self._outlive_launched()
                 NEWS.of_death(message["rank"], message["text"])
             elif message["kind"] == "fails":
+                self._outlive_launched()
                 NEWS.of_failure(message["rank"], message["text"])
             elif message["kind"] == "hang":
                 self._verdict = verdict.verdict(message["verdict"])
                 return
+
+    def _outlive_launched(self) -> None:
+        """Lightning looks every 5 s at the ranks that it started, and kills this one with a signal where one has failed: before
+        it could end by itself, with a code of its own."""
+        launched = getattr(self._trainer.strategy.launcher, "procs", [])
+        early_start.processes.extend(launched)
+        launched.clear()
 
     # Who is at fault -------------------------------------------------------------------------------------------------
 
