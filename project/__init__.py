@@ -4,10 +4,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-# torch reads both once: the first when torch.distributed is imported, the second when a group is made. torch 2.15 puts another
-# library behind "nccl", whose flight recorder does not tell a device that hangs from one that waits for the others. Where torch
-# has been imported before, it is in use already, and the ranks that this process starts must take the same.
-os.environ.setdefault("TORCH_DIST_USE_NCCL2", "1" if "torch.distributed" in sys.modules else "0")
+# torch reads both when a process makes its first group. torch 2.15 puts another library behind "nccl", whose flight recorder
+# does not tell a device that hangs from one that waits for the others. Where there is a group already, that library may be in
+# use, and the ranks that this process starts must take the same.
+_distributed = sys.modules.get("torch.distributed")
+_has_group = _distributed is not None and _distributed.is_available() and _distributed.is_initialized()
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "1" if _has_group else "0")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # without it no collective is ever recorded as started
 
 if TYPE_CHECKING:

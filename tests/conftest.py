@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 # What a launcher may have left in the environment of the tests must not reach what they start.
 _LAUNCHER = (
     *("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_", "OMP_NUM"),
-    "TORCH_DIST_USE_NCCL2",  # the tests import torch before the project, which programs do not
+    "TORCH_DIST_USE_NCCL2",
 )
 
 PATIENCE = 1200

@@ -101,7 +101,7 @@ def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
 
 @pytest.mark.parametrize(
     ("imports", "given", "taken"),
-    [("project", {}, "0"), ("torch, project", {}, "1"), ("project", {"TORCH_DIST_USE_NCCL2": "1"}, "1")],
+    [("project", {}, "0"), ("torch.distributed, project", {}, "0"), ("project", {"TORCH_DIST_USE_NCCL2": "1"}, "1")],
 )
 def test_the_nccl_whose_recorder_tells_who_hangs_is_taken_unless_another_is_in_use(imports, given, taken):
     program = f"import {imports}, os; print(os.environ['TORCH_DIST_USE_NCCL2'], os.environ['TORCH_NCCL_ENABLE_TIMING'])"
