@@ -146,7 +146,7 @@ class NonFinite(Callback):
         if self._step.late:
             torch.maximum(self._flag, flag, out=self._flag)
             if self.act == "skip":
-                torch.gt(flag, 0, out=self._skips)
+                torch.gt(self._flag, 0, out=self._skips)  # of any of the module's optimisers
                 if _scaler(trainer) is None:
                     optimizer.found_inf = flag  # type: ignore[attr-defined]
         # The host waits for the device here: always on a CPU, where that is nothing; on a GPU see `on_train_start`.

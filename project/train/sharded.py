@@ -97,8 +97,8 @@ class Sharded(OwnPart):
 
     @property
     def spread(self) -> bool:
-        """Whether each rank holds a part. On one rank it has all, and only a type of its own needs the machinery."""
-        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype)
+        """Whether each rank holds a part. On one rank it has all: only a type of its own, or the host's memory, needs this."""
+        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -87,6 +87,7 @@ thread_local std::vector<LaunchConfiguration> configurations;
 
 std::atomic<bool> contexts[kMostGpus];
 std::atomic<bool> device_hangs{false};
+std::atomic<bool> device_failed{false};  // for good, as after an assertion in a kernel
 std::atomic<long> launches{0};
 std::atomic<long> graph_launches{0};
 std::atomic<long> launches_while_hung{0};
@@ -118,6 +119,8 @@ cudaError_t fail(cudaError_t error, const char* call) {
   fprintf(stderr, "[stand-in %d] %s: %s\n", getpid(), call, cudaGetErrorString(error));
   return error;
 }
+
+cudaError_t status() { return device_failed ? last_error = cudaErrorAssert : cudaSuccess; }
 
 template <class Place, class Value>
 cudaError_t give(Place* place, Value value) {
@@ -270,7 +273,7 @@ API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) { return
 API cudaError_t cudaDeviceSynchronize() {
   WAIT_REFUSED_IN_CAPTURE("cudaDeviceSynchronize");
   contexts[current_device] = true;
-  return cudaSuccess;
+  return status();
 }
 
 API cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
@@ -284,6 +287,7 @@ API const char* cudaGetErrorString(cudaError_t error) {
       {cudaErrorInvalidValue, "invalid argument"},
       {cudaErrorMemoryAllocation, "out of memory"},
       {cudaErrorNoDevice, "no CUDA-capable device is detected"},
+      {cudaErrorAssert, "device-side assert triggered"},
       {cudaErrorInvalidDevice, "invalid device ordinal"},
       {cudaErrorInvalidResourceHandle, "invalid resource handle"},
       {cudaErrorIllegalState, "the operation cannot be performed in the present state"},
@@ -359,7 +363,7 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t handle, c
     return fail(cudaErrorStreamCaptureUnsupported, call);
   }
   enqueue(handle, [=] { memmove(to, from, size); });
-  return cudaSuccess;
+  return status();
 }
 
 }  // namespace
@@ -489,7 +493,7 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { retu
 
 API cudaError_t cudaStreamQuery(cudaStream_t) {
   REFUSE_IN_CAPTURE("cudaStreamQuery");
-  return device_hangs ? last_error = cudaErrorNotReady : cudaSuccess;
+  return device_hangs ? last_error = cudaErrorNotReady : status();
 }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
@@ -503,7 +507,7 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   }
   WAIT_REFUSED_IN_CAPTURE("cudaStreamSynchronize");
   contexts[current_device] = true;
-  return cudaSuccess;
+  return status();
 }
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
@@ -542,7 +546,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t handle) {
     if (capture != captures.end()) capture->second->invalid = true;
     return fail(cudaErrorCapturedEvent, "cudaEventQuery");
   }
-  return event->done ? cudaSuccess : last_error = cudaErrorNotReady;
+  return event->done ? status() : last_error = cudaErrorNotReady;
 }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -550,10 +554,10 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   {
     REFUSE_IN_CAPTURE("cudaEventSynchronize");
     if (event->capture) return fail(cudaErrorCapturedEvent, "cudaEventSynchronize");
-    if (event->done) return cudaSuccess;
+    if (event->done) return status();
   }
   wait_for_device();
-  return cudaSuccess;
+  return status();
 }
 
 API cudaError_t cudaEventElapsedTime(float* elapsed, cudaEvent_t from, cudaEvent_t to) {
@@ -712,7 +716,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) 
     add_node(stream_of(stream));
   }
   if (device_hangs && ++launches_while_hung > kLaunchQueue) wait_for_device();
-  return cudaSuccess;
+  return status();
 }
 
 }  // namespace
@@ -839,6 +843,8 @@ API const char* cudnnGetErrorString(int) { return "the stand-in has no cuDNN"; }
 // For emulate.py and probes.py.
 
 API int standin_hung() { return device_hangs; }
+
+API void standin_fail() { device_failed = true; }
 
 API long standin_launches() { return launches; }
 

@@ -53,6 +53,13 @@ class Contexts(Callback):
         write(trainer, "contexts", {"devices": devices, "own": trainer.strategy.root_device.index})
 
 
+class Places(Callback):
+    """Writes on which kinds of device the parameters lie at the end to places-RANK.json."""
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        write(trainer, "places", sorted({parameter.device.type for parameter in module.parameters()}))
+
+
 class Waits(Callback):
     """Writes how often the host waits for a stream in an evaluation to waits-RANK.json."""
 
@@ -89,9 +96,9 @@ class Scale(Callback):
 class GpuFault(Callback):
     """Breaks something on a rank, once in a folder, before a step is taken.
 
-    `how`: 'nan' poisons the batch; 'hang' is a kernel that spins for ever, 'allocate' an allocation that no GPU has memory for,
-    'abort' ends NCCL's connections, as a failing network does, 'kill' is SIGKILL. 'overflow' is an infinity in the gradient of
-    a layer that ranks share, in each run.
+    `how`: 'nan' poisons the batch; 'hang' is a kernel that spins for ever, 'assert' one that fails, 'allocate' an allocation
+    that no GPU has memory for, 'abort' ends NCCL's connections, as a failing network does, 'kill' is SIGKILL. 'overflow' is an
+    infinity in the gradient of a layer that ranks share, in each run.
     """
 
     def __init__(self, rank: int, step: int, how: str) -> None:
@@ -115,6 +122,9 @@ class GpuFault(Callback):
             torch.cuda._sleep(1 << 50)  # type: ignore[no-untyped-call]
         elif self.how == "allocate":
             torch.empty(1 << 50, dtype=torch.uint8, device=module.device)
+        elif self.how == "assert":
+            DRIVER.standin_fail()
+            torch.cuda.synchronize()
         elif self.how == "abort":
             dist.group.WORLD.abort()  # type: ignore[union-attr]
         else:

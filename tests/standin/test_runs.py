@@ -206,6 +206,14 @@ def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
     assert message in run.output
 
 
+def test_the_traceback_of_a_device_that_fails_is_kept(gpu_program: Cli) -> None:
+    """NCCL's own thread meets the same error, and aborts the process."""
+    run = gpu_program(*ENDLESS, plugged(fault(rank=1, step=21, how="assert")), "--trainer.devices=2", gpus=2)
+    assert run.code in (1, 75), run.output
+    assert "in on_train_batch_start" in run.output
+    assert "AcceleratorError" in run.output
+
+
 def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[..., Run]) -> None:
     """The infinity is in the part of rank 1, and the first gradient is of a layer that is not shared."""
     scale = {"class_path": "tests.standin.probes.Scale", "init_args": {"initial": 2.0**10}}
@@ -231,3 +239,10 @@ def test_a_run_on_the_cpu_takes_nothing_of_a_gpu(train: Callable[..., Run]) -> N
     run = train("gpt-cpu", "gpt", plugged(contexts), *words)
     assert run.code == 0, run.output
     assert json.loads((run.folder / "contexts-0.json").read_text())["devices"] == []
+
+
+def test_weights_lie_in_the_hosts_memory_on_one_gpu_too(train: Callable[..., Run]) -> None:
+    places = {"class_path": "tests.standin.probes.Places"}
+    run = train("offload-alone", "offload", plugged(places), "--trainer.devices=1")
+    assert run.code == 0, run.output
+    assert json.loads((run.folder / "places-0.json").read_text()) == ["cpu"]

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -202,6 +203,9 @@ class Watchdog(Callback):
         self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._channel is not None and isinstance(exception, torch.AcceleratorError):
+            # NCCL's own thread may meet the same error first, and ends the process without a traceback.
+            log.error("rank %d, %s: the device failed.\n%s", self._rank, host(), failure.message(exception))
         connected = self._channel is not None and isinstance(exception, Exception)  # else there is nobody to tell
         lost = connected and failure.kind(exception) == "lost"
         if connected and not (lost and NEWS.wait(_NEWS)):
