@@ -13,8 +13,8 @@ from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
 from project.train.batch_norm import StepStatistics
+from project.train.chance import ChanceByMicroBatch
 from project.train.compression import CompressGradients, Compression
-from project.train.rng import ChanceByMicroBatch
 from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
 from project.watch.fingerprints import Fingerprints

@@ -73,6 +73,7 @@ from project.survive.reading import SafeCheckpointIO
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
+from project.train.chance import Moments
 from project.train.compression import Compression, fitting
 from project.train.data_ranks import data_ranks, shared_by
 from project.train.epochs import own_loops
@@ -270,9 +271,10 @@ class Trainer(pl.Trainer):
         """Samples behind one optimiser step, where they can be counted."""
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
+        self._moments = Moments(self, exact)
         self._logger_connector = Logged(self)
         self._data_connector: Loaders = Loaders(
-            self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled
+            self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled, self._moments
         )
         if exact:
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
@@ -289,7 +291,7 @@ class Trainer(pl.Trainer):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
             share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
-        own_loops(self, self._wanted_val_interval, exact)
+        own_loops(self, self._wanted_val_interval, exact, self._moments)
         self.fit_loop.epoch_loop.captures = capture != "none" and not on_cpu(accelerator)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
@@ -330,6 +332,10 @@ class Trainer(pl.Trainer):
 
     def _run_sanity_check(self) -> None:
         """With `exact` it looks at the same samples on any number of ranks."""
+        with self._moments.apart():
+            self._check_sanity()
+
+    def _check_sanity(self) -> None:
         if not self._exact or not self.num_sanity_val_steps:
             super()._run_sanity_check()
             return

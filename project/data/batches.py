@@ -12,7 +12,7 @@ import random
 import struct
 import traceback
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -258,7 +258,7 @@ def _of_a_file(error: Exception) -> bool:
 class MicroBatchLoader(DealtLoader):
     """A DataLoader of micro-batches, without what torch's own iterator does in between, where it would do nothing for them."""
 
-    def _batches(self) -> Iterable[Any]:
+    def _batches(self) -> Iterator[Any]:
         if self.num_workers or self.pin_memory:
             return map(_or_raise, super()._batches())
         return map(self.dataset.__getitem__, self.sampler)  # otherwise it takes as long again as picking the images

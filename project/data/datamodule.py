@@ -208,6 +208,7 @@ class ImageData(LightningDataModule):
         return MicroBatchLoader(
             keys,
             self.seed,
+            draws=not held,
             dataset=self._micro_batches(held or self._dataset(split), split, order),
             sampler=keys,
             batch_size=None,  # an item is a micro-batch already, of tensors

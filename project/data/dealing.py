@@ -10,8 +10,8 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any
@@ -19,10 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
 from project.errors import UserError
+
+_END = object()
+_PROCESSES = 1 << 45  # no micro-batch has this number
 
 
 class DealtLoader(DataLoader[Any]):
@@ -31,14 +34,17 @@ class DealtLoader(DataLoader[Any]):
     Args:
         keys: the keys of this rank's micro-batches.
         seed: of all that is drawn at random for a micro-batch.
+        draws: the data set or the `collate_fn` may draw random numbers.
         settings: those of a DataLoader.
     """
 
-    def __init__(self, keys: MicroBatchSampler, seed: int, **settings: Any) -> None:
+    def __init__(self, keys: MicroBatchSampler, seed: int, draws: bool = True, **settings: Any) -> None:
         if settings.get("num_workers"):
             settings["worker_init_fn"] = partial(_in_worker, settings.get("worker_init_fn"))
-        super().__init__(**settings)
+        # A generator of its own for the seeds of its processes: the others stay where they are.
+        super().__init__(generator=torch.Generator(), **settings)
         self.keys, self.seed = keys, seed
+        self._draws = draws and not self.num_workers
         self.taken: deque[Key] = deque()
         self.aligned = False
         """Tensors lie where a library takes the same way through them each time."""
@@ -46,11 +52,16 @@ class DealtLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._note(self._batches())  # the loader's processes start now, and not with the first batch
 
-    def _batches(self) -> Iterable[Any]:
+    def _batches(self) -> Iterator[Any]:
+        self.generator.manual_seed(chance(self.seed, (self.keys.epoch, 0, _PROCESSES)))
         return super().__iter__()
 
-    def _note(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for key, batch in zip(self.keys, batches):  # noqa: B905, because a loader may have been stopped in between
+    def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for key in self.keys:
+            with chance_kept() if self._draws else nullcontext():  # others in this process draw numbers, too
+                batch = next(batches, _END)
+            if batch is _END:  # a loader may have been stopped in between
+                break
             self.taken.append(key)
             yield apply_to_collection(batch, torch.Tensor, _aligned) if self.aligned else batch
         self.keys.start_over()
@@ -131,14 +142,14 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, Samples):
             return self.dataset[index]
-        with _seeded(index.seed):
-            return self._one(index, index[0])
+        seed_generators(index.seed)  # and of what a `collate_fn` draws after that
+        return self._one(index, index[0])
 
     def __getitems__(self, samples: Samples) -> Any:
-        with _seeded(samples.seed):
-            if getattr(self.dataset, "__getitems__", None):
-                return self.dataset.__getitems__(list(samples))
-            return [self._one(samples, number) for number in samples]
+        seed_generators(samples.seed)
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(list(samples))
+        return [self._one(samples, number) for number in samples]
 
     def _one(self, samples: Samples, number: int) -> Any:
         if samples.each:
@@ -147,20 +158,19 @@ class SeededDataset(Dataset[Any]):
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    if get_worker_info() is not None:
-        seed_generators(seed)
-        yield
-        return
-    # In the process that trains, others draw numbers, too.
+def chance_kept() -> Iterator[None]:
+    """Puts the generators back at the end."""
+    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    device = torch.cuda.get_rng_state() if devices else None
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    seed_generators(seed)
     try:
         yield
     finally:
         torch.default_generator.set_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+        if device is not None:
+            torch.cuda.set_rng_state(device)
 
 
 def seed_generators(seed: int) -> None:
@@ -213,6 +223,5 @@ def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
         **settings,
     )

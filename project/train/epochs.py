@@ -21,21 +21,21 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
+from project.train.chance import Moments
 from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
 from project.train.position import within_epoch
-from project.train.rng import seed_for_all
 from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
 
 
-def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool) -> None:
-    """Has this trainer loop so. `val_check_interval`: in steps, or a share of an epoch. `exact`: see Trainer."""
+def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: Moments) -> None:
+    """Replaces the trainer's loops with ours. `val_check_interval`: in steps, or a share of an epoch. `exact`: see Trainer."""
     before = trainer.fit_loop
     trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
     trainer.fit_loop.val_check_interval = val_check_interval
     steps = before.epoch_loop
-    trainer.fit_loop.epoch_loop = Steps(trainer, min_steps=steps.min_steps, max_steps=steps.max_steps)
+    trainer.fit_loop.epoch_loop = Steps(trainer, moments, min_steps=steps.min_steps, max_steps=steps.max_steps)
     trainer.fit_loop.epoch_loop.exact = exact
     if exact:
         trainer.fit_loop.epoch_loop._results = ExactResults(True, trainer.world_size)
@@ -83,8 +83,6 @@ class Epochs(_FitLoop):
             self.trainer.val_check_batch = max(1, int(self.max_batches // many * interval)) * many
 
     def setup_data(self) -> None:
-        epochs: Any = self.epoch_progress.current
-        seed_for_all(epochs.processed)
         self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
@@ -130,8 +128,10 @@ class Epochs(_FitLoop):
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
             for callback in theirs:
-                callback.on_train_epoch_start(trainer, module)
-            module.on_train_epoch_start()
+                with trainer.profiler.profile(f"[Callback]{callback.state_key}.on_train_epoch_start"):  # type: ignore[attr-defined]
+                    callback.on_train_epoch_start(trainer, module)
+            with trainer.profiler.profile(f"[LightningModule]{type(module).__name__}.on_train_epoch_start"):  # type: ignore[attr-defined]
+                module.on_train_epoch_start()
         finally:
             trainer.loggers = loggers
             module.__dict__["_current_fx_name"] = None

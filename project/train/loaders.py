@@ -1,7 +1,6 @@
 """Which loader becomes what: training and evaluation loaders are dealt out in this project's order wherever they can be."""
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
+from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Loaders(_DataConnector):
         wanted: the accumulation that was asked for.
         limits: of training in steps, of evaluation in micro-batches over all ranks; by name of the stage.
         settled: told the accumulation when it is known, which is when the first training loader is.
+        moments: seed what the iterators of loaders draw that are left as they are.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Loaders(_DataConnector):
         wanted: int | Literal["auto"],
         limits: dict[str, Limit],
         settled: Callable[[int, int], None],
+        moments: Moments,
     ) -> None:
         super().__init__(trainer)
         self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
+        self._moments = moments
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._counted = False
@@ -113,7 +116,7 @@ class Loaders(_DataConnector):
         trainer, size = self.trainer, micro_batch_of(loader)
         self._settle(size)
         here = data_ranks(trainer)
-        seed = _seed(loader)
+        seed = _seed(loader, trainer)
         order = Order(
             len(loader.dataset),  # type: ignore[arg-type]
             size,
@@ -135,7 +138,7 @@ class Loaders(_DataConnector):
             count -= count % size
         exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
         batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
-        seed = _seed(loader)
+        seed = _seed(loader, trainer)
         whole = min(count, batches * size)
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
@@ -152,6 +155,8 @@ class Loaders(_DataConnector):
 
     def _leave(self, loader: object, mode: RunningStage, why: str | None) -> None:
         """Lightning deals with it. Said once: what can't be promised of a loader that is left as it is."""
+        self._moments.leave_loaders()
+        self._moments.begin_epoch(self.trainer.current_epoch)
         trainer, stage = self.trainer, _STAGES.get(mode, "val")
         limit = self.limits[stage]
         if mode == RunningStage.TRAINING:
@@ -190,6 +195,13 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
     return hasattr(loader.sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
 
 
-def _seed(loader: DataLoader[Any]) -> int:
+def _seed(loader: DataLoader[Any], trainer: Any) -> int:
+    """Returns the seed of a loader's generator, of rank 0's where the ranks' differ; else the run's."""
     generator = loader.generator or getattr(loader.sampler, "generator", None)
-    return generator.initial_seed() % 2**63 if generator is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
+    if generator is None:
+        return run_seed()
+    own = generator.initial_seed() % 2**63
+    seed: int = trainer.strategy.broadcast(own)
+    if seed != own:
+        log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
+    return seed

@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from project.data.dealing import DealtLoader
 from project.errors import UserError
 from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, refuse
+from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
 from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
@@ -32,7 +33,6 @@ from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
-from project.train.rng import run_seed, seed_for_all
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
 from project.train.usual import spread, unscale_before_hooks, why_not_ours
@@ -161,8 +161,9 @@ class Steps(_TrainingEpochLoop):
     after_fetch: Callable[[], None] = staticmethod(_nothing)
     """Called before and after the loader is asked for a micro-batch."""
 
-    def __init__(self, trainer: Trainer, **settings: Any) -> None:
+    def __init__(self, trainer: Trainer, moments: Moments, **settings: Any) -> None:
         super().__init__(trainer, **settings)
+        self.moments = moments
         self.automatic_optimization.output_result_cls = _Weighed(trainer)  # type: ignore[assignment]
         self._results = Results(training=True)
 
@@ -227,13 +228,14 @@ class Steps(_TrainingEpochLoop):
         return self._out_of_time
 
     def on_advance_end(self, data_fetcher: Any) -> None:
+        self.moments.end_micro_batch()
         super().on_advance_end(data_fetcher)
         self._validation_due = False
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        seed_for_all(self.trainer.current_epoch)
+        self.moments.begin_epoch(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
         self._results.put_back(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
         if self.metric_states is not None:
@@ -249,7 +251,9 @@ class Steps(_TrainingEpochLoop):
         # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
         unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
         self._validates = self.trainer.enable_validation
-        self._dealt = [one for one in data_fetcher.combined_loader.flattened if isinstance(one, DealtLoader)]
+        loaders = data_fetcher.combined_loader.flattened
+        self._dealt = [one for one in loaders if isinstance(one, DealtLoader)]
+        self._all_dealt = len(self._dealt) == len(loaders)
         self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", f"Lightning's own loop: {why_not}" if why_not else "this project's loop")
         strategy = self.trainer.strategy
@@ -320,6 +324,8 @@ class Steps(_TrainingEpochLoop):
 
     def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()
+        if not self._all_dealt:
+            self.moments.fetch(self.batch_progress.current.ready)
         try:
             return next(data_fetcher)
         finally:
@@ -439,6 +445,7 @@ class Steps(_TrainingEpochLoop):
             key = (self.trainer.current_epoch, step, data_ranks(trainer).rank * many + number)
             found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
         self.micro_batch, self.loss = found, None
+        self.moments.begin_micro_batch(found.seed)
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = self.micro_batch.weight

@@ -1,0 +1,214 @@
+"""Random numbers: whenever code of the user runs, the generators' seed follows from the run, the moment and its key.
+
+So what is drawn is the same on any number of ranks, after a restart, and with or without loader processes. A moment is a
+hook of the module, its data or a callback (the key is the epoch, or the step, where there are several of them), the fetching
+of a micro-batch, the micro-batch itself from its transfer to the device on, and the optimiser's step. Numbers that are drawn
+outside any moment are reported: nothing says how often another rank, or a resumed run, has drawn before.
+"""
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from project.data.dealing import chance_kept, seed_generators
+from project.data.order import chance
+from project.errors import UserError
+from project.train.micro_batch import evaluated, micro_batch
+
+log = logging.getLogger(__name__)
+
+_BETWEEN = 1 << 40  # no micro-batch has this number
+_EVALUATED, _STEP, _FETCHED, _HOOK = 1 << 41, 1 << 42, 1 << 43, 1 << 44  # nor these
+_YOUNG = 32  # micro-batches of a fit after which it is asked whether numbers were drawn outside any moment
+
+_OF_A_RUN = frozenset(
+    (
+        *("prepare_data", "setup", "configure_callbacks", "configure_sharded_model", "configure_model", "configure_optimizers"),
+        *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "on_fit_start", "on_fit_end"),
+        *("on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end", "teardown"),
+    )
+)
+_OF_AN_EPOCH = frozenset(("on_train_epoch_start", "on_train_epoch_end"))
+_OF_A_STEP = frozenset(
+    f"on_{stage}_{part}"
+    for stage in ("validation", "test", "predict")
+    for part in ("start", "end", "epoch_start", "epoch_end", "model_eval", "model_train")
+) | {"on_save_checkpoint", "on_load_checkpoint"}
+_MOMENTS = _OF_A_RUN | _OF_AN_EPOCH | _OF_A_STEP
+_SEEDED_AFTER = ("prepare_data", "configure_callbacks")
+"""Hooks after which Lightning itself seeds the generators, when it connects the ranks."""
+
+States = tuple[torch.Tensor, Any, Any]
+
+
+def run_seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def seed_all(*key: int) -> None:
+    """Seeds torch's generators, Python's, and NumPy's, which mixup, for one, draws from."""
+    epoch, step, number = key
+    seed = chance(run_seed(), (epoch, step, number))
+    seed_generators(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by whoever trains on it
+        torch.cuda.manual_seed(seed)
+
+
+class Moments:
+    """Seeds the generators at each moment of a Trainer, and reports what is drawn outside all of them.
+
+    Args:
+        trainer: the Trainer. Lightning calls each hook within `trainer.profiler.profile`, which is how a hook is seen.
+        exact: numbers drawn outside any moment end the run.
+    """
+
+    def __init__(self, trainer: Trainer, exact: bool) -> None:
+        self._trainer, self._exact = trainer, exact
+        self._within, self._last, self._states = 0, "", None  # type: int, str, States | None
+        self._looks, self._young = True, _YOUNG
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        vars(profiler).pop("profile", None)  # of another Trainer that had it
+        profiler.profile = partial(self._profile, profiler.profile)
+
+    def _profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
+        hook = action.rpartition(".")[2]
+        if hook not in _MOMENTS or action.startswith("[Strategy]"):
+            return profile(action)
+        return self._hook(profile, action, hook)
+
+    @contextmanager
+    def _hook(self, profile: Callable[[str], AbstractContextManager[Any]], action: str, hook: str) -> Iterator[Any]:
+        self._look(action)
+        # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
+        with chance_kept() if self._within else nullcontext():
+            seed_all(*self._position(hook), _HOOK | crc32(action.encode()))
+            self._within += 1
+            try:
+                with profile(action) as entered:
+                    yield entered
+            finally:
+                self._within -= 1
+        if hook not in _SEEDED_AFTER and (hook not in _OF_A_STEP or hook.endswith("_end")):  # else micro-batches come next
+            self._ended(action)
+
+    def _position(self, hook: str) -> tuple[int, int]:
+        trainer = self._trainer
+        if hook in _OF_A_RUN:
+            often = trainer.reload_dataloaders_every_n_epochs if hook == "train_dataloader" else 0  # type: ignore[attr-defined]
+            return (trainer.current_epoch // often * often if often else 0), 0
+        return trainer.current_epoch, 0 if hook in _OF_AN_EPOCH else trainer.global_step
+
+    # The moments of a step -------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Seeds the same on all ranks, and in a resumed run: the iterators of loaders that are left as they are come next."""
+        seed_all(epoch, 0, _BETWEEN)
+        self._within, self._states = 0, None  # an error may have ended an earlier fit anywhere
+
+    def fetch(self, number: int) -> None:
+        """Seeds what a loader that is left as it is draws for its next micro-batch: its sampler, and its `collate_fn`."""
+        seed_all(self._trainer.current_epoch, number, _FETCHED)
+
+    def begin_micro_batch(self, seed: int) -> None:
+        """Seeds all that happens to a micro-batch, from its transfer to the device on."""
+        self._look("the next micro-batch")
+        self._within = 1
+        seed_generators(seed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(seed)
+
+    def end_micro_batch(self) -> None:
+        self._within = 0
+        if self._young > 0:
+            self._young -= 1
+            self._ended("on_train_batch_end")
+
+    # What is drawn outside ---------------------------------------------------------------------------------------------
+
+    def leave_loaders(self) -> None:
+        """Says that a loader is left as it is: its iterators draw from the global generators, outside any moment."""
+        self._looks, self._states = False, None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Has the generators put back at the end, by somebody else, to where they are now."""
+        states = self._states
+        try:
+            yield
+        finally:
+            self._states = states
+
+    def _ended(self, moment: str) -> None:
+        if self._looks and not self._within:
+            self._last, self._states = moment, _states()
+
+    def _look(self, moment: str) -> None:
+        before, self._states = self._states, None
+        if before is None or self._within:
+            return
+        now = _states()
+        drawn = [
+            name
+            for name, same in (
+                ("torch", torch.equal(before[0], now[0])),
+                ("random", before[1] == now[1]),
+                ("numpy", before[2] == now[2]),
+            )
+            if not same
+        ]
+        if not drawn:
+            return
+        self._looks = False  # once
+        what = (
+            f"random numbers ({', '.join(drawn)}) were drawn outside any hook, between {self._last} and {moment}, and may be "
+            "others on other ranks and after a restart"
+        )
+        hint = "a schedule, a logger or a thread may do so: draw in a hook, or from a generator that lies in a state_dict."
+        if self._exact:
+            raise UserError(f"trainer.exact can't be kept: {what}. HINT: {hint}")
+        log.warning("%s%s. HINT: %s", what[0].upper(), what[1:], hint)
+
+
+def _states() -> States:
+    numpy: Any = np.random.get_state()
+    return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
+
+
+class ChanceByMicroBatch(Callback):
+    """Seeds the generators within a step, where it is the ranks' common one, and before each micro-batch of an evaluation."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._between(trainer, _BETWEEN)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        # And so is what is added to the gradients, or drawn by the optimiser: all ranks take the same step. A module that steps
+        # by itself may do so in the middle of what the ranks draw each for its own samples.
+        if pl_module.automatic_optimization:
+            self._between(trainer, _STEP)
+
+    def _between(self, trainer: Trainer, what: int) -> None:
+        epoch, step, _ = micro_batch(trainer).key
+        seed_all(epoch, step, what)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if (found := evaluated(trainer)) is not None:
+            loader, position = found
+            seed_all(loader, position, _EVALUATED)
+
+    on_test_batch_start = on_validation_batch_start
