@@ -64,5 +64,14 @@ def main() -> None:
         gc.unfreeze()  # some libraries want to see their objects go at the end
 
 
+def hash_alike() -> None:
+    """Starts Python again where sets of strings would have another order in each process: in a rank, and after a restart."""
+    if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] not in _READERS:
+        hash_alike()
     main()

@@ -77,7 +77,14 @@ from project.train.chance import Moments
 from project.train.compression import Compression, fitting
 from project.train.data_ranks import data_ranks, shared_by
 from project.train.epochs import own_loops
-from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
+from project.train.exactness import (
+    fix_threads,
+    refuse_no_global_batch,
+    refuse_to_gather,
+    refuse_what_rounds,
+    untold,
+    warn_of_hashes,
+)
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -277,6 +284,7 @@ class Trainer(pl.Trainer):
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled, self._moments
         )
         if exact:
+            warn_of_hashes()
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):

@@ -1,6 +1,7 @@
 """trainer.exact: what would make a run another one on another number of ranks is fixed here, or refused by name."""
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -37,6 +38,12 @@ def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: 
     for name, why in found.items():
         if why:
             raise UserError(f"trainer.exact can't be kept: {name} {why}. HINT: leave {name} as it is by default.")
+
+
+def warn_of_hashes() -> None:
+    """Warns where Python orders the strings of a set by chance; `python -m project` sees to it by itself."""
+    if sys.flags.hash_randomization and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+        log.warning("trainer.exact: the order of a set of strings is another one in each process. HINT: PYTHONHASHSEED=0.")
 
 
 def refuse_other_loop(why: str | None) -> None:

@@ -1,6 +1,9 @@
 """What is drawn at random is a function of the run, wherever it is drawn."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,16 @@ def test_a_sampler_of_its_own_draws_the_same_order_where_a_run_resumes_at_an_epo
 def test_ranks_take_the_seed_of_rank_0s_generator(learned: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     learned("ranks", *DRAWING, "--data.init_args.sampler=ranks", ranks=2)
     assert sum(map(len, seen(tmp_path / "ranks").values())) == 3 * 47
+
+
+def test_strings_have_the_same_hash_in_each_process() -> None:
+    program = "from project.__main__ import hash_alike; hash_alike(); print(hash('x'))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], env=environment, text=True, capture_output=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
 
 
 @pytest.mark.parametrize("exact", [False, True])
