@@ -12,7 +12,7 @@
 #                which prints, is on the node whose address sorts first.
 # RUN_ID         the same on all nodes, and the run's name with the config's: who starts again under it goes on with that
 #                run. MIN:MAX needs it, because the node that named the run may be the one that is lost.
-# MASTER_PORT    (29500) the same on all nodes, and open between them.
+# MASTER_PORT    (29500; on one node any that is free) the same on all nodes, and open between them.
 # MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run goes on from its
 #                newest checkpoint.
 # JOIN_TIMEOUT   (300; for the doctor 30) seconds that the nodes wait for each other; who is missing then is named.
@@ -32,6 +32,7 @@ number() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1 must be a number, and is '$2'."; }
 NNODES=${NNODES:-${PET_NNODES:-1}}
 NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-}}
 MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-}}
+port=${MASTER_PORT:-${PET_MASTER_PORT:-0}}  # on one node, any that is free
 MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
 NPROC_PER_NODE=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
 unset PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_NPROC_PER_NODE  # torchrun gets them as words
@@ -108,7 +109,11 @@ if [ "$most" -gt 1 ]; then
   this="$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}, $address"
   clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else
-  rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ${RUN_ID:+--rdzv-id "$RUN_ID"})
+  # torchrun's static rendezvous has one store for all attempts: after a failure the ranks would look for those of the last one.
+  rendezvous=(
+    --rdzv-backend c10d --rdzv-endpoint "127.0.0.1:$port" --rdzv-id "${RUN_ID:-none}"
+    --rdzv-conf "is_host=1${RDZV_CONF:+,$RDZV_CONF}" --local-addr 127.0.0.1
+  )
   this=$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}
   clock=()
 fi
@@ -117,8 +122,8 @@ cat <<TABLE
   nodes              $NNODES
   processes a node   $NPROC_PER_NODE
   this node          ${NODE_RANK:+$NODE_RANK }($this)
-  master             $MASTER_ADDR:$MASTER_PORT
 TABLE
+[ "$most" -eq 1 ] || echo "  master             $MASTER_ADDR:$MASTER_PORT"
 
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +232,47 @@ def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path
     assert run.returncode == 143, seen
     assert seen.count("Stopped by SIGTERM after step") == 1
     assert "Traceback" not in seen
+
+
+def rank_of(agent, rank):
+    """Returns the process of a rank, by its agent."""
+    workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    marks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in workers}
+    return next(int(pid) for pid, mark in marks.items() if f"LOCAL_RANK={rank}".encode() in mark)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"), [(3, 3), pytest.param(2, 10, marks=pytest.mark.faults), pytest.param(3, 10, marks=pytest.mark.faults)]
+)
+def test_one_node_recovers_from_each_lost_rank(tmp_path, ranks, kills):
+    """Each attempt goes on where the last one was killed."""
+    again = ("--checkpoints.every_n_steps=1", "--trainer.log_every_n_steps=1", "--run=it")
+    python = {"PROJECT_PYTHON": sys.executable, "NPROC_PER_NODE": str(ranks), "MAX_RESTARTS": str(kills)}
+    with subprocess.Popen(
+        [str(ROOT / "scripts" / "launch.sh"), *LONG, *again],
+        env=environment(**python),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        seen, killed, steps = "", 0, [0]
+        for line in run.stdout:
+            seen += line
+            step = re.search(r" step (\d+)/", line)
+            if step is None or int(step[1]) < steps[-1] + 2:
+                continue
+            if killed == kills:
+                run.send_signal(signal.SIGTERM)
+                break
+            os.kill(rank_of(run.pid, killed % ranks), signal.SIGKILL)
+            steps.append(int(step[1]))
+            killed += 1
+        seen += run.stdout.read()
+    assert run.returncode == 143, seen
+    assert killed == kills, seen
+    assert seen.count("Goes on from") == kills, seen
 
 
 def test_the_hooks_of_a_commit_are_what_the_tests_begin_with():
