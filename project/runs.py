@@ -21,11 +21,12 @@ from project.config_files import RUNS, checked
 from project.errors import UserError
 from project.survive.checkpoints import goes_by
 from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
+from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
 
-Kind = Literal["free", "word", "never"]
+Kind = Literal["free", "said", "word", "never"]
 
 
 def _trainer(names: str) -> list[str]:
@@ -41,8 +42,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
-        *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
-        *_trainer("callbacks model_registry overfit_batches shared_folder fingerprints"),
+        *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints"),
         *(
             "data.num_workers",
             "data.resident",
@@ -56,22 +56,26 @@ _TABLE: dict[Kind, list[str]] = {
         "data.init_args.num_workers",
         *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only", "data.source.init_args.download"),
     ],
+    # What may, and need not, have a say in the result.
+    "said": ["trainer.callbacks"],
     # What is learned from here on.
     "word": [
         *("model.optimizer", "model.lr_scheduler", "model.lr_reference_batch", "model.lr_scaling", "model.lr_interval"),
         *("model.init_args", "model.label_smoothing", "data.crop_padding", "data.flip", "data.source.init_args.root"),
         *_trainer("precision gradient_clip_val gradient_clip_algorithm gradient_compression sync_batchnorm exact threads"),
+        *_trainer("use_distributed_sampler reload_dataloaders_every_n_epochs"),
     ],
     # The samples, their order, what learns from them, and where it began.
     "never": [
         *("seed_everything", "data.seed", "data.source", "data.batch_size", "data.global_batch_size", "data.tail"),
         *("model.class_path", "data.class_path", "data.init_args", "trainer.global_batch_size"),
-        *("trainer.limit_train_batches", "model.network", "model.optimizer.class_path", "ckpt_path"),
+        *("trainer.limit_train_batches", "trainer.overfit_batches", "model.network", "model.optimizer.class_path", "ckpt_path"),
         *("model.init_from", "model.init_prefix"),
     ],
 }
 KINDS: dict[str, Kind] = {key: kind for kind, keys in _TABLE.items() for key in keys}
-"""May a run that exists go on with another value? 'free': yes; 'word': if --change names the key; 'never': it's another run."""
+"""May a run that exists go on with another value? 'free': yes; 'said': yes, with a line; 'word': if --change names the key;
+'never': it's another run."""
 
 
 def kind_of(key: str) -> Kind:
@@ -124,6 +128,11 @@ class Run:
         found = newest_good(checkpoints) if resume == "auto" else self._at(Path(resume))
         if found is None and start is not None and manifest_of(Path(start)).exists():
             found = self._at(Path(start))
+        if found is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
+            raise UserError(
+                f"The run {self.folder.name} has come to its end, and no checkpoint of it is left: it would begin again, among "
+                "its own results. HINT: choose another --run, or remove that folder."
+            )
         if found is not None:
             if found[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}

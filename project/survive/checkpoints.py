@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,20 @@ class Checkpoints(Checkpoint):
             for path, manifest in self._kept():
                 self._note(path, manifest)
 
+    def _leave_to_another_run(self) -> None:
+        """Moves what lies in the folder out of the way: this run is not its continuation."""
+        aside = self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}")
+        self._folder.rename(aside)
+        self.last = self.best = None
+        log.warning(
+            "%s had checkpoints of another run, which lie in %s now. HINT: each run needs a default_root_dir of its own; "
+            'fit(ckpt_path="last") resumes one.',
+            *(self._folder.parent, aside),
+        )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.global_step and not self.manifest and checkpoints_in(self._folder):
+            self._leave_to_another_run()
         # Now, and not when the run has been lost: could it go on from what would be saved?
         check(checkpoint_of(trainer))
         self._read_back = False
@@ -349,6 +364,12 @@ class Checkpoints(Checkpoint):
 
 
 def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """In main memory. The host waits for the device here: the copy must hold this step's values, not a later one's."""
-    copied: dict[str, Any] = apply_to_collection(tensors, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-    return copied
+    """Returns a copy in main memory. The host waits for the device here: it must hold this step's values, not a later one's."""
+    copies: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return tensor
+
+    apply_to_collection(tensors, torch.Tensor, keep)
+    return deepcopy(tensors, copies)  # arrays, lists and whatever else a state has: they may change while they are written

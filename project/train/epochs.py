@@ -108,10 +108,11 @@ class Epochs(_FitLoop):
             del connector.update_train_epoch_metrics
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return {"structure": structure(self.trainer), "began_with": self._began_with}
+        return {**super().on_save_checkpoint(), "structure": structure(self.trainer), "began_with": self._began_with}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Called before the optimisers' states are loaded, which must find their groups."""
+        super().on_load_checkpoint(state_dict)
         if "structure" in state_dict:
             set_up(self.trainer, state_dict["structure"])
             self._began_with = state_dict["began_with"]

@@ -48,6 +48,8 @@ class Loaders(_DataConnector):
         self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
         self._moments = moments
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._sizes: list[int] = []  # of the training sets that the run had before
+        self._within = False  # it goes on within an epoch
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._counted = False
         self._said: set[str] = set()
@@ -62,20 +64,39 @@ class Loaders(_DataConnector):
 
     def start_over(self) -> None:
         """Another fit, or another verb."""
-        self._start, self._counted, self._made = (0, 0), False, []
+        self._start, self._counted, self._made, self._sizes = (0, 0), False, [], []
 
-    def start_at(self, epoch: int, micro_batches: int) -> None:
-        """Training goes on from here: so many micro-batches are done, over all ranks. Loaders may have been made already: a
-        schedule that asks for the length of the run has them made, and a sharded network is restored after that."""
-        self._start = epoch, micro_batches
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of samples of the training sets, as far as they are known."""
+        return [loader.keys.order.size for loader in self._made]
+
+    def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool) -> None:
+        """Training goes on from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
+        been made already: a schedule that asks for the length of the run has them made, and a sharded network is restored
+        after that."""
+        self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes), within
         for loader in self._made:
             self._put(loader)
 
     def _put(self, loader: DealtLoader) -> DealtLoader:
         epoch, done = self._start
         order = loader.keys.order
+        if self._sizes:
+            self._compare(order.size, self._sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
         return loader
+
+    def _compare(self, now: int, before: int) -> None:
+        if now == before:
+            return
+        what = f"The training set has {now} samples, and had {before} so far: their order is another one"
+        if self._within:
+            raise UserError(
+                f"{what}, and the run was stopped within an epoch. HINT: go on with the data that it had, or from a checkpoint "
+                "of an epoch's end."
+            )
+        log.warning("%s from here on.", what)
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         training = mode == RunningStage.TRAINING

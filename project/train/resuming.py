@@ -9,7 +9,9 @@ import hashlib
 import io
 import logging
 import warnings
+from collections.abc import Mapping
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +19,13 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
 from project.train import metrics
 from project.train.data_ranks import data_ranks
+from project.train.loaders import Loaders
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
@@ -30,6 +34,7 @@ from project.train.spread import taken_apart
 
 log = logging.getLogger(__name__)
 
+_LOADERS, _BUFFERS, _THREADS = "states_of_loaders", "unsaved_buffers", "threads"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -43,6 +48,8 @@ class Resuming(_CheckpointConnector):
 
     _as_built: list[dict[str, Any]] | None = None
     """The states of the schedules as the configuration has them, before any step."""
+    _buffers_as_built: Mapping[str, Tensor] = MappingProxyType({})
+    """Those that lie in no state_dict, before any step."""
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
     weights_only: bool | None = None
@@ -53,6 +60,10 @@ class Resuming(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self.trainer.state.fn == "fit" and not weights_only:
+            checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
+            checkpoint[_BUFFERS] = self._moved_buffers()
+            checkpoint[_THREADS] = torch.get_num_threads()
+            checkpoint["training_samples"] = self._loaders().sizes
             checkpoint["position"] = position(self.trainer).state_dict()
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
                 checkpoint["exact_grids"] = grids
@@ -74,9 +85,9 @@ class Resuming(_CheckpointConnector):
         return checkpoint
 
     def _own_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What may differ between the ranks: the states of callbacks and of the data."""
+        """Returns what may differ between the ranks: the states of callbacks, of the data and of its loaders."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        names = ["callbacks", *([] if data is None else [type(data).__qualname__])]
+        names = ["callbacks", _LOADERS, *([] if data is None else [type(data).__qualname__])]
         return {name: checkpoint[name] for name in names if checkpoint.get(name)}
 
     # And back --------------------------------------------------------------------------------------------------------
@@ -92,16 +103,16 @@ class Resuming(_CheckpointConnector):
         if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
             self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
-        if not states:
-            return
         here = data_ranks(self.trainer)
-        if len(states) == here.count:
+        if states and len(states) == here.count:
             self._loaded_checkpoint.update(states[here.rank] or {})
-        else:
+        elif states:
             log.info(
-                "The states of callbacks differ between the %d ranks of the checkpoint: all %d now go on with rank 0's.",
+                "The states of callbacks or loaders differ between the %d ranks of the checkpoint: all %d go on with rank 0's.",
                 *(len(states), here.count),
             )
+        if own := self._loaded_checkpoint.get(_LOADERS):
+            self._loaded_checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own
 
     def _put(self) -> None:
         """Loops and loaders go on where the run was, also on another number of ranks."""
@@ -120,8 +131,14 @@ class Resuming(_CheckpointConnector):
             if exact := self._connector().exact_metrics:
                 exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
         set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
-        loaders: Any = self.trainer._data_connector
-        loaders.start_at(at.epoch, at.micro_batches)
+        self._loaders().start_at(at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun)
+        then, now = self._loaded_checkpoint.get(_THREADS), torch.get_num_threads()
+        if then not in (None, now) and self.trainer.strategy.root_device.type == "cpu":
+            log.warning(
+                "The run goes on with %d thread(s) for each rank's operations in place of %d, and so with other sums in their "
+                "last bits. HINT: trainer.threads=%d.",
+                *(now, then, then),
+            )
         if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
             iter(fetcher)  # begun already, at the beginning of the epoch: where a sharded network is restored
 
@@ -129,6 +146,11 @@ class Resuming(_CheckpointConnector):
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
+
+    def _loaders(self) -> Loaders:
+        loaders = self.trainer._data_connector
+        assert isinstance(loaders, Loaders)
+        return loaders
 
     def _connector(self) -> Logged:
         connector = self.trainer._logger_connector
@@ -138,7 +160,34 @@ class Resuming(_CheckpointConnector):
     def _logged(self) -> Results:
         return self._loops()._results
 
+    def _unsaved_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that lie in no state_dict (persistent=False), by name."""
+        module = self.trainer.lightning_module
+        saved = module.state_dict(keep_vars=True)
+        return {
+            name: buffer for name, buffer in module.named_buffers() if name not in saved and not isinstance(buffer, DTensor)
+        }
+
+    def _moved_buffers(self) -> dict[str, Tensor]:
+        """Returns those of them that have other values than at the start."""
+        before = self._buffers_as_built
+        return {
+            name: buffer
+            for name, buffer in self._unsaved_buffers().items()
+            if name not in before
+            or before[name].shape != buffer.shape
+            or not torch.equal(before[name].to(buffer.device), buffer)
+        }
+
+    def _put_buffers(self) -> None:
+        buffers = self._unsaved_buffers()
+        for name, saved in self._loaded_checkpoint.get(_BUFFERS, {}).items():
+            if name in buffers and buffers[name].shape == saved.shape:
+                buffers[name].copy_(saved)
+
     def restore_model(self) -> None:
+        """Called in every fit, resumed or not, before the hooks of its start. What they make is not there when it resumes."""
+        self._made_of = shapes(self.trainer.lightning_module)
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:
             make_room(self.trainer.lightning_module, self._loaded_checkpoint["state_dict"])
         super().restore_model()
@@ -146,7 +195,8 @@ class Resuming(_CheckpointConnector):
     def restore_training_state(self) -> None:
         """Called in every fit, resumed or not, when optimisers and schedules are there."""
         trainer = self.trainer
-        self._made_of = shapes(trainer.lightning_module)
+        self._buffers_as_built = {name: buffer.detach().cpu().clone() for name, buffer in self._unsaved_buffers().items()}
+        self._put_buffers()
         self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)

@@ -1,129 +1,158 @@
-"""State of every kind is there again when a run goes on, or what can't be is said before the run is lost."""
+"""States that users have where they like: a resumed run goes on with all of them, or says which it can't have."""
 
-import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from project.model import ImageClassifier
-from project.train.made_later import make_room
-from tests.conftest import forked
-from tests.probes import Dropped, Moody
-from tests.survive.test_resume import FIT, assert_same_run, faults, final, same
-from tests.train.test_epochs import callbacks, stop
-
-pytestmark = pytest.mark.slow
-
-WORDS = (*FIT, "--model.network=tests.probes.Moody")
+from project import Trainer
+from project.errors import UserError
+from tests.own import Points, Regression
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
-def test_state_of_every_kind(quick, tmp_path, ranks):
-    """Numpy's values, a dict of the network's own, a buffer that grows, a mean that it moves itself, a state of each rank."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert forked(whole, *WORDS, callbacks("tests.probes.States"), ranks=ranks).code == 0
-    places = stop(7, 18)
-    for code in (143, 143, 0):
-        done = quick(*WORDS, callbacks("tests.probes.States", *places), ranks=ranks)
-        assert done.code == code, done.output
-    assert_same_run(tmp_path, whole)
-    ours, theirs = final(tmp_path), final(whole)
-    assert same({n: repr(s) for n, s in ours["callbacks"].items()}, {n: repr(s) for n, s in theirs["callbacks"].items()})
-    if ranks == 2:
-        assert ours["states_of_ranks"][1] is not None
-        assert "network.mean" in done.output, "whose the buffer is that the network moves itself"
-    state = ours["state_dict"]
-    assert state["network.layers.1.num_batches_tracked"] == 24
+class Stream:
+    """A loader of its own, which knows where it is."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.at < 6:
+            self.at += 1
+            self.given.append(self.at)
+            points = [Points(60)[6 * self.at + index] for index in range(4)]
+            yield {
+                name: [p[name] for p in points] if name == "name" else torch.stack([p[name] for p in points])
+                for name in points[0]
+            }
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
-def test_what_could_not_be_read_again_is_named_before_the_first_step(quick, tmp_path):
-    refused = quick(*FIT, callbacks("tests.probes.Unreadable"))
-    assert refused.code == 1
-    assert "the state of the callback Unreadable" in refused.output
-    assert "datetime" in refused.output
-    assert "Traceback" not in refused.output
-    assert not list(tmp_path.glob("lightning_logs/it/checkpoints/*.ckpt"))
+class Counting(Callback):
+    """Counts in an array that it changes in place."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(5)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
 
 
-def test_what_becomes_unreadable_costs_no_good_checkpoint(quick, tmp_path):
-    done = quick(*FIT, callbacks({"class_path": "tests.probes.Unreadable", "init_args": {"after": 10}}))
-    assert done.code == 1, done.output
-    assert "could NOT be written" in done.output
-    assert "the state of the callback Unreadable" in done.output
-    newest = max(tmp_path.glob("lightning_logs/it/checkpoints/*.ckpt"))
-    assert newest.name <= "step-000000009.ckpt"
+class Remembering(Regression):
+    """Keeps a mean in a buffer that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64), persistent=False)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * batch["point"].mean(0)
+        return self.loss({**batch, "point": batch["point"] - self.mean})
 
 
-def test_a_parameter_that_is_made_later_is_named_at_the_first_checkpoint(quick):
-    refused = quick(*FIT, "--model.network=tests.probes.GrowsLater", "--trainer.num_sanity_val_steps=0")
-    assert refused.code == 1
-    assert "network.scale was made while the run was going on" in refused.output
-    assert "Traceback" not in refused.output
+def fit(folder: Path, module: Any, loader: Any, steps: int = 4, resume: bool = False, **settings: Any) -> Trainer:
+    settings = {"max_epochs": -1, "accelerator": "cpu", "enable_progress_bar": False, "logger": False, **settings}
+    trainer = Trainer(default_root_dir=folder, max_steps=steps, **settings)
+    trainer.fit(module, loader, ckpt_path="last" if resume else None)
+    return trainer
 
 
-def test_another_network_is_another_network():
-    """A buffer may have grown; anything else that differs is named."""
-    module, other = ImageClassifier(Moody()), ImageClassifier(Dropped())
-    make_room(module, {**module.state_dict(), "network.queue": torch.ones(5)})
-    assert module.network.queue.shape == (5,)
-    with pytest.raises(ValueError, match=r"of another network: 6 .*network\.mean is not there and"):
-        make_room(module, other.state_dict())
+def points(size: int = 24) -> DataLoader[Any]:
+    return DataLoader(Points(size), batch_size=4, shuffle=True)
 
 
-def test_nobody_sees_batch_norms_working_buffers(quick, tmp_path):
-    """In every hook of a step, the layer's buffers are the running statistics: they move once a step, and stay finite."""
-    done = quick(*FIT, callbacks("tests.probes.Watcher"), "--trainer.max_steps=6", ranks=2)
-    assert done.code == 0, done.output
-    first, second = (json.loads((tmp_path / f"watcher-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    moves = [first["on_train_batch_start"][0]]
-    for at, after in enumerate(first["on_train_batch_end"]):
-        for hook in ("on_train_batch_start", "on_before_backward", "on_after_backward"):
-            assert first[hook][at] == moves[-1], hook
-        if at % 2:  # the last of the two micro-batches that a rank has in a step
-            assert after != moves[-1]
-            moves.append(after)
-        assert after == moves[-1]
+def test_a_loader_that_knows_where_it_is_goes_on_there(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(), first := Stream())
+    fit(tmp_path, Regression(), second := Stream(), steps=6, resume=True)
+    assert first.given + second.given == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_average_of_the_weights_has_the_running_statistics(quick, tmp_path):
-    """With decay 0 the average is the network."""
-    ema = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.0}}
-    assert quick(*FIT, callbacks(ema)).code == 0
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    assert forked(plain, *FIT, faults()).code == 0
-    assert same(dict(final(tmp_path)["state_dict"]), dict(final(plain)["state_dict"]))
+def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
+    counting = Counting()
+    trainer = fit(tmp_path, Regression(), points(), callbacks=[counting])
+    copied: Any = torch.load(trainer.checkpoint_callback.last_model_path, weights_only=False)  # type: ignore[union-attr]
+    counting.counts += 100
+    (state,) = [state for name, state in copied["callbacks"].items() if "Counting" in name]
+    assert state["counts"].tolist() == [4] * 5
+
+    from project.survive.checkpoints import _copied
+
+    array, tensor = np.zeros(2), torch.zeros(2)
+    copy = _copied({"array": array, "deep": [{"tensor": tensor}]})
+    array += 1
+    tensor += 1
+    assert copy["array"].tolist() == copy["deep"][0]["tensor"].tolist() == [0, 0]
 
 
-def test_a_second_fit_knows_nothing_of_one_that_failed(tmp_path, monkeypatch):
-    """From Python: the same module, first in a fit that an exception ends within a step."""
-    from lightning.pytorch import Callback
+def test_a_buffer_that_no_state_dict_has_goes_on(tmp_path: Path) -> None:
+    whole, resumed = Remembering(), Remembering()
+    resumed.load_state_dict(whole.state_dict())
+    fit(tmp_path / "whole", whole, points(), steps=8)
+    fit(tmp_path / "parts", resumed, points(), steps=4)
+    again = Remembering()
+    fit(tmp_path / "parts", again, points(), steps=8, resume=True)
+    assert torch.equal(whole.mean, again.mean)
+    assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
-    from project.data import ImageData, Synthetic
-    from project.trainer import Trainer
 
-    class Fails(Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            if trainer.global_step == 2:
-                raise KeyError("this callback is broken")
+def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), points(), steps=6)
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, Regression(), points(32), steps=8, resume=True)
+    assert "The training set has 32 samples, and had 24 so far: their order is another one from here on." in caplog.text
 
-    def fit(model, *more):
-        data = ImageData(Synthetic(train_size=64, val_size=16, image_size=8), batch_size=4, global_batch_size=8)
-        settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-        trainer = Trainer(**settings, default_root_dir=tmp_path, enable_checkpointing=False, callbacks=list(more))
-        trainer.fit(model, datamodule=data)
+    fit(tmp_path / "within", Regression(), points(), steps=4)
+    with pytest.raises(UserError, match="has 32 samples, and had 24 so far"):
+        fit(tmp_path / "within", Regression(), points(32), steps=8, resume=True)
 
-    torch.manual_seed(0)
-    model = ImageClassifier(Dropped())
-    clean = ImageClassifier(Dropped())
-    clean.load_state_dict(before := {name: value.clone() for name, value in model.state_dict().items()})
-    with pytest.raises(KeyError):
-        fit(model, Fails())
-    model.load_state_dict(before)
-    fit(model)
-    fit(clean)
-    assert same(dict(model.state_dict()), dict(clean.state_dict()))
-    assert model.network.layers[1].momentum == 0.1
-    assert float(model.epoch_tally.sums[3]) == float(clean.epoch_tally.sums[3])
+
+def test_other_threads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    try:
+        fit(tmp_path, Regression(), points(), threads=1)
+        with caplog.at_level(logging.WARNING):
+            fit(tmp_path, Regression(), points(), steps=8, resume=True, threads=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert "with 2 thread(s) for each rank's operations in place of 1" in caplog.text
+
+
+class Taught(Regression):
+    """Its teacher is made when the fit begins, and so is not there when a run resumes."""
+
+    def on_fit_start(self) -> None:
+        self.teacher = nn.Linear(2, 2)
+
+
+def test_what_is_made_at_the_start_of_a_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"teacher\.weight was made while the run was going on"):
+        fit(tmp_path, module := Taught(), points())
+    assert module.trainer.global_step == 0
+
+
+def test_a_second_run_in_a_folder_leaves_the_first_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), points(), steps=8)
+    second = fit(tmp_path, Regression(), points(), steps=4)
+    assert Path(second.checkpoint_callback.best_model_path).name == "step-000000004.ckpt"  # type: ignore[union-attr]
+    assert "had checkpoints of another run" in caplog.text
+    assert len([*tmp_path.glob("checkpoints-before-*/step-000000008.ckpt")]) == 1
