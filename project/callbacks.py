@@ -11,6 +11,7 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.monitored import Monitored
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
+from project.survive.rehearsal import Rehearsal
 from project.survive.signals import SIGNALS
 from project.train.batch_norm import StepStatistics
 from project.train.chance import ChanceByMicroBatch
@@ -49,5 +50,5 @@ def with_ours(
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
-    after += [*([Fingerprints(exact)] if fingerprints else []), profile]
+    after += [Rehearsal(), *([Fingerprints(exact)] if fingerprints else []), profile]
     return [*before, *(one for one in callbacks if one not in [*watchdogs, *dashboards, profile]), *after]

@@ -156,3 +156,39 @@ def test_a_second_run_in_a_folder_leaves_the_first_alone(tmp_path: Path, caplog:
     assert Path(second.checkpoint_callback.best_model_path).name == "step-000000004.ckpt"  # type: ignore[union-attr]
     assert "had checkpoints of another run" in caplog.text
     assert len([*tmp_path.glob("checkpoints-before-*/step-000000008.ckpt")]) == 1
+
+
+class Careless(Regression):
+    """Counts in a number, and draws from a generator of its own; what it saves is another matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.saved, self.seen = 0, 0, [torch.zeros(())]
+        self.generator = torch.Generator()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.saved -= 1
+        self.seen.append(batch["point"].mean())
+        torch.rand((), generator=self.generator)
+        return self.loss(batch)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["saved"] = self.saved
+
+
+class Aware(Counting):
+    """Saves one of its two counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.calls += 1
+
+
+def test_what_changes_and_lies_in_no_state_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware()])
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Aware.calls"

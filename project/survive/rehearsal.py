@@ -1,0 +1,152 @@
+"""The rehearsal: what changes from step to step and lies in no state is named while a run is young.
+
+A resumed run makes the module, its data and its callbacks anew, and puts back what was saved. Whatever else has changed since
+the start it would not have: a counter, a list of outputs, a generator of its own. Values are compared, so that no code of the
+user runs but what saves its state.
+"""
+
+import logging
+import pickle
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from hashlib import sha256
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+
+from project.data.dealing import DealtLoader, SeededDataset
+from project.survive.checkpoints import checkpoints_of
+from project.train.resuming import checkpoint_of
+from project.train.usual import spread
+
+log = logging.getLogger(__name__)
+
+_AFTER = 3  # steps: of the first epoch that this process trains, whose start a resumed run does again
+_LARGEST = 1 << 24  # bytes of a value that is looked at
+_MOST = 64  # items of a list that are looked at, at each of its ends
+_LIBRARIES = ("torch.", "lightning.", "torchmetrics.", "project.", "pytorch_lightning.")
+_STANDARD = (
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
+    *("callbacks", "position", "schedules_as_built", "callback_metrics", "states_of_ranks", "logged_sums", "metric_states"),
+    *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
+    *("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
+)
+"""Parts of a checkpoint in which no attribute of a user is looked for."""
+
+
+class Rehearsal(Callback):
+    """Names each attribute that has changed in the first steps, and is not found in what a checkpoint would hold."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, dict[str, bytes]] | None = None
+        self._ends_at = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._before = {name: _attributes(owner) for name, owner in _owners(trainer)}
+            self._ends_at = trainer.global_step + _AFTER
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._before and trainer.global_step >= self._ends_at:
+            before, self._before = self._before, {}
+            self._compare(trainer, before)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = self._before and {}  # an epoch's end is another matter: what it empties need not be saved
+
+    def _compare(self, trainer: Trainer, before: Mapping[str, Mapping[str, bytes]]) -> None:
+        """Called by all ranks."""
+        checkpoint = checkpoint_of(trainer)
+        if not trainer.is_global_zero:
+            return
+        parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
+        parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
+        saved = {*_digests(parts)}
+        moved = []
+        for name, owner in _owners(trainer):
+            state = checkpoint.get("callbacks", {}).get(owner.state_key) if isinstance(owner, Callback) else None
+            known = {*_digests(state)} if isinstance(owner, Callback) else saved
+            for attribute, digest in _attributes(owner).items():
+                if name in before and before[name].get(attribute) != digest and digest not in known:
+                    moved.append(f"{name}.{attribute}")
+        if moved:
+            log.warning(
+                "%s: changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it "
+                "was at the start. HINT: keep it in a buffer, in on_save_checkpoint and on_load_checkpoint, or in state_dict.",
+                ", ".join(moved),
+            )
+
+
+def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yields what users write, by name: the module and those in it, the data, its training sets, callbacks."""
+    module = trainer.lightning_module
+    for path, part in module.named_modules():
+        if not _is_of_a_library(part):
+            yield f"{type(module).__name__}{'.' if path else ''}{path}", part
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    data: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    loader = trainer.train_dataloader
+    sets: list[Any] = [loader.dataset] if isinstance(loader, DealtLoader) and not loader.num_workers else []
+    sets = [one.dataset if isinstance(one, SeededDataset) else one for one in sets]
+    for owner in (*callbacks, data, *sets):
+        if owner is not None and not _is_of_a_library(owner):
+            yield type(owner).__name__, owner
+
+
+def _is_of_a_library(owner: object) -> bool:
+    return f"{type(owner).__module__}.".startswith(_LIBRARIES)
+
+
+_OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
+
+
+def _attributes(owner: Any) -> dict[str, bytes]:
+    """Returns the digests of its attributes, as far as they have values that can be compared."""
+    known = {name: value for name, value in vars(owner).items() if name not in _OF_LIGHTNING}
+    return {name: digest for name, value in known.items() if (digest := _digest(value)) is not None}
+
+
+def _digests(value: Any) -> Iterator[bytes]:
+    """Yields the digest of a value, and of all that is in it."""
+    if (digest := _digest(value)) is not None:
+        yield digest
+    inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for one in inner:
+        yield from _digests(one)
+
+
+def _digest(value: Any) -> bytes | None:
+    """Returns what is the same for equal values, whether an array, a tensor or a list has them; None where nobody can say."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy() if value.dtype != torch.bfloat16 else value.detach().float().cpu().numpy()
+    if isinstance(value, (bool, int, float, np.number)):
+        return sha256(repr(float(value)).encode()).digest()
+    if isinstance(value, np.ndarray):
+        if value.nbytes > _LARGEST or value.dtype == object:
+            return None
+        return _digest(value.tolist()) if value.size < _MOST else sha256(value.tobytes()).digest()
+    if isinstance(value, torch.Generator):
+        return _digest(value.get_state())
+    if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, str, bytes)) or value is None:
+        return sha256(pickle.dumps(value)).digest()
+    if isinstance(value, nn.Module):
+        return _digest(value.state_dict())
+    if isinstance(value, Set):
+        return _joined(sorted(map(_digest, islice(value, _MOST)), key=lambda digest: digest or b""))
+    if isinstance(value, Mapping):
+        value = [part for name, one in value.items() for part in (str(name), one)]
+    if not isinstance(value, Sequence):
+        return None
+    ends = [*value[:_MOST], *value[-_MOST:]] if len(value) > 2 * _MOST else value
+    return _joined([_digest(len(value)), *map(_digest, ends)])
+
+
+def _joined(digests: Iterable[bytes | None]) -> bytes | None:
+    parts = [*digests]
+    return None if None in parts else sha256(b"".join(part for part in parts if part)).digest()
