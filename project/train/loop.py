@@ -393,8 +393,12 @@ class Steps(_TrainingEpochLoop):
         """The same as a graph, which is recorded if it is the first of its kind."""
 
         def work(batch: Any) -> tuple[Any, ...]:
-            batch = self._after(batch, 0)
-            outputs = self._learn(batch, number, accumulates)
+            self._results.in_graph = True
+            try:
+                batch = self._after(batch, 0)
+                outputs = self._learn(batch, number, accumulates)
+            finally:
+                self._results.in_graph = False
             return outputs, batch, self.loss, self._clipped_norm
 
         assert self.graphs is not None

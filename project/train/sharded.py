@@ -162,6 +162,8 @@ class Sharded(OwnPart):
             finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
+        else:  # and its end has brought it back to the host
+            self._move(self.model)
         self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype], self.cpu_offload)
         self.root.reduce(not self.exact)
         if self._shared_layers:
@@ -214,11 +216,14 @@ class Sharded(OwnPart):
     def _begin_alike(self, block: nn.Module) -> None:
         """On the device, in its type, and with rank 0's values, as with DDP."""
         self.precision_plugin.convert_module(block)
-        if self.cpu_offload:
-            _move_all_but_parameters(block, self.root_device)
-        else:
-            block.to(self.root_device)
+        self._move(block)
         begin_alike(one for one in (*block.parameters(), *block.buffers()) if not isinstance(one, DTensor))
+
+    def _move(self, module: nn.Module) -> None:
+        if self.cpu_offload:
+            _move_all_but_parameters(module, self.root_device)
+        else:
+            module.to(self.root_device)
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
@@ -288,10 +293,10 @@ class Sharded(OwnPart):
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     def teardown(self) -> None:
-        """Lightning brings the network back to the host. After an error it may have no values yet, or layers that ranks
-        share are in use in what is left of a step, and can't be moved."""
+        """Lightning brings the network back to the host. After an error it may have no values yet, or what is gathered is in use
+        in what is left of a step, and can't be moved."""
         module: Any = self.lightning_module
-        left = self._shared_layers and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        left = self.root is not None and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
         if module is not None and (left or any(one.is_meta for one in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         super().teardown()
