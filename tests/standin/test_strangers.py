@@ -110,3 +110,17 @@ def test_lightnings_own_loop_has_gradients_without_the_loss_scale(gpu: Cli, tmp_
         norms.append([(event.step, event.value) for event in events.Scalars("train/grad_norm")])
     assert norms[0]
     assert norms[0] == norms[1]
+
+
+def test_a_network_that_is_sharded_goes_on_in_the_same_process(gpu_pool: Any, tmp_path: Path) -> None:
+    code, output = gpu_pool.run(tmp_path, ranks=2, program="tests.standin.twice:main")
+    assert code == 0, output
+    for rank in range(2):
+        found = json.loads((tmp_path / f"twice-{rank}.json").read_text())
+        for what in ("validates", "fits again"):
+            ours, theirs = ((found[f"{one} {what}"],) for one in ("sharded", "ddp"))
+            assert str(ours).count("val_loss") == 1
+            assert str(ours) == str(theirs)
+        assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in found["average"]
+        assert found["fails"] == "ArithmeticError: of the module"
+        assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in found["offload"]

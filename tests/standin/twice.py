@@ -1,0 +1,70 @@
+"""Fits one sharded network again and again in a process, from Python: what came of it is written to twice-RANK.json."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from project import Sharded, Trainer
+from tests.standin.optimizers import Small
+
+
+class Normed(Small):
+    """Has buffers, too, and fails in the middle of a forward pass if it is to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        self.fails = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.training_step(batch, batch_idx)
+        self.log("val_loss", loss, sync_dist=True)
+        if self.fails:
+            raise ArithmeticError("of the module")
+        return loss
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        loader: DataLoader[Any] = self.train_dataloader()
+        return loader
+
+
+def trainer(strategy: Any, *callbacks: Callback) -> Trainer:
+    return Trainer(
+        max_epochs=1, accelerator="gpu", devices=int(os.environ["WORLD_SIZE"]), global_batch_size=8, logger=False,
+        precision="32-true", enable_progress_bar=False, enable_checkpointing=False, default_root_dir="run",
+        strategy=strategy, callbacks=[*callbacks],
+    )  # fmt: skip
+
+
+def error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    launched = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "sharded"):
+        os.environ.update(launched)  # Lightning takes some of it back at the end of a fit
+        module, first = Normed(), trainer(strategy)
+        first.fit(module)
+        found[f"{strategy} validates"] = first.validate(module, verbose=False)
+        second = trainer(strategy)
+        second.fit(module)
+        found[f"{strategy} fits again"] = {name: float(value) for name, value in second.callback_metrics.items()}
+    found["average"] = error(lambda: trainer("sharded", EMAWeightAveraging()).fit(module))
+    module.fails = True
+    found["fails"] = error(lambda: trainer("sharded").validate(module, verbose=False))
+    found["offload"] = error(lambda: trainer(Sharded(cpu_offload=True)).fit(Normed()))
+    Path(f"twice-{launched['LOCAL_RANK']}.json").write_text(json.dumps(found))
