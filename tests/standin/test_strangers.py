@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.conftest import Cli
 from tests.own import Duel, Regression
-from tests.standin.test_runs import DDP
+from tests.standin.test_runs import DDP, EXACT
 
 OWN = (
     *(
@@ -79,10 +79,12 @@ def test_the_norm_of_a_gradient_that_is_scaled_is_not_shown(gpu: Cli, tmp_path: 
     assert ("train/grad_norm" in shown) is not fused
 
 
-def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli) -> None:
-    run = gpu(*OWN, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
+@pytest.mark.parametrize(("more", "total"), [((), 3.0), ((EXACT,), 9.0)], ids=["ddp", "exact"])
+def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli, more: tuple[str, ...], total: float) -> None:
+    """The sum of a step is that of its last micro-batches, or, where sums are exact, of all."""
+    run = gpu(*OWN, *more, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
     assert run.code == 0, run.output
-    for name, value in (("mean", 1.5), ("most", 2.0), ("sum", 3.0)):
+    for name, value in (("mean", 1.5), ("most", 2.0), ("sum", total)):
         assert {number for _, number in run.events(f"{name}_step")} == {value}
 
 
@@ -117,10 +119,7 @@ def test_a_network_that_is_sharded_goes_on_in_the_same_process(gpu_pool: Any, tm
     assert code == 0, output
     for rank in range(2):
         found = json.loads((tmp_path / f"twice-{rank}.json").read_text())
-        for what in ("validates", "fits again"):
-            ours, theirs = ((found[f"{one} {what}"],) for one in ("sharded", "ddp"))
-            assert str(ours).count("val_loss") == 1
-            assert str(ours) == str(theirs)
+        assert found["sharded"] == pytest.approx(found["ddp"], rel=1e-4)
         assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in found["average"]
         assert found["fails"] == "ArithmeticError: of the module"
         assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in found["offload"]
