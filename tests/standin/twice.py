@@ -44,7 +44,7 @@ def trainer(strategy: Any, *callbacks: Callback) -> Trainer:
     os.environ.update(LAUNCHED)
     return Trainer(
         max_epochs=1, accelerator="gpu", devices=int(LAUNCHED["WORLD_SIZE"]), global_batch_size=8, logger=False,
-        precision="32-true", enable_progress_bar=False, enable_checkpointing=False, default_root_dir="run",
+        precision="32-true", enable_progress_bar=False, default_root_dir=f"run-{strategy if isinstance(strategy, str) else 'offload'}",
         strategy=strategy, callbacks=[*callbacks],
     )  # fmt: skip
 
@@ -65,10 +65,12 @@ def main() -> None:
     for strategy in ("ddp", "sharded"):
         module, first = Normed(), trainer(strategy)
         first.fit(module)
-        values = dict(first.validate(module, verbose=False)[0])
+        values = [first.validate(module, ckpt_path="best", verbose=False)]
         second = trainer(strategy)
         second.fit(module)
-        found[strategy] = [values["val_loss"], float(second.callback_metrics["val_loss"])]
+        second.save_checkpoint(f"{strategy}.ckpt")
+        values += [[second.callback_metrics], trainer(strategy).validate(Normed(), ckpt_path=f"{strategy}.ckpt", verbose=False)]
+        found[strategy] = [float(value["val_loss"]) for (value,) in values]
     found["average"] = error(lambda: trainer("sharded", EMAWeightAveraging()).fit(module))
     module.fails = True
     found["fails"] = error(lambda: trainer("sharded").validate(module, verbose=False))
