@@ -26,7 +26,7 @@ OWN = (
 
 
 class OnTheHost(Regression):
-    """Logs what it has counted on the host."""
+    """Logs what it has counted on the host, beside what it has computed."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         number = torch.tensor(float(self.global_rank + 1))
@@ -34,7 +34,9 @@ class OnTheHost(Regression):
         self.log("mean", number, **how)  # type: ignore[arg-type]
         self.log("most", number, reduce_fx="max", **how)  # type: ignore[arg-type]
         self.log("sum", number, reduce_fx="sum", **how)  # type: ignore[arg-type]
-        return self.loss(batch)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True)  # which does not lie there
+        return loss
 
 
 class DuelWithNan(Duel):

@@ -44,8 +44,8 @@ def trainer(strategy: Any, *callbacks: Callback) -> Trainer:
     os.environ.update(LAUNCHED)
     return Trainer(
         max_epochs=1, accelerator="gpu", devices=int(LAUNCHED["WORLD_SIZE"]), global_batch_size=8, logger=False,
-        precision="32-true", enable_progress_bar=False, default_root_dir=f"run-{strategy if isinstance(strategy, str) else 'offload'}",
-        strategy=strategy, callbacks=[*callbacks],
+        precision="32-true", enable_progress_bar=False, strategy=strategy, callbacks=[*callbacks],
+        default_root_dir=f"run-{strategy}" if isinstance(strategy, str) else "run",
     )  # fmt: skip
 
 
