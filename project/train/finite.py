@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 def not_finite(gradients: Sequence[Tensor], one: Tensor) -> Tensor:
@@ -20,8 +21,8 @@ def not_finite(gradients: Sequence[Tensor], one: Tensor) -> Tensor:
     torch._amp_foreach_non_finite_check_and_unscale_(others, flag, one)
     if len(others) < len(values):
         short = [value for value in values if value.dtype == torch.bfloat16 and value.numel()]
-        largest = torch.stack(torch._foreach_norm(short, torch.inf)) if short else flag
-        flag = torch.maximum(flag, largest.isfinite().all().logical_not().to(flag.dtype))
+        largest = get_total_norm(short, torch.inf) if short else flag
+        flag = torch.maximum(flag, largest.isfinite().logical_not().to(flag.dtype))
     return flag
 
 
