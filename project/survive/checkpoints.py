@@ -116,7 +116,7 @@ class Checkpoints(Checkpoint):
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
-        self._spawned_best = ""
+        self._of_all = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
         self._news: dict[str, float] = {}  # for the loggers
@@ -190,6 +190,8 @@ class Checkpoints(Checkpoint):
         if self.failed:  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
+        if trainer.world_size > 1:  # rank 0 alone knows, and all of them read it
+            self._of_all = trainer.strategy.broadcast(self.best_model_path)
         self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
@@ -207,12 +209,12 @@ class Checkpoints(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """As Lightning's ModelCheckpoint has it: '' where there is none."""
-        return str(self.best[1]) if self.best else self._spawned_best or self.last_model_path
+        return str(self.best[1]) if self.best else self._of_all or self.last_model_path
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """What the processes that ddp_spawn started have found."""
-        self._spawned_best = path
+        """What rank 0 has found, or the processes that ddp_spawn started."""
+        self._of_all = path
 
     @property
     def last_model_path(self) -> str:

@@ -186,6 +186,13 @@ class WideSum:
         return total
 
 
+def fetched(numbers: Sequence[Tensor]) -> list[float]:
+    """Returns numbers that lie on a device, on the host, or some here and some there. The host waits once."""
+    device = next((number.device for number in numbers if number.is_cuda), torch.device("cpu"))
+    found: list[float] = torch.stack([number.to(device) for number in numbers]).tolist()
+    return found
+
+
 class ExactScalar:
     """The sum of numbers, rounded once: of what has been added, the parts that one float64 can't hold are kept beside it.
 
@@ -205,7 +212,7 @@ class ExactScalar:
     def parts(self) -> list[float]:
         """Floats that do not overlap; their sum, exactly, is that of all terms."""
         if self._pending:
-            for term in torch.stack(self._pending).tolist():
+            for term in fetched(self._pending):
                 if math.isfinite(term):
                     _grow(self._parts, term)
                 else:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
 from project.train.data_ranks import DataRanks
-from project.train.exact import ExactScalar, apart, exact_mean, exact_total
+from project.train.exact import ExactScalar, apart, exact_mean, exact_total, fetched
 from project.train.logged import Results, Sums
 from project.train.strategy import gathered, gathered_numbers
 
@@ -100,7 +100,7 @@ class ExactResults(Results):
             return
         keys = [key for key in self._terms if (_hook(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
         found = {key: self._terms.pop(key) for key in keys}
-        values = iter(torch.stack([term for terms in found.values() for term, _ in terms]).tolist() if found else ())
+        values = iter(fetched([term for terms in found.values() for term, _ in terms]) if found else ())
         mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in found.items()}
         everybodys = self._brought_together(hook_is_over, mine)
         for key in dict.fromkeys(key for one in everybodys for key in one if key in self):

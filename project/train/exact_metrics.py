@@ -79,6 +79,7 @@ class ExactMetrics:
             parts = [one.detach().cpu() if isinstance(one, Tensor) else one for one in value]
             return [*(before or []), *((self._where, number, one) for number, one in enumerate(parts))]
         value = value.detach()
+        before = None if before is None else before.to(value.device)  # it may come from a checkpoint
         if how is dim_zero_sum and value.is_floating_point():
             sums = WideSum(value.numel(), _MICRO_BATCHES, value.device, levels=_LEVELS, top=_LARGEST)
             sums.add(value.reshape(-1))

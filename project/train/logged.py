@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from project.data.dealing import DealtLoader
+from project.errors import UserError
 from project.train.data_ranks import ByDataRanks, DataRanks
 from project.train.exact_metrics import ExactMetrics
 from project.train.micro_batch import micro_batch
@@ -33,10 +34,18 @@ class Results(_ResultCollection):
         """Hooks that logged before the run was stopped, and have not logged since."""
         self._taken_up: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
+        self.in_graph = False
+        """The step at hand is being recorded, and nobody is called when it is repeated."""
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
     def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
+        if self.in_graph:
+            raise UserError(
+                f"self.log({name!r}) in {fx}: that is a part of a graph (trainer.capture), and is not called when the graph is "
+                "repeated. HINT: log in on_train_batch_end, where outputs is what training_step returned; or set "
+                "trainer.capture=none."
+            )
         strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
         if isinstance(strategy, DDPStrategy):
             how["sync_dist_fn"] = _Reduction(strategy)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -261,6 +262,8 @@ class Steps(_TrainingEpochLoop):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
         no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
+        if torch.is_anomaly_enabled():
+            no_graph = no_graph or "trainer.detect_anomaly has the host look at each gradient"
         if spread(self.trainer):
             no_graph = no_graph or "a sharded network is gathered in between"
         if self.captures and no_graph and not self._refused:
@@ -399,8 +402,12 @@ class Steps(_TrainingEpochLoop):
         """The same as a graph, which is recorded if it is the first of its kind."""
 
         def work(batch: Any) -> tuple[Any, ...]:
-            batch = self._after(batch, 0)
-            outputs = self._learn(batch, number, accumulates)
+            self._results.in_graph = True
+            try:
+                batch = self._after(batch, 0)
+                outputs = self._learn(batch, number, accumulates)
+            finally:
+                self._results.in_graph = False
             return outputs, batch, self.loss, self._clipped_norm
 
         assert self.graphs is not None

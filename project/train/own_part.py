@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from project.parts import Stored
 from project.train.data_ranks import ByDataRanks
-from project.train.spread import part_of_stored, parts_like
+from project.train.spread import part_of_stored, parts_like, whole
 
 
 class OwnPart(ByDataRanks):
@@ -57,6 +59,17 @@ class OwnPart(ByDataRanks):
         mine = self.lightning_module.state_dict()  # type: ignore[union-attr]
         states = {name: one for name, one in checkpoint.items() if isinstance(one, Mapping)}
         return checkpoint | {name: _cut(state, mine) for name, state in states.items() if _same_names(state, mine)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes what trainer.save_checkpoint, a ModelCheckpoint and tuners save: one file, whole. Called by all ranks."""
+
+        def gathered(part: DTensor) -> Tensor:
+            found = whole(part, self.root_device)
+            return found.cpu() if self.is_global_zero else found.new_empty(0)
+
+        if self.spread:
+            checkpoint = apply_to_collection(checkpoint, DTensor, gathered)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self.spread:

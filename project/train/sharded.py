@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import nn
@@ -35,7 +36,14 @@ from project.train.root import Root
 from project.train.spread import clip_together, overflow_together
 from project.train.strategy import begin_alike
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
-from project.train.unspreadable import averages, fit_optimizers, refuse_no_values, refuse_own_steps, refuse_what_cant_be
+from project.train.unspreadable import (
+    averages,
+    fit_optimizers,
+    refuse_copies,
+    refuse_no_values,
+    refuse_own_steps,
+    refuse_what_cant_be,
+)
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +135,13 @@ class Sharded(OwnPart):
     def setup_environment(self) -> None:
         """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
         super().setup_environment()
+        if self.cpu_offload and self.world_size > 1 and "gloo" not in (backend := dist.get_backend()):
+            raise UserError(
+                f"strategy=sharded: cpu_offload needs gloo beside NCCL, and the ranks are connected by {backend} alone, for an "
+                "earlier fit of this process or by process_group_backend. HINT: a process of its own, and no other backend."
+            )
+        if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_copies(module.trainer)
         self._building.enter_context(resumed())
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -162,6 +177,8 @@ class Sharded(OwnPart):
             finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
+        else:  # and its end has brought it back to the host
+            self._move(self.model)
         self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype], self.cpu_offload)
         self.root.reduce(not self.exact)
         if self._shared_layers:
@@ -214,11 +231,14 @@ class Sharded(OwnPart):
     def _begin_alike(self, block: nn.Module) -> None:
         """On the device, in its type, and with rank 0's values, as with DDP."""
         self.precision_plugin.convert_module(block)
-        if self.cpu_offload:
-            _move_all_but_parameters(block, self.root_device)
-        else:
-            block.to(self.root_device)
+        self._move(block)
         begin_alike(one for one in (*block.parameters(), *block.buffers()) if not isinstance(one, DTensor))
+
+    def _move(self, module: nn.Module) -> None:
+        if self.cpu_offload:
+            _move_all_but_parameters(module, self.root_device)
+        else:
+            module.to(self.root_device)
 
     def configure_ddp(self) -> None:
         """There is nothing to wrap."""
@@ -288,10 +308,12 @@ class Sharded(OwnPart):
         return {name: found[name] for name, _ in module.named_parameters() if name in found}
 
     def teardown(self) -> None:
-        """Lightning brings the network back to the host. After an error it may have no values yet, or layers that ranks
-        share are in use in what is left of a step, and can't be moved."""
+        """Lightning brings the network back to the host. After an error it may have no values yet, or what is gathered is in
+        use in what is left of a step, and can't be moved."""
         module: Any = self.lightning_module
-        left = self._shared_layers and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        left = (
+            self.root is not None and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        )
         if module is not None and (left or any(one.is_meta for one in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         super().teardown()

@@ -37,6 +37,12 @@ def part_of(value: Any, like: Any) -> Any:
     return DTensor.from_local(here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
+def whole(tensor: DTensor, device: torch.device) -> Tensor:
+    """Returns all of a tensor, which may lie on the host, gathered by way of a device. Called by all ranks together."""
+    here, how = tensor.to_local().to(device), (tensor.device_mesh, tensor.placements)
+    return DTensor.from_local(here, *how, run_check=False, shape=tensor.shape, stride=tensor.stride()).full_tensor()
+
+
 def view_of(value: Tensor, like: DTensor) -> DTensor:
     """The same, in the memory of the whole tensor."""
     here = _sliced(value, like)

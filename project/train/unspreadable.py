@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
@@ -23,6 +24,19 @@ def averages(trainer: pl.Trainer) -> list[AveragedModel]:
             )
         found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
     return found
+
+
+def refuse_copies(trainer: pl.Trainer) -> None:
+    """Refuses averages of a network that another fit of this process has spread: torch copies none that is."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not isinstance(trainer.lightning_module, FSDPModule):
+        return
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise UserError(
+                f"strategy=sharded: {type(callback).__name__} copies the network, which an earlier fit of this process has "
+                "spread over the ranks. HINT: fit a new module, from that fit's checkpoint (ckpt_path)."
+            )
 
 
 _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")

@@ -33,6 +33,7 @@ NO_KERNEL = {
 ON_CPU_ALONE = re.compile("_?convolution|conv[123]d|.*linalg|.*fft|.*cholesky")
 TAKE_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 SMALL = (torch.float16, torch.bfloat16)
+NARROW = ("not implemented for", "expected scalar type")  # what the CPU says that computes a smaller type otherwise, or not
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
 PRETENDED_DEVICE = torch.ops.prim.device.default
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -71,7 +72,7 @@ class Operator:
             try:
                 return self.overload(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
-                if self.writes or "not implemented for" not in str(error):
+                if self.writes or not any(phrase in str(error) for phrase in NARROW):
                     first = str(error).partition("\n")[0]
                     raise RuntimeError(f"The stand-in can't compute {self.overload} on the CPU: {first}") from error
                 self.widens = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.conftest import Cli
 from tests.own import Duel, Regression
-from tests.standin.test_runs import DDP
+from tests.standin.test_runs import DDP, EXACT
 
 OWN = (
     *(
@@ -26,7 +26,7 @@ OWN = (
 
 
 class OnTheHost(Regression):
-    """Logs what it has counted on the host."""
+    """Logs what it has counted on the host, beside what it has computed."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         number = torch.tensor(float(self.global_rank + 1))
@@ -34,7 +34,9 @@ class OnTheHost(Regression):
         self.log("mean", number, **how)  # type: ignore[arg-type]
         self.log("most", number, reduce_fx="max", **how)  # type: ignore[arg-type]
         self.log("sum", number, reduce_fx="sum", **how)  # type: ignore[arg-type]
-        return self.loss(batch)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True)  # which does not lie there
+        return loss
 
 
 class DuelWithNan(Duel):
@@ -79,10 +81,12 @@ def test_the_norm_of_a_gradient_that_is_scaled_is_not_shown(gpu: Cli, tmp_path: 
     assert ("train/grad_norm" in shown) is not fused
 
 
-def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli) -> None:
-    run = gpu(*OWN, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
+@pytest.mark.parametrize(("more", "total"), [((), 3.0), ((EXACT,), 9.0)], ids=["ddp", "exact"])
+def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli, more: tuple[str, ...], total: float) -> None:
+    """The sum of a step is that of its last micro-batches, or, where sums are exact, of all."""
+    run = gpu(*OWN, *more, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
     assert run.code == 0, run.output
-    for name, value in (("mean", 1.5), ("most", 2.0), ("sum", 3.0)):
+    for name, value in (("mean", 1.5), ("most", 2.0), ("sum", total)):
         assert {number for _, number in run.events(f"{name}_step")} == {value}
 
 
@@ -110,3 +114,16 @@ def test_lightnings_own_loop_has_gradients_without_the_loss_scale(gpu: Cli, tmp_
         norms.append([(event.step, event.value) for event in events.Scalars("train/grad_norm")])
     assert norms[0]
     assert norms[0] == norms[1]
+
+
+def test_a_network_that_is_sharded_goes_on_in_the_same_process(gpu_pool: Any, tmp_path: Path) -> None:
+    code, output = gpu_pool.run(tmp_path, ranks=2, program="tests.standin.twice:main")
+    assert code == 0, output
+    for rank in range(2):
+        found = json.loads((tmp_path / f"twice-{rank}.json").read_text())
+        best, second, saved = found["sharded"]
+        assert [best, second, saved] == pytest.approx(found["ddp"], rel=1e-4)
+        assert saved == pytest.approx(second, rel=1e-4)
+        assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in found["average"]
+        assert found["fails"] == "ArithmeticError: of the module"
+        assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in found["offload"]

@@ -89,12 +89,27 @@ def test_a_loss_that_is_not_finite_is_found_two_steps_later_and_named(gpu: Cli):
 
 
 @pytest.mark.slow
-def test_what_can_not_be_recorded_is_logged_once_and_taken_eagerly(gpu: Cli):
-    run = gpu(
-        *FIT, "--data.global_batch_size=8", GRAPHS, with_callbacks('{"class_path": "tests.train.test_capture.LooksWithin"}')
-    )
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([with_callbacks('{"class_path": "tests.train.test_capture.LooksWithin"}')], "LooksWithin has a hook"),
+        (["--trainer.detect_anomaly=true", "--trainer.max_epochs=1"], "trainer.detect_anomaly has the host look"),
+    ],
+)
+def test_what_can_not_be_recorded_is_logged_once_and_taken_eagerly(gpu: Cli, settings: list[str], reason: str):
+    run = gpu(*FIT, "--data.global_batch_size=8", GRAPHS, *settings)
     assert run.code == 0, run.output
-    assert run.output.count("trainer.capture: steps are taken one operation after the other, as LooksWithin has a hook") == 1
+    assert run.output.count(f"trainer.capture: steps are taken one operation after the other, as {reason}") == 1
+
+
+@pytest.mark.slow
+def test_what_a_recorded_step_logs_is_refused(gpu: Cli):
+    """It would be logged once, and an epoch's mean be that of one micro-batch."""
+    declared = "--model=tests.train.test_capture.Declared"
+    run = gpu(*FIT[:2], declared, *FIT[2:], "--data.global_batch_size=8", GRAPHS)
+    assert run.code == 1, run.output
+    assert "self.log('mine') in training_step: that is a part of a graph (trainer.capture)" in run.output
+    assert "Traceback" not in run.output
 
 
 @pytest.mark.slow
