@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
-from project.data.dealing import DealtLoader, SeededDataset
 from project.survive.checkpoints import checkpoints_of
+from project.train.loaders import read_here
 from project.train.resuming import checkpoint_of
 from project.train.usual import spread
 
@@ -91,10 +91,7 @@ def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
             yield f"{type(module).__name__}{'.' if path else ''}{path}", part
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     data: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    loader = trainer.train_dataloader
-    sets: list[Any] = [loader.dataset] if isinstance(loader, DealtLoader) and not loader.num_workers else []
-    sets = [one.dataset if isinstance(one, SeededDataset) else one for one in sets]
-    for owner in (*callbacks, data, *sets):
+    for owner in (*callbacks, data, *read_here(trainer)):
         if owner is not None and not _is_of_a_library(owner):
             yield type(owner).__name__, owner
 

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
-from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
+from project.data.dealing import DealtLoader, SeededDataset, deal, micro_batch_of, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
@@ -210,6 +210,16 @@ class Loaders(_DataConnector):
             *(stage, type(loader).__name__, why),
             "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
         )
+
+
+def read_here(trainer: Any) -> list[Any]:
+    """Returns the training sets of the user that this process reads itself, and no loader process."""
+    loaders = [
+        loader
+        for loader in trainer.fit_loop._combined_loader.flattened
+        if isinstance(loader, DealtLoader) and not loader.num_workers
+    ]
+    return [loader.dataset.dataset if isinstance(loader.dataset, SeededDataset) else loader.dataset for loader in loaders]
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
