@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from project.errors import UserError
-from project.train.batch_norm import batch_norms
+from project.train.norms import batch_norms
 
 log = logging.getLogger(__name__)
 

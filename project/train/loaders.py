@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
+from project.data.worker_signals import with_signals
 from project.errors import UserError
-from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
 from project.train.data_ranks import data_ranks
+from project.train.norms import normalises_batches
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class Loaders(_DataConnector):
             return self._put(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            if isinstance(dataloader, DataLoader):
+                with_signals(dataloader)
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
@@ -121,7 +124,7 @@ class Loaders(_DataConnector):
             seed if _shuffles(loader) else None,
             "drop" if loader.drop_last else "keep",
             share=trainer.accumulate_grad_batches,
-            least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
+            least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from project.train.batch_norm import batch_norms
+from project.train.norms import batch_norms
 
 log = logging.getLogger(__name__)
 

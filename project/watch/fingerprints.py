@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
-from project.train.batch_norm import batch_norms
 from project.train.loop import repeated
 from project.train.micro_batch import loss_at_hand, micro_batch
+from project.train.norms import batch_norms
 from project.train.strategy import gathered
 from project.train.usual import shares_weights, spread
 from project.watch.checksums import Checksums, as_bytes, plain, together
