@@ -42,7 +42,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
         *_trainer("fast_dev_run use_distributed_sampler reload_dataloaders_every_n_epochs enable_autolog_hparams"),
-        *_trainer("callbacks model_registry overfit_batches shared_folder fingerprints"),
+        *_trainer("callbacks model_registry overfit_batches shared_folder fingerprints ranks_differ"),
         *(
             "data.num_workers",
             "data.resident",
