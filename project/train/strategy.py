@@ -86,12 +86,19 @@ class OrderedDDP(DistributedDataParallel):
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
         self._shared, self._settings = _learning(module), {**settings, "for_graphs": for_graphs}
+        self._known = [*module.parameters()]
+        self._learned = [one.requires_grad for one in self._known]
         self._hooks: list[tuple[object, Callable[..., Any]]] = []
 
     @property
     def shared(self) -> set[int]:
         """The parameters whose gradients it adds up."""
         return self._shared
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other parameters learn than when it was made; asked at each step, and so of those that were there then."""
+        return [one.requires_grad for one in self._known] != self._learned
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
@@ -116,6 +123,7 @@ def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
         strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
+        strategy.on_train_batch_start = partial(_share_what_learns, strategy)  # type: ignore[method-assign]
 
 
 def share_exactly(strategy: DDPStrategy) -> None:
@@ -144,6 +152,18 @@ def _share_with_nobody() -> None:
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:
     """Wraps the module with the settings that the user gave the strategy, as Lightning does with torch's own class."""
     return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
+
+
+def _share_what_learns(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
+    """Called after all hooks of that name, which may have unfrozen a layer. Within a step gradients are there already."""
+    module = strategy.lightning_module
+    assert module is not None
+    if (
+        batch_idx % module.trainer.accumulate_grad_batches == 0
+        and isinstance(strategy.model, OrderedDDP)
+        and strategy.model.outdated
+    ):
+        share_anew_if_needed(strategy, module)
 
 
 def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:

@@ -80,3 +80,14 @@ def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
     assert all(same(ours[name], state) for name, state in theirs.items())
     for word in ("already exist", "Traceback"):
         assert word not in resumed.output
+
+
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.faults)])
+def test_a_layer_that_is_unfrozen_within_an_epoch_learns_from_all_ranks(tmp_path, exact):
+    """DistributedDataParallel knows the parameters of the moment that it was made in: the ranks' weights would part."""
+    words = (
+        callbacks({"class_path": "tests.probes.UnfreezesWithin", "init_args": {"part": "network.layers.0"}}),
+        f"--trainer.exact={exact}",
+    )
+    done = forked(tmp_path, *FIT, *words, "--trainer.max_epochs=1", ranks=2)
+    assert done.code == 0, done.output
