@@ -317,7 +317,7 @@ class Filler(Callback):
     """Fills the disk of the run at its fifth step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 5:
+        if trainer.global_step == 5 and trainer.is_global_zero:  # who alone knows the run's folder
             with suppress(OSError), (Path(trainer.default_root_dir).parents[1] / "filler").open("ab", buffering=0) as file:
                 while True:
                     file.write(b"x" * 1024)

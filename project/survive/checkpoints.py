@@ -169,10 +169,10 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._together is not None:
             self.wait()  # whether it has failed is known to all ranks alike when all have written
-        if self._ended_at != trainer.global_step or self.failed:
+        if self._has_failed(trainer) or self._ended_at != trainer.global_step:
             self.save(trainer, finished=not out_of_time(trainer))
         self.wait()
-        if self.failed:  # the last one matters: once more, in case the disk has room again
+        if self._has_failed(trainer):  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
         self._log(trainer)
@@ -227,7 +227,7 @@ class Checkpoints(Checkpoint):
         if self._saved_at == (at.global_step, finished) and not self._validated:
             if self._together is not None:
                 self.wait()
-            if not self.failed:
+            if not self._has_failed(trainer):
                 return
         for settle in self.before_save:
             settle(trainer)
@@ -243,6 +243,12 @@ class Checkpoints(Checkpoint):
         path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._writer.submit(self._write, path, copy, manifest)
+
+    def _has_failed(self, trainer: Trainer) -> bool:
+        """Whether the last one could not be written, on all ranks alike: to make one again they all take part."""
+        if self._together is not None or trainer.world_size == 1:
+            return self.failed is not None
+        return bool(trainer.strategy.broadcast(self.failed is not None))
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
         """A copy of what this rank writes of the run's state, in main memory, and its manifest, which is rank 0's."""

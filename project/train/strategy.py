@@ -25,6 +25,7 @@ from project.train.norms import batch_norms
 log = logging.getLogger(__name__)
 
 _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names that a module wants left to each rank
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
@@ -60,6 +61,11 @@ def own_stream() -> Iterator[None]:
     before.wait_stream(own)
 
 
+def left_to_each_rank(module: nn.Module) -> set[str]:
+    """Returns the parameters and buffers that a module has torch's DistributedDataParallel leave alone."""
+    return {*module.__dict__.get(_IGNORED, ())}
+
+
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets never change.
 
@@ -69,8 +75,9 @@ class OrderedDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, for_graphs: bool = False, **settings: Any) -> None:
         norms = batch_norms(module)
         kept_equal = [f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)]
-        self._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
-        others = [name for name, _ in module.named_buffers() if name not in set(kept_equal)]
+        given = left_to_each_rank(module) - {*kept_equal}
+        self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
+        others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
         if others:
             more = ", ..." if len(others) > 5 else ""
             log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)

@@ -24,7 +24,7 @@ from project.errors import UserError
 from project.train.loop import repeated
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.norms import batch_norms
-from project.train.strategy import gathered
+from project.train.strategy import gathered, left_to_each_rank
 from project.train.usual import shares_weights, spread
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
@@ -47,7 +47,8 @@ class _Watched:
         parameters = [name for name, one in module.named_parameters() if plain(one)]
         buffers = [name for name, one in module.named_buffers() if plain(one) and (one.is_floating_point() or one.is_complex())]
         self.names = (*parameters, *buffers)
-        self.shared = [at for at, name in enumerate(self.names) if at < len(parameters) or name in norms]
+        alike = ({*parameters} - left_to_each_rank(module)) | norms
+        self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
         self._checksums: Checksums | None = None

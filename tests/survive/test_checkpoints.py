@@ -79,6 +79,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_write_that_is_killed_between_manifest_and_file_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "step-000000005.ckpt"
+    write(path, STATE, {"step": 5, "finished": False})
+    before = path.read_bytes()
+    write(path, {**STATE, "more": torch.ones(9)}, {"step": 5, "finished": True})
+    assert read_manifest(path)["finished"]
+    path.write_bytes(before)
+    assert read_manifest(path)["finished"] is False
+    cut(path)
+    with pytest.raises(ValueError, match="bytes instead of"):
+        read_manifest(path)
+
+
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     callback = Checkpoints(keep_last=2)
     callback._folder = tmp_path
@@ -131,8 +144,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk):
-    run = quick(*FIT, f"--trainer.default_root_dir={small_disk}", "--trainer.callbacks=tests.probes.Filler", timeout=120)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
+    words = (*FIT, f"--trainer.default_root_dir={small_disk}", "--trainer.callbacks=tests.probes.Filler")
+    run = quick(*words, ranks=ranks, timeout=120)
     assert run.code == 1, run.output
     assert "could NOT be written" in run.output
     assert "No space left on device" in run.output
