@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from project.errors import UserError
-from project.train.norms import batch_norms
+from project.train.norms import batch_norms, is_translated
 from project.train.spread import local
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,25 @@ def refuse_none() -> NoReturn:
         "trainer.exact can't be kept: training_step returned None, and other ranks would wait for its gradient. "
         "HINT: return a loss that has none: (output * 0).sum()."
     )
+
+
+def look_at_compiled(module: LightningModule, exact: bool) -> None:
+    """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
+    shorter micro-batch comes by, and after a restart they are not until one does.
+
+    `static_shapes = True` in the module says that it has said dynamic=False; ImageClassifier has.
+    """
+    names = [name or type(module).__name__ for name, one in module.named_modules() if is_translated(one)]
+    if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
+        names.insert(0, type(module).__name__)
+    if not names or getattr(module, "static_shapes", False):
+        return
+    why = f"torch.compile translates {names[0]} anew as shapes change, and so after a restart sums may be rounded otherwise"
+    hint = "torch.compile(..., dynamic=False), and static_shapes = True in the LightningModule."
+    if exact:
+        raise UserError(f"trainer.exact can't be kept: {why}. HINT: {hint}")
+    if module.trainer.is_global_zero:
+        log.warning("%s. HINT: %s", why, hint)
 
 
 class MovedWeights:

@@ -27,7 +27,7 @@ from project.errors import UserError
 from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, refuse
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
-from project.train.exactness import MovedWeights, refuse_none, refuse_other_loop
+from project.train.exactness import MovedWeights, look_at_compiled, refuse_none, refuse_other_loop
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -142,6 +142,7 @@ class Steps(_TrainingEpochLoop):
     _gradients: ExactGradients | None = None
     _looks_at_weights = False  # until a step has shown that they stay
     _weights: MovedWeights | None = None
+    _looked_at_compiled = False
     grids: dict[str, float] | None = None
     """Of the exact sums, in a run that goes on."""
     _automatic = False
@@ -263,6 +264,9 @@ class Steps(_TrainingEpochLoop):
         if self.captures and no_graph and not self._refused:
             self._refused = True
             refuse(self.trainer, no_graph)
+        if not self._looked_at_compiled:
+            self._looked_at_compiled = True
+            look_at_compiled(self.trainer.lightning_module, self.exact)
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
@@ -450,6 +454,7 @@ class Steps(_TrainingEpochLoop):
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
         self._told, self.graphs, self._refused, self._automatic = {}, None, False, False
+        self._looked_at_compiled = False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:

@@ -81,7 +81,10 @@ def _gathers_only(layer: _BatchNorm) -> bool:
 
 def compiled(module: nn.Module) -> set[nn.Module]:
     """The layers that torch.compile has translated."""
+    return {layer for one in module.modules() if is_translated(one) for layer in one.modules()}
+
+
+def is_translated(module: nn.Module) -> bool:
+    """Returns whether torch.compile has translated a module."""
     # What torch.compile wraps is in a class of this name, which has no public place.
-    kinds = {one: type(one).__name__ == "OptimizedModule" for one in module.modules()}
-    whole = (one for one, wraps in kinds.items() if wraps or one._compiled_call_impl is not None)
-    return {layer for one in whole for layer in one.modules()}
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

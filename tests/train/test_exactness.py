@@ -160,7 +160,7 @@ def fit(tmp_path, monkeypatch):
     def run(module, loader=None, **settings):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
         settings = {"global_batch_size": 2, **settings}
-        trainer = Trainer(exact=True, max_epochs=2, default_root_dir=tmp_path, **quiet, **settings)
+        trainer = Trainer(**{"exact": True, **settings}, max_epochs=2, default_root_dir=tmp_path, **quiet)
         loader = loader or DataLoader(Points(12), batch_size=2)
         trainer.fit(module, loader, DataLoader(Points(6), batch_size=2))
 
@@ -194,6 +194,25 @@ def test_a_module_that_depends_on_the_ranks(fit, module, says):
         fit(module(), global_batch_size=4 if issubclass(module, Teaches) else 2)
     assert says in str(refused.value)
     assert "HINT: " in str(refused.value)
+
+
+class Compiled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.compile(backend="eager")
+
+
+class CompiledForShapes(Compiled):
+    static_shapes = True
+
+
+def test_what_a_module_compiles_by_itself(fit, caplog):
+    with pytest.raises(UserError, match=r"exact can't be kept: torch\.compile translates network anew as shapes change"):
+        fit(Compiled())
+    fit(CompiledForShapes())
+    assert "torch.compile" not in caplog.text
+    fit(Compiled(), exact=False)
+    assert caplog.text.count("torch.compile translates network anew") == 1
 
 
 def test_a_teacher_that_follows_once_a_step_is_no_trouble(fit):
