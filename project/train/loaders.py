@@ -114,8 +114,8 @@ class Loaders(_DataConnector):
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None and module.automatic_optimization:
             log.warning(
-                "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another number "
-                "of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d.",
+                "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
+                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d.",
                 *[size * ranks * count] * 2,
             )
 
@@ -192,8 +192,8 @@ class Loaders(_DataConnector):
         if ranks > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset):
             log.warning(
                 "Each of %d ranks reads all of the %s set (%s), which can only be read from its beginning: an epoch has each "
-                "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in its "
-                "__iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
+                "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in "
+                "its __iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
                 *(ranks, stage, type(loader.dataset).__name__, ranks),  # type: ignore[attr-defined]
             )
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
