@@ -22,8 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from project.cluster.place import host, image
 from project.errors import UserError
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
-from project.survive.readable import check
-from project.survive.reading import SafeCheckpointIO
+from project.survive.readable import check, plain_values
 from project.survive.together import Copied, Lost, Together
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
@@ -319,7 +318,8 @@ class Checkpoints(Checkpoint):
         path = free_name(path, folder=False)
         size = write(path, copied.marked, manifest)
         if not self._read_back:
-            SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
+            with plain_values():  # the first of this process, as one that goes on will read it; but not into main memory
+                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             self._read_back = True
         return path, size
 
@@ -331,7 +331,7 @@ class Checkpoints(Checkpoint):
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)
-        better = self.best is None or again or (value > self.best[0] if mode == "max" else value < self.best[0])
+        better = self.best is None or again or (value >= self.best[0] if mode == "max" else value <= self.best[0])
         if better:
             self.best = value, path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.runs import weights
 from project.survive.checkpoints import Checkpoints
 from project.survive.files import newest_good, read_manifest, write
 from project.survive.together import Copied
@@ -100,6 +101,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step-{n:09d}.ckpt" for n in (2, 4, 5)]
     assert callback.best is not None
     assert callback.best[1].name == "step-000000002.ckpt"
+    callback._write(
+        path := tmp_path / "step-000000006.ckpt",
+        Copied(STATE, {}),
+        {"metrics": {"val/acc": 0.9}, "position": {"global_step": 6}},
+    )
+    assert callback.best == (0.9, path), "of equals, the newest"
+    assert weights(tmp_path.rename(tmp_path.with_name("checkpoints")).parent, "best", "val/acc", "max").name == path.name
 
 
 def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
