@@ -77,6 +77,7 @@ from project.train.compression import Compression, fitting
 from project.train.data_ranks import data_ranks, shared_by
 from project.train.epochs import own_loops
 from project.train.exactness import fix_threads, refuse_no_global_batch, refuse_to_gather, refuse_what_rounds, untold
+from project.train.gathering import gather_evenly
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -282,6 +283,8 @@ class Trainer(pl.Trainer):
         if exact:
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
+        elif self.world_size > 1:
+            self.strategy.all_gather = partial(gather_evenly, self, self.strategy.all_gather)  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
             if self.num_nodes > 1 and not shared_folder:
                 raise UserError(
