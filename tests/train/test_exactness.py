@@ -215,6 +215,15 @@ def test_what_a_module_compiles_by_itself(fit, caplog):
     assert caplog.text.count("torch.compile translates network anew") == 1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimisers_that_take_one_gradient_for_a_step_are_taken(fit, kind):
+    class Learns(Regression):
+        def configure_optimizers(self) -> Any:
+            return kind([one for one in self.parameters() if one.ndim == 2])
+
+    fit(Learns())
+
+
 def test_a_teacher_that_follows_once_a_step_is_no_trouble(fit):
     fit(TeachesOnce(), global_batch_size=4)
 
