@@ -46,6 +46,7 @@ _TABLE: dict[Kind, list[str]] = {
         *(
             "data.num_workers",
             "data.resident",
+            "data.on_error",
             "model.channels_last",
             "model.compile",
             "checkpoints",
