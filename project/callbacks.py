@@ -18,7 +18,7 @@ from project.train.chance import ChanceByMicroBatch
 from project.train.compression import CompressGradients, Compression
 from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
-from project.watch.fingerprints import Fingerprints
+from project.watch.fingerprints import Fingerprints, WhenRanksDiffer
 from project.watch.pictures import Pictures
 from project.watch.predictions import PredictionWriter
 from project.watch.profile import Profile
@@ -31,6 +31,7 @@ def with_ours(
     compression: Compression,
     exact: bool,
     fingerprints: bool,
+    ranks_differ: WhenRanksDiffer,
 ) -> list[Callback]:
     """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -50,5 +51,5 @@ def with_ours(
     before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
-    after += [Rehearsal(), *([Fingerprints(exact)] if fingerprints else []), profile]
+    after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]
     return [*before, *(one for one in callbacks if one not in [*watchdogs, *dashboards, profile]), *after]

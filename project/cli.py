@@ -24,12 +24,13 @@ from rich.console import Console
 from torch import nn
 
 from project import early_start
+from project.aliases import take_either_lightning
 from project.bench import report
 from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, rank_said
 from project.cluster.place import host
 from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, save_config
-from project.config_files import EVALUATING, RUNS, checked, expand, run_config
+from project.config_files import EVALUATING, RUNS, expand, folder_of, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.doctor.foretelling import modules_on_paper
@@ -83,7 +84,8 @@ class ProjectCLI(LightningCLI):
             "--run",
             type=str | None,
             default=None,
-            help=f"Name of the run, its folder in {RUNS}/; fit goes on with one that exists, test and so on take its weights.",
+            help=f"Name of the run, its folder in {RUNS}/, or the path of one that is there; fit goes on with one that exists, "
+            "test and so on take its weights.",
         )
         parser.add_argument(
             "--resume",
@@ -256,7 +258,7 @@ class ProjectCLI(LightningCLI):
             return False
         if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
             return fit and given is not False
-        named = loggers.made(given, self.folder, str(self.folder.relative_to(root / RUNS)), rank)
+        named = loggers.made(given, self.folder, _name_of(self.folder, root / RUNS), rank)
         return [Events(str(self.folder)), *named] if fit else named
 
     def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
@@ -271,10 +273,10 @@ class ProjectCLI(LightningCLI):
             self._run = open_run(root, settings.run, self._kind(), launch)
         else:
             if verb in EVALUATING and (path is None or named):
-                path = str(weights(root / RUNS / checked(settings.run), path, *how))
+                path = str(weights(folder_of(root, settings.run), path, *how))
                 init.ckpt_path = path
             if verb == "export":  # leaves nothing but its folder
-                self.folder = root / RUNS / checked(settings.run) if settings.run else run_of(Path(str(path)))
+                self.folder = folder_of(root, settings.run) if settings.run else run_of(Path(str(path)))
                 return None
             self._run = open_beside(root, settings.run, self._kind(), verb, launch)
         self.folder = self._run.folder
@@ -399,12 +401,17 @@ def log_communication(folder: Path) -> None:
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
 
 
+def _name_of(folder: Path, runs: Path) -> str:
+    return str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
+
+
 def _resolved(base: object) -> None:
     return None
 
 
 def main() -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
+    take_either_lightning()
     rank = rank_said()
     open_log(rank, host())
     say = log.info

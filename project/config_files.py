@@ -3,6 +3,7 @@
 Imports nothing heavy: it is asked before PyTorch is loaded.
 """
 
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -105,13 +106,18 @@ def checked(name: str) -> str:
     return name
 
 
+def folder_of(root: Path, name: str) -> Path:
+    """The folder of a run, by its name or, where the folder was moved elsewhere, by its path."""
+    return Path(name).absolute() if os.sep in name else root / RUNS / checked(name)
+
+
 def run_config(argv: list[str]) -> list[str]:
     """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
     name = option(argv, "--run")
     if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
         return argv
     root = Path(option(argv, "--trainer.default_root_dir") or ".")
-    config = root / RUNS / checked(name) / "config.yaml"
+    config = folder_of(root, name) / "config.yaml"
     verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
     return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv
 

@@ -17,7 +17,7 @@ import yaml
 
 from project.cluster.launcher import Launch
 from project.cluster.settings import flat
-from project.config_files import RUNS, checked
+from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.survive.checkpoints import goes_by
 from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
@@ -42,10 +42,11 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("limit_test_batches limit_predict_batches enable_checkpointing enable_progress_bar enable_model_summary"),
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
-        *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints"),
+        *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
         *(
             "data.num_workers",
             "data.resident",
+            "data.on_error",
             "model.channels_last",
             "model.compile",
             "checkpoints",
@@ -244,7 +245,10 @@ def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
     """The run of this name, new or not. Without a name: the one that this launcher began, before it started us again."""
     runs = root / RUNS
     if name is not None:
-        return Run(runs / checked(name))
+        folder = folder_of(root, name)
+        if os.sep in name and not exists(folder):
+            raise UserError(f"There is no run in {folder}. HINT: a path leads to a run that exists; a new one gets a name.")
+        return Run(folder)
     if launch.name is not None:
         return Run(runs / f"{kind}-{launch.name}")
     return Run(_new_folder(runs, kind))
@@ -252,7 +256,7 @@ def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
 
 def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Launch) -> Run:
     """Where what is not training leaves its results: in a folder of its own, within the run's if it is about a run."""
-    if name is not None and exists(folder := root / RUNS / checked(name)):
+    if name is not None and exists(folder := folder_of(root, name)):
         return Run(_new_folder(folder, verb))
     return open_run(root, name, f"{kind}-{verb}", launch)
 
@@ -295,11 +299,11 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     rated: list[tuple[float, Path]] = []
     monitor, mode = goes_by(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
     if which != "last":
-        for path in reversed(newest):
+        for path in newest:
             value = _metrics(path).get(monitor)
             if value is not None and value == value:
                 rated.append((value, path))
-        rated.sort(key=lambda one: one[0], reverse=mode == "max")  # of equals, the earliest
+        rated.sort(key=lambda one: one[0], reverse=mode == "max")  # of equals, the newest
         if which == "best" and not rated:
             known = sorted({str(name) for path in newest for name in _metrics(path)})
             raise UserError(

@@ -85,6 +85,7 @@ from project.train.exactness import (
     untold,
     warn_of_hashes,
 )
+from project.train.gathering import gather_evenly
 from project.train.loaders import Loaders
 from project.train.logged import Logged
 from project.train.micro_batch import skipped
@@ -95,6 +96,7 @@ from project.train.sharded import Sharded
 from project.train.strategy import gathered, share_exactly, share_in_order
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
+from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import flops, peak
 from project.watch.steady import Csv
 from project.watch.throughput import Throughput
@@ -174,6 +176,7 @@ class Trainer(pl.Trainer):
         capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
         fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
+        ranks_differ: where these show that a rank has other weights than the others, 'stop' or 'warn' once and go on.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class Trainer(pl.Trainer):
         capture: CaptureSteps = "none",
         nonfinite: Act = "stop",
         fingerprints: bool = True,
+        ranks_differ: WhenRanksDiffer = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -247,7 +251,9 @@ class Trainer(pl.Trainer):
             super().__init__(
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare),
+                callbacks=with_ours(
+                    callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, ranks_differ
+                ),
                 logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -287,6 +293,8 @@ class Trainer(pl.Trainer):
             warn_of_hashes()
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
+        elif self.world_size > 1:
+            self.strategy.all_gather = partial(gather_evenly, self, self.strategy.all_gather)  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
             if self.num_nodes > 1 and not shared_folder:
                 raise UserError(

@@ -102,6 +102,15 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
 
 
+class Contrasts(Regression):
+    """Compares its samples with those of the other ranks, as SimCLR does."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        outputs = self.network(batch["point"])
+        everybodys = self.all_gather(outputs, sync_grads=True)
+        return super().training_step(batch, batch_idx) + 0 * everybodys.sum()
+
+
 class Choosy(Regression):
     """Leaves out what it does not like: on rank 1, a micro-batch after some steps."""
 

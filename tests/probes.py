@@ -238,6 +238,16 @@ class Fault(Callback):
             torch.save = struck
 
 
+class UnfreezesWithin(Callback):
+    """A part of the network learns from the third step of each epoch on, and not before."""
+
+    def __init__(self, part: str = "head") -> None:
+        self.part = part
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        pl_module.get_submodule(self.part).requires_grad_(batch_idx // trainer.accumulate_grad_batches >= 2)
+
+
 class Dropped(torch.nn.Module):
     """A network with all that could depend on history: batch norm and dropout."""
 
@@ -307,7 +317,7 @@ class Filler(Callback):
     """Fills the disk of the run at its fifth step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 5:
+        if trainer.global_step == 5 and trainer.is_global_zero:  # who alone knows the run's folder
             with suppress(OSError), (Path(trainer.default_root_dir).parents[1] / "filler").open("ab", buffering=0) as file:
                 while True:
                     file.write(b"x" * 1024)

@@ -19,6 +19,7 @@ from project.errors import UserError
 from project.export.capture import HOW, pieces, samples
 from project.export.check import compare
 from project.export.folder import refuse_strangers, staging
+from project.export.formats import trace
 from project.model import ImageClassifier, MiniResNet
 from project.model.gpt import GPT
 from tests.conftest import ROOT, TINY, Run, environment, forked
@@ -420,3 +421,16 @@ def test_nothing_of_the_formats_is_imported_by_a_fit():
     program = "import sys, project.cli; print({'onnx', 'onnxruntime', 'onnxscript', 'safetensors'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+class AnyName(LightningModule):
+    def forward(self, **batch):
+        return batch["x"] + batch["y"]
+
+
+def test_a_forward_that_takes_a_whole_batch_by_its_names():
+    x, module = torch.ones(3, 2), AnyName()
+    found = samples(module, [{"x": x, "y": x, "name": ["a", "b", "c"]}], "a set")
+    assert found.names == ["x", "y"]
+    program = trace(module, found, None)
+    assert torch.equal(program.module()(x[:1], x[:1]), 2 * x[:1])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -171,6 +172,16 @@ def test_the_best_else_the_newest_that_is_whole(tmp_path):
         path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="has no good checkpoint"):
         weights(folder, None, "val/acc", "max")
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(quick, tmp_path):
+    assert quick(*FIT, STOP).code == 143
+    shutil.move(tmp_path / "lightning_logs/it", tmp_path / "elsewhere")
+    done = quick("fit", f"--run={tmp_path}/elsewhere")
+    assert done.code == 0, done.output
+    assert f"Goes on from {tmp_path}/elsewhere/checkpoints/step-000000004.ckpt" in done.output
+    assert not (tmp_path / "lightning_logs").exists() or not [*(tmp_path / "lightning_logs").iterdir()]
+    assert "There is no run in" in quick("fit", DDP, "--run=./nowhere").output
 
 
 def test_a_checkpoint_says_what_it_was_trained_with(quick, tmp_path):

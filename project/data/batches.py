@@ -23,7 +23,7 @@ from typing_extensions import NotRequired
 
 from project.data.dealing import DealtLoader
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
-from project.data.order import Key, Order, chance
+from project.data.order import Key, MicroBatchSampler, Order, chance
 
 _AHEAD_SAMPLES, _AHEAD_BYTES = 512, 4 << 20  # made at once, at most
 # What libraries that read images raise over a file that is cut short or none of theirs. From elsewhere it may be a mistake in
@@ -44,6 +44,8 @@ class Batch(TypedDict):
     """On its way to the device: how the images are to be moved (`drawn_moves`)."""
     file: NotRequired[list[str]]
     """In a prediction: the files that the samples come from, where that is known."""
+    unread: NotRequired[list[str]]
+    """On its way to the loader: the samples that could not be read, in whose place others are."""
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -108,12 +110,21 @@ class MicroBatches(Dataset[Batch]):
         split: the name of the set, for messages.
         classes: how many there are; labels outside 0 .. classes-1 are refused. None doesn't look.
         labelled: whether labels are needed. Without, items may be images alone, and their files are told.
+        skips: has the next sample that can be read take the place of one whose file can't be.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], order: Order, split: str = "train", classes: int | None = None, labelled: bool = True
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        split: str = "train",
+        classes: int | None = None,
+        labelled: bool = True,
+        skips: bool = False,
     ) -> None:
         self.dataset, self.order, self.split, self.classes, self.labelled = dataset, order, split, classes, labelled
+        self.skips = skips
+        self._unread: list[str] = []
         self._ahead: dict[Key, Batch] = {}
         self._at_once = 1
         if isinstance(dataset, InMemory) and labelled:  # all of them are here: one look is enough
@@ -158,6 +169,8 @@ class MicroBatches(Dataset[Batch]):
                 files = [file_of(self.dataset, number) for number in batch["sample"].tolist()]
                 if all(files):
                     batch["file"] = [str(file) for file in files]
+        if self._unread:
+            batches[0]["unread"], self._unread = self._unread, []
         return batches
 
     # One read ---------------------------------------------------------------------------------------------------------
@@ -191,7 +204,17 @@ class MicroBatches(Dataset[Batch]):
             except Exception as error:
                 if not _of_a_file(error):
                     raise  # otherwise, one by one, it is found out which
-        return [self._item(number) for number in numbers]
+        return [self._next_item(number) if self.skips else self._item(number) for number in numbers]
+
+    def _next_item(self, number: int) -> Any:
+        """That of the next sample that can be read: the same one on any number of ranks, and after a restart."""
+        size: int = len(self.dataset)  # type: ignore[arg-type]
+        for at in range(size):
+            try:
+                return self._item((number + at) % size)
+            except Unfit as error:
+                self._unread.append(str(error).partition(" HINT:")[0])
+        raise Unfit(f"No sample of the {self.split} set can be read.")
 
     def _item(self, number: int) -> Any:
         try:
@@ -256,7 +279,19 @@ def _of_a_file(error: Exception) -> bool:
 
 
 class MicroBatchLoader(DealtLoader):
-    """A DataLoader of micro-batches, without what torch's own iterator does in between, where it would do nothing for them."""
+    """A DataLoader of micro-batches, without what torch's own iterator does in between, where it would do nothing for them.
+
+    `unread`: gets the samples that could not be read, as keys.
+    """
+
+    def __init__(self, keys: MicroBatchSampler, seed: int, unread: dict[str, None], **settings: Any) -> None:
+        super().__init__(keys, seed, **settings)
+        self.unread = unread
+
+    def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in super()._note(batches):
+            self.unread.update(dict.fromkeys(batch.pop("unread", ())))
+            yield batch
 
     def _batches(self) -> Iterator[Any]:
         if self.num_workers or self.pin_memory:

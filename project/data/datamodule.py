@@ -48,6 +48,8 @@ class ImageData(LightningDataModule):
             on a CPU, 5 % of a GPU's memory. No loader processes are needed then. 'never' loads them batch by batch, and so
             does a num_workers that is a number.
         seed: decides the order of the samples and their augmentation.
+        on_error: where a file can't be read, 'stop', or 'skip' it: the next sample that can be read takes its place, and all
+            that were skipped are listed at the end.
     """
 
     capturable = True
@@ -63,6 +65,7 @@ class ImageData(LightningDataModule):
         num_workers: int | Literal["auto"] = "auto",
         resident: Literal["auto", "never"] = "auto",
         seed: int = 0,
+        on_error: Literal["stop", "skip"] = "stop",
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -77,6 +80,9 @@ class ImageData(LightningDataModule):
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
         self.num_workers, self.resident, self.seed = num_workers, resident, seed
+        self.on_error: Literal["stop", "skip"] = on_error
+        self.unread: dict[str, None] = {}
+        """The samples that could not be read, and why."""
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
         self.exact = False  # likewise: an evaluation's micro-batches are the same on any number of ranks
         self.shared_by = 1  # likewise: ranks that see the same samples
@@ -132,6 +138,14 @@ class ImageData(LightningDataModule):
             if not len(self._dataset(split)):  # type: ignore[arg-type]
                 raise UserError(f"The {split} set is empty.")
         self._unseen = set(splits)
+
+    def teardown(self, stage: str) -> None:
+        if self.unread:
+            what = "; ".join(sorted(self.unread))
+            log.warning(
+                "data.on_error=skip: %d of the images can't be read, and others took their place: %s", len(self.unread), what
+            )
+            self.unread.clear()
 
     def train_dataloader(self) -> MicroBatchLoader:
         return self._loader("train", self.train_order())
@@ -208,6 +222,7 @@ class ImageData(LightningDataModule):
         return MicroBatchLoader(
             keys,
             self.seed,
+            self.unread,
             draws=not held,
             dataset=self._micro_batches(held or self._dataset(split), split, order),
             sampler=keys,
@@ -221,7 +236,7 @@ class ImageData(LightningDataModule):
     def _micro_batches(self, dataset: Dataset[Any], split: Split, order: Order) -> MicroBatches:
         if split == "predict":
             return MicroBatches(dataset, order, split, labelled=False)
-        return MicroBatches(dataset, order, split, self.num_classes)
+        return MicroBatches(dataset, order, split, self.num_classes, skips=self.on_error == "skip")
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         """What the data is, for comparison: the number of samples of each split, the bytes of one, a hash of a few."""

@@ -22,6 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
+from project.data.worker_signals import end_at_exit, follow_rank
 from project.errors import UserError
 
 _END = object()
@@ -41,6 +42,7 @@ class DealtLoader(DataLoader[Any]):
     def __init__(self, keys: MicroBatchSampler, seed: int, draws: bool = True, **settings: Any) -> None:
         if settings.get("num_workers"):
             settings["worker_init_fn"] = partial(_in_worker, settings.get("worker_init_fn"))
+            end_at_exit(os.getpid())
         # A generator of its own for the seeds of its processes: the others stay where they are.
         super().__init__(generator=torch.Generator(), **settings)
         self.keys, self.seed = keys, seed
@@ -72,6 +74,7 @@ def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
 
     Python's queue prints the error and drops the batch, and the rank would wait for that one for ever.
     """
+    follow_rank()
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
     Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
     if theirs is not None:

@@ -21,7 +21,8 @@ Inputs = tuple[Tensor, ...]
 
 HOW = (
     "HINT: forward takes the batch if that is a tensor, its first part if it is a tuple or a list, and of a dict what its "
-    "arguments are called, or 'image'; otherwise give the module an example_input_array."
+    "arguments are called (all tensors, if it is forward(**batch)), or 'image'; otherwise give the module an "
+    "example_input_array."
 )
 
 
@@ -78,6 +79,8 @@ def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Sam
     made = [tuple(_plain(one[name]) for name in names) for one in named]
     if any(not one.ndim or len(one) != len(batch[0]) or not len(one) for batch in made for one in batch):
         raise UserError(f"The inputs of {type(module).__name__}.forward have no first dimension of samples in common. {HOW}")
+    if _takes_any_name(module):
+        _take_by_position(module, names)
     ranks = [[one.ndim for one in batch] for batch in made]
     return Samples(names, [one for one, rank in zip(made, ranks, strict=True) if rank == ranks[0]], origin)
 
@@ -93,6 +96,24 @@ def _arguments(module: LightningModule) -> list[inspect.Parameter]:
     return [one for one in inspect.signature(module.forward).parameters.values() if one.kind in kinds]
 
 
+def _takes_any_name(module: LightningModule) -> bool:
+    """Whether it is `forward(**batch)`."""
+    kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
+    return kinds == [inspect.Parameter.VAR_KEYWORD]
+
+
+def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
+    """Gives such a forward arguments that have names: the exporters go by its signature."""
+    forward = module.forward
+
+    def named(*args: Tensor) -> Any:
+        return forward(**dict(zip(names, args, strict=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    module.forward = named  # type: ignore[method-assign]
+
+
 def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
     """What `forward` takes of a batch, or None where that can't be told."""
     arguments = _arguments(module)
@@ -104,6 +125,9 @@ def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
         return {first: batch} if len(needed) <= 1 else None
     if not isinstance(batch, Mapping):
         return None
+    if _takes_any_name(module):
+        tensors = {str(name): one for name, one in batch.items() if isinstance(one, Tensor)}
+        return tensors if tensors and all(name.isidentifier() for name in tensors) else None
     taken: dict[str, Tensor] = {}
     for argument in arguments:
         if not isinstance(batch.get(argument.name), Tensor):

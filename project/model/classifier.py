@@ -71,6 +71,7 @@ class ImageClassifier(LightningModule):
     """
 
     capturable = True
+    static_shapes = True
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class ImageClassifier(LightningModule):
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
         if compile in IN_GRAPHS:
             self.capturable = False
+        self.static_shapes = compile != "max-autotune"  # which takes the kernel that was the fastest this time
         self.epoch_tally, self.eval_tally = Tally(), Tally()
         self._step_notes: list[Note] = []
         self._notes: dict[int, Note] = {}  # of the newest micro-batch of each size
@@ -128,7 +130,8 @@ class ImageClassifier(LightningModule):
         if self.init_from and not self.trainer.ckpt_path:
             start_from(self.network, self.init_from, self.init_prefix, say=self.trainer.is_global_zero)
         if (mode := mode_of(self._compile, lambda: run_of(self.trainer).least_seconds)) is not None:
-            self.network.compile(mode=mode)
+            # Else kernels become dynamic when a shorter micro-batch comes by, and a start that has seen none rounds otherwise.
+            self.network.compile(mode=mode, dynamic=False)
 
     def on_train_start(self) -> None:
         refuse_overwritten_gradients(self._compile, self.trainer.accumulate_grad_batches, self.device.type == "cuda")

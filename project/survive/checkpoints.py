@@ -24,8 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from project.cluster.place import host, image
 from project.errors import UserError
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
-from project.survive.readable import check
-from project.survive.reading import SafeCheckpointIO
+from project.survive.readable import check, plain_values
 from project.survive.together import Copied, Lost, Together
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
@@ -184,10 +183,10 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._together is not None:
             self.wait()  # whether it has failed is known to all ranks alike when all have written
-        if self._ended_at != trainer.global_step or self.failed:
+        if self._has_failed(trainer) or self._ended_at != trainer.global_step:
             self.save(trainer, finished=not out_of_time(trainer))
         self.wait()
-        if self.failed:  # the last one matters: once more, in case the disk has room again
+        if self._has_failed(trainer):  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
         if trainer.world_size > 1:  # rank 0 alone knows, and all of them read it
@@ -244,7 +243,7 @@ class Checkpoints(Checkpoint):
         if self._saved_at == (at.global_step, finished) and not self._validated:
             if self._together is not None:
                 self.wait()
-            if not self.failed:
+            if not self._has_failed(trainer):
                 return
         for settle in self.before_save:
             settle(trainer)
@@ -260,6 +259,12 @@ class Checkpoints(Checkpoint):
         path = self._folder / f"step-{at.global_step:09d}{due}.ckpt"
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending = self._writer.submit(self._write, path, copy, manifest)
+
+    def _has_failed(self, trainer: Trainer) -> bool:
+        """Whether the last one could not be written, on all ranks alike: to make one again they all take part."""
+        if self._together is not None or trainer.world_size == 1:
+            return self.failed is not None
+        return bool(trainer.strategy.broadcast(self.failed is not None))
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
         """A copy of what this rank writes of the run's state, in main memory, and its manifest, which is rank 0's."""
@@ -330,7 +335,8 @@ class Checkpoints(Checkpoint):
         path = free_name(path, folder=False)
         size = write(path, copied.marked, manifest)
         if not self._read_back:
-            SafeCheckpointIO().load_checkpoint(path)  # the first of this process, as one that goes on will read it
+            with plain_values():  # the first of this process, as one that goes on will read it; but not into main memory
+                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             self._read_back = True
         return path, size
 
@@ -342,7 +348,7 @@ class Checkpoints(Checkpoint):
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)
-        better = self.best is None or again or (value > self.best[0] if mode == "max" else value < self.best[0])
+        better = self.best is None or again or (value >= self.best[0] if mode == "max" else value <= self.best[0])
         if better:
             self.best = value, path
 

@@ -2,7 +2,8 @@
 
 A checkpoint is a file or, where the network was spread over the ranks, a folder of parts: step-N.ckpt; beside it lies its
 manifest, step-N.json: checksums, position, metrics, the run's configuration and versions. Both are written under another
-name, forced to the disk and renamed, the manifest first: a checkpoint that is there has one.
+name, forced to the disk and renamed, the manifest first: a checkpoint that is there has one. Where it replaces a file of its
+name, it knows that file's manifest, too: one of the two is whole, whenever the process is killed.
 """
 
 import hashlib
@@ -61,7 +62,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if path.is_dir():
             raise UserError("it is a folder, and its manifest is of a file")
         if problem := _problem(path, manifest):
-            raise UserError(f"it {problem}")
+            before: dict[str, Any] | None = manifest.get("before")
+            if before is None or _problem(path, before):
+                raise UserError(f"it {problem}")
+            return before  # whoever wrote it anew was killed when its manifest had taken its place, and it had not
         return manifest
     with ThreadPoolExecutor(_READERS) as readers:
         found = readers.map(lambda one: part_problem(path, *one), parts.items())
@@ -188,7 +192,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
     temporary = path.with_name(f".{path.name}.part")
     try:
         write_file(temporary, lambda file: torch.save(checkpoint, file))
-        manifest = {**manifest, **entry_of(temporary)}
+        manifest = {**manifest, **entry_of(temporary), **_before(path)}
         write_manifest(path, manifest)
         temporary.replace(path)
     except BaseException:
@@ -197,6 +201,16 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
     read_manifest(path)
     size: int = manifest["bytes"]
     return size
+
+
+def _before(path: Path) -> dict[str, Any]:
+    """The manifest of the file that is about to be replaced: neither of the two can be renamed together with the other."""
+    try:
+        known: dict[str, Any] = json.loads(manifest_of(path).read_text()) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    known.pop("before", None)
+    return {"before": known} if known else {}
 
 
 def free_name(path: Path, folder: bool) -> Path:

@@ -5,53 +5,28 @@ the number of ranks and on accumulation. Here each layer is given other buffers 
 which gather the mean over this rank's micro-batches; one small all-reduce, which travels during the backward pass, makes it
 the mean over all, and the layer's own momentum is applied to that. Whoever looks at the layer at any other moment (a hook, an
 average of the weights, a checkpoint) sees the running statistics, and nothing else.
+
+A forward pass that the backward pass takes again (`torch.utils.checkpoint`) gathers nothing: it was counted the first time.
+A layer whose own `forward` goes by its running statistics in training (batch renorm) is left alone.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.train.exact import WideSum
 from project.train.micro_batch import skipped as is_skipped
+from project.train.norms import batch_norms, compiled
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """The layers with running statistics, by name."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None:
-            yield name, layer
-
-
-def compiled(module: nn.Module) -> set[nn.Module]:
-    """The layers that torch.compile has translated."""
-    # What torch.compile wraps is in a class of this name, which has no public place.
-    kinds = {one: type(one).__name__ == "OptimizedModule" for one in module.modules()}
-    whole = (one for one, wraps in kinds.items() if wraps or one._compiled_call_impl is not None)
-    return {layer for one in whole for layer in one.modules()}
-
-
-@contextmanager
-def unmoved(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """A forward pass that was taken before is taken again: these layers' statistics stay what they are."""
-    own = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update({name: one if one is None else one.clone() for name, one in norm._buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, own, strict=True):
-            norm._buffers.update(buffers)
 
 
 class _Passes(Tensor):
@@ -85,6 +60,8 @@ class _Layer:
         self._other = {"running_mean": mean, "running_var": var, "num_batches_tracked": self._passes}
         self._own: dict[str, Tensor | None] = {}
         self._momentum: float | None = None
+        self._unread: dict[str, Tensor | None] = {}  # where a pass that is taken again writes
+        self._before: tuple[dict[str, Tensor | None], float | None] | None = None
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self.passes = 0
 
@@ -99,6 +76,24 @@ class _Layer:
         self._earlier = []
         if self._passes is not None:
             self._passes.number = 0
+
+    def begin_backward(self) -> None:
+        """What is computed again in a backward pass was counted when it was computed first: it writes where nobody reads."""
+        norm = self.norm
+        if self._before is not None or not norm.training:
+            return
+        if not self._unread:
+            passes = None if self._passes is None else _Passes.of(lambda: None)
+            self._unread = dict(zip(_BUFFERS, (self.mean.clone(), self.var.clone(), passes), strict=True))
+        self._before = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
+        norm._buffers.update(self._unread)
+        norm.momentum = 1.0
+
+    def end_backward(self) -> None:
+        if self._before is not None:
+            buffers, self.norm.momentum = self._before
+            self.norm._buffers.update(buffers)
+            self._before = None
 
     def _again(self) -> None:
         self._earlier.append((self.mean.clone(), self.var.clone()))
@@ -238,6 +233,18 @@ class StepStatistics(Callback):
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._layers and loss.requires_grad:  # when it begins: what hooks look at till then are the running statistics
+            loss.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        for layer in self._layers:
+            layer.begin_backward()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for layer in self._layers:
+            layer.end_backward()
+
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
         self._is_begun = True
         if passes not in self._passes:
@@ -322,6 +329,8 @@ class StepStatistics(Callback):
 
     def _leave(self, trainer: Trainer) -> None:
         trainer.strategy.__dict__.pop("training_step", None)
+        for layer in self._layers:
+            layer.end_backward()
         for together in (*(row.own for row in self._rows), self._counts):
             if together is not None:
                 together.leave()

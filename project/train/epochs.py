@@ -157,7 +157,7 @@ def _keep(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
     states = [copied(one.state_dict()) for one in holders]
 
     def put_back() -> None:
-        module.load_state_dict(weights)
+        module.load_state_dict(weights, strict=module.strict_loading)
         for one, state in zip(holders, states, strict=True):
             if state:
                 one.load_state_dict(state)

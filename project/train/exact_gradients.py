@@ -213,6 +213,7 @@ class ExactGradients:
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
         named = [(name, one) for name, one in (gathered or self._owners).items() if one.requires_grad]
+        self._learned = [one.requires_grad for one in self._owners.values()]
         self.whole: dict[int, Tensor] = {}
         """Of parameters that are spread, the whole gradients of this step, by `id`."""
         for name, one in named:
@@ -235,6 +236,11 @@ class ExactGradients:
             for unit in self._units
             if len(unit.parameters) == 1
         ]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other parameters learn than when this was made."""
+        return [one.requires_grad for one in self._owners.values()] != self._learned
 
     def close(self) -> None:
         for hook in self._hooks:

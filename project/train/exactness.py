@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from project.errors import UserError
-from project.train.batch_norm import batch_norms
+from project.train.norms import batch_norms, is_translated
+from project.train.spread import local
 
 log = logging.getLogger(__name__)
 
@@ -111,23 +113,60 @@ def refuse_none() -> NoReturn:
     )
 
 
-class MovedBuffers:
-    """Buffers that a network moves in its forward pass (spectral norm's, a running mean) are each rank's own."""
+def look_at_compiled(module: LightningModule, exact: bool) -> None:
+    """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
+    shorter micro-batch comes by, and after a restart they are not until one does.
+
+    `static_shapes = True` in the module says that it has said dynamic=False; ImageClassifier has.
+    """
+    names = [name or type(module).__name__ for name, one in module.named_modules() if is_translated(one)]
+    if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
+        names.insert(0, type(module).__name__)
+    if not names or getattr(module, "static_shapes", False):
+        return
+    why = f"torch.compile translates {names[0]} anew as shapes change, and so after a restart sums may be rounded otherwise"
+    hint = "torch.compile(..., dynamic=False), and static_shapes = True in the LightningModule."
+    if exact:
+        raise UserError(f"trainer.exact can't be kept: {why}. HINT: {hint}")
+    if module.trainer.is_global_zero:
+        log.warning("%s. HINT: %s", why, hint)
+
+
+class MovedWeights:
+    """Parameters and buffers that a step's micro-batches move (a codebook, a mean teacher, spectral norm's buffers) are each
+    rank's own. Between the first forward pass of a step and its last gradient all of them must stay.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        known = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
+        self._known = {f"{name}.{one}" for name, norm in batch_norms(module) for one, _ in norm.named_buffers(recurse=False)}
         self._module = module
-        self._before = {name: one.clone() for name, one in module.named_buffers() if name not in known}
+        # A sharded network has other objects under these names while it computes.
+        self._parameters = [
+            (name, one, local(one.detach()).clone()) for name, one in module.named_parameters() if not is_lazy(one)
+        ]
+        self._buffers = {name: one.clone() for name, one in module.named_buffers() if name not in self._known}
 
-    def refuse(self) -> None:
-        """After a forward pass. Batch norm's are brought together."""
+    def refuse(self, where: str = "in its forward pass") -> None:
+        """Looks whether they stayed. Batch norm's are brought together."""
         for name, one in self._module.named_buffers():
-            before = self._before.get(name, one)
-            if one.shape != before.shape or not torch.equal(one, before):
+            if name in self._buffers and not _same(one, self._buffers[name]):
                 raise UserError(
-                    f"trainer.exact can't be kept: each micro-batch moves the buffer {name}, and ranks have others. "
+                    f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
                     "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
                 )
+        for name, parameter, before in self._parameters:
+            if not _same(local(parameter.detach()), before):
+                raise UserError(
+                    f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
+                    "and ranks have other micro-batches. HINT: move it once a step, in on_before_optimizer_step, by what all "
+                    "ranks have (weights, gradients); or trainer.exact=false."
+                )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def fix_threads(threads: int, exact: bool) -> None:

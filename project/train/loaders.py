@@ -8,15 +8,16 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from project.data.dealing import DealtLoader, SeededDataset, deal, micro_batch_of, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
+from project.data.worker_signals import with_signals
 from project.errors import UserError
-from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
+from project.train.norms import normalises_batches
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class Loaders(_DataConnector):
             return self._put(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            if isinstance(dataloader, DataLoader):
+                with_signals(dataloader)
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
@@ -132,6 +135,13 @@ class Loaders(_DataConnector):
                 f"HINT: set the loader's batch_size to {size * count}."
             )
         self.settled(count, size)
+        module = trainer.lightning_module
+        if self.global_batch is None and trainer.is_global_zero and module is not None and module.automatic_optimization:
+            log.warning(
+                "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
+                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d.",
+                *[size * ranks * count] * 2,
+            )
 
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
@@ -145,7 +155,7 @@ class Loaders(_DataConnector):
             seed if _shuffles(loader) else None,
             "drop" if loader.drop_last else "keep",
             share=trainer.accumulate_grad_batches,
-            least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
+            least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact
@@ -204,6 +214,14 @@ class Loaders(_DataConnector):
         if why is None or stage in self._said or not trainer.is_global_zero:
             return
         self._said.add(stage)
+        ranks = data_ranks(trainer).count
+        if ranks > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset):
+            log.warning(
+                "Each of %d ranks reads all of the %s set (%s), which can only be read from its beginning: an epoch has each "
+                "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in "
+                "its __iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
+                *(ranks, stage, type(loader.dataset).__name__, ranks),  # type: ignore[attr-defined]
+            )
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         log.info(
             "The %s loader (%s) gives its samples in its own order: %s. On another number of ranks they are others%s",

@@ -29,7 +29,7 @@ from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, ref
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
-from project.train.exactness import MovedBuffers, refuse_none, refuse_other_loop
+from project.train.exactness import MovedWeights, look_at_compiled, refuse_none, refuse_other_loop
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -141,7 +141,9 @@ class Steps(_TrainingEpochLoop):
     exact = False
     """Gradients are added up so that their sum is the same to the last bit on any number of ranks."""
     _gradients: ExactGradients | None = None
-    _looks_at_buffers = False  # until a micro-batch has shown that they stay
+    _looks_at_weights = False  # until a step has shown that they stay
+    _weights: MovedWeights | None = None
+    _looked_at_compiled = False
     grids: dict[str, float] | None = None
     """Of the exact sums, in a run that goes on."""
     _automatic = False
@@ -269,6 +271,9 @@ class Steps(_TrainingEpochLoop):
         if self.captures and no_graph and not self._refused:
             self._refused = True
             refuse(self.trainer, no_graph)
+        if not self._looked_at_compiled:
+            self._looked_at_compiled = True
+            look_at_compiled(self.trainer.lightning_module, self.exact)
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
@@ -302,7 +307,7 @@ class Steps(_TrainingEpochLoop):
         spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
         self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
         self._gradients.load_state_dict(known)
-        self._looks_at_buffers = True
+        self._looks_at_weights = True
         callbacks: list[Callback] = trainer.callbacks
         others = [one for one in callbacks if not type(one).__module__.startswith(("project.", "lightning."))]
         logged: Any = self._results
@@ -366,6 +371,7 @@ class Steps(_TrainingEpochLoop):
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self._tell("on_train_batch_start", batch, number)
+        self._strategy.on_train_batch_start(batch, number)
         progress.increment_started()
         self._count_ready(accumulates)
 
@@ -462,17 +468,20 @@ class Steps(_TrainingEpochLoop):
     def teardown(self) -> None:
         self.trainer.strategy.__dict__.pop("backward", None)
         self._told, self.graphs, self._refused, self._automatic = {}, None, False, False
+        self._looked_at_compiled = False
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
         """Forwards and backwards."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
-        buffers = MovedBuffers(self._module) if self._looks_at_buffers else None
+        if number % micro_batches == 0 and self._gradients is not None:
+            if self._gradients.outdated:
+                self._add_exactly()
+            self._weights = MovedWeights(self._module) if self._looks_at_weights else None
         output = self._strategy.training_step(batch, number) if self._index else self._strategy.training_step(batch)
-        if buffers is not None:
-            buffers.refuse()
-            self._looks_at_buffers = False
+        if self._weights is not None and number % micro_batches == 0:
+            self._weights.refuse()
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if output is not None and not isinstance(outputs.get("loss"), Tensor):
             raise MisconfigurationException(
@@ -482,6 +491,8 @@ class Steps(_TrainingEpochLoop):
         if number % micro_batches == 0:
             self._learned = False
             self._tell("on_before_zero_grad", self._optimizer)
+            if self._weights is not None:
+                self._weights.refuse("in on_before_zero_grad, which comes after the first forward pass of each rank")
             self._zero_grad()
         if output is None:
             if self.exact:
@@ -526,6 +537,9 @@ class Steps(_TrainingEpochLoop):
 
     def _step(self) -> None:
         self._clipped_norm = None
+        if self._weights is not None:
+            self._weights.refuse("in a hook between the micro-batches of a step")
+            self._weights, self._looks_at_weights = None, False
         if not self._learned:  # no micro-batch of this step had a loss
             return
         if self._scaler is not None:  # a fused optimiser would do so by itself, after all that looks at the gradient

@@ -1,23 +1,19 @@
 """Activations of a block that are computed again in the backward pass, and not kept until then."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from project.train.batch_norm import batch_norms, unmoved
-
 
 def recompute(block: nn.Module) -> None:
     """From now on what goes into the block is kept, and the rest made anew when its gradient is computed."""
     forward = block.forward
-    norms = [norm for _, norm in batch_norms(block)]
 
     def first_and_again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), unmoved(norms)), **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.forward = first_and_again

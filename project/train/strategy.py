@@ -20,11 +20,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from project.train.batch_norm import batch_norms
+from project.train.norms import batch_norms
 
 log = logging.getLogger(__name__)
 
 _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names that a module wants left to each rank
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
@@ -60,6 +61,11 @@ def own_stream() -> Iterator[None]:
     before.wait_stream(own)
 
 
+def left_to_each_rank(module: nn.Module) -> set[str]:
+    """Returns the parameters and buffers that a module has torch's DistributedDataParallel leave alone."""
+    return {*module.__dict__.get(_IGNORED, ())}
+
+
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets never change.
 
@@ -69,8 +75,9 @@ class OrderedDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, for_graphs: bool = False, **settings: Any) -> None:
         norms = batch_norms(module)
         kept_equal = [f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)]
-        self._set_params_and_buffers_to_ignore_for_model(module, kept_equal)  # type: ignore[no-untyped-call]
-        others = [name for name, _ in module.named_buffers() if name not in set(kept_equal)]
+        given = left_to_each_rank(module) - {*kept_equal}
+        self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
+        others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
         if others:
             more = ", ..." if len(others) > 5 else ""
             log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
@@ -86,12 +93,19 @@ class OrderedDDP(DistributedDataParallel):
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
         self._shared, self._settings = _learning(module), {**settings, "for_graphs": for_graphs}
+        self._known = [*module.parameters()]
+        self._learned = [one.requires_grad for one in self._known]
         self._hooks: list[tuple[object, Callable[..., Any]]] = []
 
     @property
     def shared(self) -> set[int]:
         """The parameters whose gradients it adds up."""
         return self._shared
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other parameters learn than when it was made; asked at each step, and so of those that were there then."""
+        return [one.requires_grad for one in self._known] != self._learned
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
@@ -116,6 +130,7 @@ def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
         strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
+        strategy.on_train_batch_start = partial(_share_what_learns, strategy)  # type: ignore[method-assign]
 
 
 def share_exactly(strategy: DDPStrategy) -> None:
@@ -144,6 +159,18 @@ def _share_with_nobody() -> None:
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:
     """Wraps the module with the settings that the user gave the strategy, as Lightning does with torch's own class."""
     return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
+
+
+def _share_what_learns(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
+    """Called after all hooks of that name, which may have unfrozen a layer. Within a step gradients are there already."""
+    module = strategy.lightning_module
+    assert module is not None
+    if (
+        batch_idx % module.trainer.accumulate_grad_batches == 0
+        and isinstance(strategy.model, OrderedDDP)
+        and strategy.model.outdated
+    ):
+        share_anew_if_needed(strategy, module)
 
 
 def share_anew_if_needed(strategy: DDPStrategy, module: nn.Module) -> None:

@@ -39,6 +39,7 @@ def compare(one: Recorded, other: Recorded) -> Verdict | None:
         mine, theirs = one.steps[step], other.steps[step]
         if not same_step(mine, theirs):
             lines = [f"{pair} are not the same: step {step} (epoch {mine.record.epoch}) is the first that differs."]
+            lines += _batches_by_ranks(mine.start, theirs.start)
             return Verdict(False, [*lines, *_where(one, other, mine, theirs)], (mine.start, theirs.start))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(one, other, steps)}."])
 
@@ -70,7 +71,7 @@ def ranks_that_differed(one: Recorded) -> list[str]:
 def surroundings(one: Start, other: Start) -> list[str]:
     """What else differs where two runs part, and may be why."""
     lines = []
-    if one.micro_batches != other.micro_batches:
+    if one.micro_batches != other.micro_batches and not _batches_by_ranks(one, other):
         lines.append(
             f"A step has {one.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
         )
@@ -87,6 +88,17 @@ def surroundings(one: Start, other: Start) -> list[str]:
         hint = "" if one.exact else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
         lines.append(f"ranks: {one.ranks}, and {other.ranks}.{hint}")
     return lines
+
+
+def _batches_by_ranks(one: Start, other: Start) -> list[str]:
+    """Says so where a step has as many micro-batches as ranks, or a multiple: then the runs have other global batches."""
+    if one.ranks == other.ranks or one.micro_batches * other.ranks != other.micro_batches * one.ranks:
+        return []
+    counts = f"{one.micro_batches} micro-batches on {one.ranks} rank(s), and {other.micro_batches} on {other.ranks}"
+    return [
+        f"  A step has {counts}: it follows from the number of ranks,",
+        "  and so the global batch is another. HINT: trainer.global_batch_size, the same in both.",
+    ]
 
 
 def same_step(one: Taken, other: Taken) -> bool:

@@ -1,8 +1,8 @@
 """Each step leaves a fingerprint: checksums of the weights and the bits of the losses. `python -m project same` compares runs.
 
 They are taken on the device, where nobody waits for them, and go to fingerprints.jsonl at log points and with each checkpoint,
-when all ranks bring theirs together. There it shows, too, whether all ranks have the same weights: one whose memory is bad
-goes on otherwise, and spoils the run without a word.
+when all ranks bring theirs together. There it shows, too, whether all ranks have the same weights: where they part (code moves
+weights outside the optimiser, say), the run stops, unless `trainer.ranks_differ` is 'warn'.
 """
 
 import logging
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
-from project.train.batch_norm import batch_norms
+from project.errors import UserError
 from project.train.loop import repeated
 from project.train.micro_batch import loss_at_hand, micro_batch
-from project.train.strategy import gathered
+from project.train.norms import batch_norms
+from project.train.strategy import gathered, left_to_each_rank
 from project.train.usual import shares_weights, spread
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 _LEAST, _MOST = 10, 100  # steps from one gathering to the next
 _SELDOM = 100  # steps
+_SHOWN = 5  # tensors
+
+WhenRanksDiffer = Literal["stop", "warn"]
 
 
 class _Watched:
@@ -43,7 +47,8 @@ class _Watched:
         parameters = [name for name, one in module.named_parameters() if plain(one)]
         buffers = [name for name, one in module.named_buffers() if plain(one) and (one.is_floating_point() or one.is_complex())]
         self.names = (*parameters, *buffers)
-        self.shared = [at for at, name in enumerate(self.names) if at < len(parameters) or name in norms]
+        alike = ({*parameters} - left_to_each_rank(module)) | norms
+        self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
         self._checksums: Checksums | None = None
@@ -81,8 +86,9 @@ class _Read:
     losses: dict[int, bytes]
 
 
-Brought = tuple[str, list[tuple[int, dict[int, bytes]]]]
-"""Of a rank: its host, and for each row the checksum of what all ranks have alike, and the losses of its micro-batches."""
+Brought = tuple[str, list[tuple[int, dict[int, bytes]]], bytes]
+"""Of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches; of the last
+row a byte for each tensor."""
 
 
 class Fingerprints(Callback):
@@ -90,10 +96,11 @@ class Fingerprints(Callback):
 
     Args:
         exact: whether the run is the same on any number of ranks (`trainer.exact`).
+        ranks_differ: whether the run stops where the ranks' weights part, or goes on with a warning.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self, exact: bool = False, ranks_differ: WhenRanksDiffer = "stop") -> None:
+        self.exact, self.ranks_differ = exact, ranks_differ
         self._forget()
 
     def _forget(self) -> None:
@@ -205,26 +212,28 @@ class Fingerprints(Callback):
         if not rows:
             return
         read = list(_read(rows))
-        mine: Brought = host(), [(one.shared, one.losses) for one in read]
+        mine: Brought = host(), [(one.shared, one.losses) for one in read], read[-1].tensors
         of_all: list[Brought] = [mine] if alone else gathered(mine, trainer.world_size)
-        if not trainer.is_global_zero:
-            return
-        lines = []
+        if trainer.is_global_zero:
+            self._append(trainer, "".join(self._lines(trainer, rows, read, of_all)))
+        if shares_weights(trainer):
+            self._compare_ranks(trainer, rows, of_all)
+
+    def _lines(self, trainer: Trainer, rows: list[_Row], read: list[_Read], of_all: list[Brought]) -> Iterator[str]:
         for at, (row, one) in enumerate(zip(rows, read, strict=True)):
             if row.begins or row.watched.names != self._header:
-                lines.append(self._start(trainer, row, one).line())
+                yield self._start(trainer, row, one).line()
                 self._header = row.watched.names
             if row.begins:
                 continue
-            brought = [(host, found[at]) for host, found in of_all]
-            others = self._compare(trainer, row.step, brought)
-            of_ranks = {number: bits for _, (_, found) in brought for number, bits in found.items()}
+            of_ranks = {number: bits for _, found, _ in of_all for number, bits in found[at][1].items()}
+            others = {str(rank): _hex(found[at][0]) for rank, (_, found, _) in enumerate(of_all) if found[at][0] != one.shared}
             step = Step(
                 row.step, row.epoch, trainer.world_size, _hex(one.weights), one.tensors, of_ranks,
-                [(name, as_bytes(found.view(1), MODULE_BYTES)) for name, found in row.modules], others,
+                [(name, as_bytes(found.view(1), MODULE_BYTES)) for name, found in row.modules],
+                others if shares_weights(trainer) else {},
             )  # fmt: skip
-            lines.append(step.line(_micro_batches(trainer)))
-        self._append(trainer, "".join(lines))
+            yield step.line(_micro_batches(trainer))
 
     def _start(self, trainer: Trainer, row: _Row, read: _Read) -> Start:
         known = row.begins  # otherwise the network has been changed in a step, and before it there was another
@@ -234,21 +243,32 @@ class Fingerprints(Callback):
             _hex(read.weights) if known else None, read.tensors if known else b"",
         )  # fmt: skip
 
-    def _compare(self, trainer: Trainer, step: int, brought: Sequence[tuple[str, tuple[int, Any]]]) -> dict[str, str]:
-        """The ranks whose weights are not rank 0's. The first time, says which, going by what most ranks have."""
-        found = [number for _, (number, _) in brought]
-        if len(set(found)) == 1 or not shares_weights(trainer):
-            return {}
-        if not self._warned:
-            self._warned = True
-            _, odd = odd_ones([{"weights": number} for number in found], "weights")
-            log.warning(
-                "After step %d, %s has other weights than the other ranks have, and all should have the same: its memory may "
-                "be bad, or something changes weights on some ranks only. HINT: stop the run, and go on from a checkpoint of "
-                "before (--resume PATH), without this host if it happens again.",
-                *(step, named(sorted(odd), [host for host, _ in brought])),
-            )
-        return {str(rank): _hex(number) for rank, number in enumerate(found) if number != found[0]}
+    def _compare_ranks(self, trainer: Trainer, rows: Sequence[_Row], of_all: Sequence[Brought]) -> None:
+        """Says once where the ranks' weights part, going by what most ranks have. All ranks know, and so all of them stop."""
+        numbers = [[rows_of[at][0] for _, rows_of, _ in of_all] for at in range(len(rows))]
+        parted = next((at for at, found in enumerate(numbers) if len(set(found)) > 1), None)
+        if parted is None or self._warned:
+            return
+        self._warned = True
+        _, odd = odd_ones([{"weights": number} for number in numbers[parted]], "weights")
+        who = named(sorted(odd), [host for host, *_ in of_all])
+        tensors = zip(*(found for *_, found in of_all), strict=False)
+        differ = [name for name, bits in zip(rows[-1].watched.names, tensors, strict=False) if len(set(bits)) > 1]
+        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        which = f" Not the same: {', '.join(differ[:_SHOWN])}{more}." if differ else ""
+        text = (
+            f"After step {rows[parted].step}, {who} has other weights than the other ranks have, and all should have the same."
+            f"{which} Likeliest, something moves weights outside the optimiser by what its rank alone has seen: a codebook or "
+            "a teacher that is moved in the forward pass, a hook, a layer unfrozen on some ranks only, statistics of its own."
+        )
+        hint = (
+            "move them by what all ranks have (after the gradients have met, in on_before_optimizer_step, say). Where nothing "
+            "does so, the memory of that host may be bad: go on without it, from a checkpoint of before (--resume PATH)."
+        )
+        if self.ranks_differ == "stop":
+            raise UserError(f"{text} Stopped: trainer.ranks_differ. HINT: {hint}")
+        if trainer.is_global_zero:
+            log.warning("%s HINT: %s", text, hint)
 
     def _append(self, trainer: Trainer, text: str) -> None:
         path = Path(trainer.default_root_dir) / FILE

@@ -120,7 +120,7 @@ def test_loader_processes_make_one_micro_batch_at_a_time():
     for workers in (0, 2):
         keys = MicroBatchSampler(order, 0, 1)
         batches = MicroBatches(AtOnce(), order)
-        loader = MicroBatchLoader(keys, 0, dataset=batches, sampler=keys, batch_size=None, num_workers=workers)
+        loader = MicroBatchLoader(keys, 0, {}, dataset=batches, sampler=keys, batch_size=None, num_workers=workers)
         most.append(max(int(batch["label"].max()) for batch in loader))
     assert most[0] > most[1] == 10
 
@@ -141,3 +141,24 @@ def test_a_set_that_is_small_is_read_whole():
     assert whole(data, torch.device("cpu"), at_most=700 * 3 * 8 * 8 - 1) is None
     assert whole(OneByOne("tensor"), torch.device("cpu"), at_most=1 << 30) is None
     assert whole(held, torch.device("cpu"), at_most=0) is held  # it is there already
+
+
+class Torn(OneByOne):
+    def __getitem__(self, index):
+        if index in (3, 4):
+            raise OSError("truncated")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_can_not_be_read_stops_or_is_skipped_and_listed(workers):
+    order = Order(10, 5, 1, None)
+    keys, unread = MicroBatchSampler(order, 0, 1), {}
+    settings = {"sampler": keys, "batch_size": None, "num_workers": workers, "collate_fn": lambda batch: batch}
+    loader = MicroBatchLoader(keys, 0, unread, dataset=MicroBatches(Torn("tensor"), order, skips=True), **settings)
+    first, _ = loader
+    assert first["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 5, 5]
+    assert first["sample"].tolist() == [0, 1, 2, 3, 4]
+    assert [one.partition(" can't")[0] for one in unread] == [f"Sample {n} of the train set (Torn)" for n in (3, 4)]
+    with pytest.raises(ValueError, match=r"Sample 3 of the train set \(Torn\) can't be read"):
+        [*MicroBatchLoader(keys, 0, {}, dataset=MicroBatches(Torn("tensor"), order), **settings)]

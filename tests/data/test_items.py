@@ -164,6 +164,17 @@ def test_it_is_one_line_in_whatever_process_it_is_read(quick, folders, workers, 
     assert_one_line(run, "of the train set (ImageFolder, ", "dog/03.jpg) can't be read: OSError: Truncated")
 
 
+def test_a_run_that_skips_it_lists_it_at_the_end(quick, folders):
+    run = quick(
+        *RUN, "--data.batch_size=2", "--data.global_batch_size=2", "--data.source=project.data.ImageFolders",
+        *(f"--data.source.root={folders}", "--data.num_workers=1", "--data.on_error=skip"),
+        *("--model.network.init_args.num_classes=2", "--data.source.init_args.image_size=8"),
+    )  # fmt: skip
+    assert run.code == 0, run.output
+    assert "data.on_error=skip: 1 of the images can't be read" in run.output
+    assert "dog/03.jpg) can't be read: OSError: Truncated" in run.output
+
+
 RUNS = {
     "three parts": "of the val set (Strange) is a tuple of 3 (a tensor of uint8 (3, 8, 8), the int ",
     "int64": "The images of the val set are int64. HINT: return uint8 in 0 .. 255, or floats in 0 .. 1",

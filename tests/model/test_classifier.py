@@ -162,10 +162,12 @@ def test_an_epoch_of_which_nothing_is_left_has_no_means(tmp_path):
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize(("mode", "seconds", "compiled"), [("auto", 800, []), ("auto", 1000, ["default"]), ("none", 1000, [])])
+@pytest.mark.parametrize(
+    ("mode", "seconds", "compiled"), [("auto", 800, []), ("auto", 1000, [("default", False)]), ("none", 1000, [])]
+)
 def test_only_a_run_that_is_long_is_compiled(tmp_path, monkeypatch, mode, seconds, compiled):
     found = []
-    monkeypatch.setattr(Trivial, "compile", lambda self, mode: found.append(mode))
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: found.append((mode, dynamic)))
     if seconds > 900:
         monkeypatch.setattr(Trainer, "least_seconds", seconds)
     trainer = Trainer(max_steps=1, limit_val_batches=0, logger=False, default_root_dir=tmp_path, accelerator="cpu")
@@ -188,7 +190,7 @@ def test_gradients_that_a_cuda_graph_would_overwrite_are_refused(tmp_path, monke
     def as_on_a_gpu(asked, micro_batches, on_gpu):
         refuse_overwritten_gradients(asked, micro_batches, on_gpu=True)
 
-    monkeypatch.setattr(Trivial, "compile", lambda self, mode: None)
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: None)
     monkeypatch.setattr(classifier, "refuse_overwritten_gradients", as_on_a_gpu)
     for batch, wrong in ((16, False), (8, True)):
         data = ImageData(Synthetic(train_size=96, image_size=8), batch_size=batch, global_batch_size=16)

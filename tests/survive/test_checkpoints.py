@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.runs import weights
 from project.survive.checkpoints import Checkpoints
 from project.survive.files import newest_good, read_manifest, write
 from project.survive.together import Copied
@@ -79,6 +80,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_write_that_is_killed_between_manifest_and_file_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "step-000000005.ckpt"
+    write(path, STATE, {"step": 5, "finished": False})
+    before = path.read_bytes()
+    write(path, {**STATE, "more": torch.ones(9)}, {"step": 5, "finished": True})
+    assert read_manifest(path)["finished"]
+    path.write_bytes(before)
+    assert read_manifest(path)["finished"] is False
+    cut(path)
+    with pytest.raises(ValueError, match="bytes instead of"):
+        read_manifest(path)
+
+
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     callback = Checkpoints(keep_last=2)
     callback._folder = tmp_path
@@ -87,6 +101,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step-{n:09d}.ckpt" for n in (2, 4, 5)]
     assert callback.best is not None
     assert callback.best[1].name == "step-000000002.ckpt"
+    callback._write(
+        path := tmp_path / "step-000000006.ckpt",
+        Copied(STATE, {}),
+        {"metrics": {"val/acc": 0.9}, "position": {"global_step": 6}},
+    )
+    assert callback.best == (0.9, path), "of equals, the newest"
+    assert weights(tmp_path.rename(tmp_path.with_name("checkpoints")).parent, "best", "val/acc", "max").name == path.name
 
 
 def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
@@ -131,8 +152,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk):
-    run = quick(*FIT, f"--trainer.default_root_dir={small_disk}", "--trainer.callbacks=tests.probes.Filler", timeout=120)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
+    words = (*FIT, f"--trainer.default_root_dir={small_disk}", "--trainer.callbacks=tests.probes.Filler")
+    run = quick(*words, ranks=ranks, timeout=120)
     assert run.code == 1, run.output
     assert "could NOT be written" in run.output
     assert "No space left on device" in run.output

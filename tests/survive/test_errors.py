@@ -1,6 +1,9 @@
 """Whose fault an error is: what is printed of it hangs on that."""
 
+from pathlib import Path
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from project.data.order import Order
@@ -52,3 +55,18 @@ def test_an_error_that_only_names_the_network_is_the_users_own(text):
 )
 def test_a_rank_that_is_gone(error):
     assert kind(error) == "lost"
+
+
+@pytest.mark.parametrize("text", ["Broken pipe", "the camera says: Connection reset by peer"])
+def test_an_error_that_a_user_raises_in_such_words_is_the_users_own(text):
+    code = compile("raise RuntimeError(text)", "/home/somebody/net.py", "exec")
+    error = raised(lambda: exec(code, {"text": text}))
+    assert kind(error) == "crash"
+    assert "Traceback" in message(error)
+
+
+@pytest.mark.parametrize(("place", "expected"), [("distributed/distributed_c10d.py", "lost"), ("_utils.py", "crash")])
+def test_whose_error_it_is_follows_from_where_it_was_raised(place, expected):
+    """What happened in a loader's process is raised again by torch/_utils.py."""
+    code = compile("raise RuntimeError('writev: Broken pipe')", str(Path(torch.__file__).parent / place), "exec")
+    assert kind(raised(lambda: exec(code))) == expected

@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as StockTrainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from project.data import ImageData, Synthetic
+from project.errors import UserError
 from project.model import ImageClassifier, MiniResNet
 from project.train.batch_norm import StepStatistics
+from project.train.norms import is_plain
 from project.trainer import Trainer
 from tests.operators import Operators
 
@@ -132,3 +136,85 @@ def test_a_network_is_not_translated_again_for_every_micro_batch(tmp_path):
     module.network.compile(backend=backend)
     fit(tmp_path, module, accumulation=8, steps=31, train_size=1000)  # the last step of the epoch is a shorter one
     assert 0 < backend.graphs <= 3
+
+
+class Kept(nn.BatchNorm1d):
+    """Computes as torch's, with an activation behind it, as timm's do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class Renorm(nn.BatchNorm1d):
+    """Goes by its running statistics in training."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        output = (input - self.running_mean) / (self.running_var + 1).sqrt() * self.weight + self.bias
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(input.mean(0), 0.1)
+                self.running_var.lerp_(input.var(0), 0.1)
+                self.num_batches_tracked += 1
+        return output
+
+
+class Normed(LightningModule):
+    """A block that may be computed again in the backward pass."""
+
+    def __init__(self, kind: type[nn.BatchNorm1d] = nn.BatchNorm1d, again: str = "", manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = nn.Sequential(nn.Linear(3, 5), kind(5)), nn.Linear(5, 1)
+        self.again, self.automatic_optimization = again, not manual
+        self.example = torch.randn(48, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = batch[0].requires_grad_()
+        values = checkpoint(self.block, values, use_reentrant=self.again == "reentrant") if self.again else self.block(values)
+        loss = self.head(values).square().mean()
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.example), batch_size=4)
+
+
+def trained(folder: Any, module: Any, kind: Any = Trainer, **settings: Any) -> dict[str, torch.Tensor]:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
+    kind(max_epochs=1, default_root_dir=folder, **quiet, **settings).fit(module)
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"exact": True, "global_batch_size": 8}, {"manual": True}], ids=["plain", "exact", "manual"]
+)
+@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
+def test_what_is_computed_again_in_the_backward_pass_moves_nothing(tmp_path, again, how):
+    manual, settings = how.get("manual", False), {key: value for key, value in how.items() if key != "manual"}
+    once = trained(tmp_path, Normed(manual=manual), **settings)
+    assert once["block.1.num_batches_tracked"] == (6 if "exact" in settings else 12)
+    twice = trained(tmp_path, Normed(again=again, manual=manual), **settings)
+    assert all(torch.equal(one, twice[name]) for name, one in once.items())
+
+
+def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path):
+    ours, stock = (trained(tmp_path, Normed(Renorm), kind, max_steps=9) for kind in (Trainer, StockTrainer))
+    assert all(torch.allclose(one, stock[name]) for name, one in ours.items())
+    with pytest.raises(UserError, match=r"each micro-batch moves the buffer block\.1\.running_mean"):
+        trained(tmp_path, Normed(Renorm), exact=True, global_batch_size=8)
+
+
+def test_which_layers_compute_as_torchs():
+    state = torch.get_rng_state()
+    kinds = nn.BatchNorm3d(2), nn.SyncBatchNorm(2), Kept(2).to("meta"), Renorm(2)
+    assert [is_plain(one) for one in kinds] == [True, True, True, False]
+    assert torch.equal(state, torch.get_rng_state())

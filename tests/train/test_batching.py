@@ -1,9 +1,16 @@
 """How a global batch is made up of micro-batches, ranks and accumulation."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader, IterableDataset
 
+from project import Trainer
+from project.train import loaders
 from project.train.batching import accumulation
 
 KEYS = "data.global_batch_size data.batch_size"
@@ -36,3 +43,23 @@ def test_a_refusal_names_the_config_for_clusters_where_it_fits(keys: str, ranks:
         accumulation(128, 16, ranks, "auto", keys)
     assert (f"{config} takes 1 to 64 ranks" in str(refusal.value)) == fits
     assert [accumulation(1024, 16, 2**power, "auto", keys) for power in range(7)] == [64, 32, 16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(("settings", "warned"), [({}, True), ({"global_batch_size": 4}, False)])
+def test_a_step_that_follows_from_the_number_of_ranks_is_warned_of(tmp_path, caplog, settings, warned):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_steps=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet, **settings)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 64), batch_size=4))
+    assert ("HINT: trainer.global_batch_size=4." in caplog.text) is warned
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(4)
+
+
+def test_a_dataset_that_each_rank_reads_whole_is_warned_of(tmp_path, monkeypatch, caplog):
+    trainer = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu", enable_progress_bar=False)
+    monkeypatch.setattr(loaders, "data_ranks", lambda trainer: SimpleNamespace(count=3, rank=0, shared_by=1))
+    trainer._data_connector._leave(DataLoader(Stream()), RunningStage.VALIDATING, "it can only be read from its beginning")
+    assert "Each of 3 ranks reads all of the val set (Stream)" in caplog.text

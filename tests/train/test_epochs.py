@@ -2,9 +2,13 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
 
+from project.train.epochs import _keep
 from tests.conftest import forked
 from tests.survive.test_resume import FIT, assert_same_run, final, same
 
@@ -80,3 +84,33 @@ def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
     assert all(same(ours[name], state) for name, state in theirs.items())
     for word in ("already exist", "Traceback"):
         assert word not in resumed.output
+
+
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.faults)])
+def test_a_layer_that_is_unfrozen_within_an_epoch_learns_from_all_ranks(tmp_path, exact):
+    """DistributedDataParallel knows the parameters of the moment that it was made in: the ranks' weights would part."""
+    words = (
+        callbacks({"class_path": "tests.probes.UnfreezesWithin", "init_args": {"part": "network.layers.0"}}),
+        f"--trainer.exact={exact}",
+    )
+    done = forked(tmp_path, *FIT, *words, "--trainer.max_epochs=1", ranks=2)
+    assert done.code == 0, done.output
+
+
+def test_weights_that_a_module_leaves_out_of_its_state_are_not_missed():
+    """`strict_loading` is False, as Lightning has it for a frozen part that is not saved."""
+
+    class Partly(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.strict_loading, self.head, self.frozen = False, torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+        def state_dict(self, *args, **kwargs):
+            return {name: one for name, one in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
+
+    module = Partly()
+    before = module.head.weight.clone()
+    put_back = _keep(SimpleNamespace(lightning_module=module, optimizers=[], lr_scheduler_configs=[]), [])
+    torch.nn.init.zeros_(module.head.weight)
+    put_back()
+    assert torch.equal(module.head.weight, before)

@@ -74,6 +74,47 @@ class MovesABuffer(Regression):
         return loss
 
 
+class MovesACodebook(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.codebook.data.lerp_(loss.detach().float(), 0.1)
+        return loss
+
+
+class Teaches(Regression):
+    """A teacher follows in a hook that each rank comes to after its own first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(16, 1).double().requires_grad_(False)
+
+    def follow(self) -> None:
+        self.teacher.weight.data.lerp_(self.network[-1].weight.data, 0.1)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.follow()
+
+
+class TeachesInEach(Teaches):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.follow()
+
+
+class TeachesOnce(TeachesInEach):
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.follow()
+
+
 class Gathers(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         return self.all_gather(self.loss(batch), sync_grads=True).mean()
@@ -119,7 +160,7 @@ def fit(tmp_path, monkeypatch):
     def run(module, loader=None, **settings):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
         settings = {"global_batch_size": 2, **settings}
-        trainer = Trainer(exact=True, max_epochs=2, default_root_dir=tmp_path, **quiet, **settings)
+        trainer = Trainer(**{"exact": True, **settings}, max_epochs=2, default_root_dir=tmp_path, **quiet)
         loader = loader or DataLoader(Points(12), batch_size=2)
         trainer.fit(module, loader, DataLoader(Points(6), batch_size=2))
 
@@ -135,6 +176,9 @@ def fit(tmp_path, monkeypatch):
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
         (MovesABuffer, "each micro-batch moves the buffer running"),
+        (MovesACodebook, "each micro-batch moves the parameter codebook in its forward pass"),
+        (Teaches, "moves the parameter teacher.weight in on_before_zero_grad"),
+        (TeachesInEach, "moves the parameter teacher.weight in a hook between the micro-batches"),
         (Gathers, "self.all_gather brings together what the ranks have at once"),
         (Sparse, "the gradient of table.weight is sparse"),
         (Complex, "phase is complex"),
@@ -147,9 +191,41 @@ def fit(tmp_path, monkeypatch):
 )
 def test_a_module_that_depends_on_the_ranks(fit, module, says):
     with pytest.raises(UserError) as refused:
-        fit(module())
+        fit(module(), global_batch_size=4 if issubclass(module, Teaches) else 2)
     assert says in str(refused.value)
     assert "HINT: " in str(refused.value)
+
+
+class Compiled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.compile(backend="eager")
+
+
+class CompiledForShapes(Compiled):
+    static_shapes = True
+
+
+def test_what_a_module_compiles_by_itself(fit, caplog):
+    with pytest.raises(UserError, match=r"exact can't be kept: torch\.compile translates network anew as shapes change"):
+        fit(Compiled())
+    fit(CompiledForShapes())
+    assert "torch.compile" not in caplog.text
+    fit(Compiled(), exact=False)
+    assert caplog.text.count("torch.compile translates network anew") == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimisers_that_take_one_gradient_for_a_step_are_taken(fit, kind):
+    class Learns(Regression):
+        def configure_optimizers(self) -> Any:
+            return kind([one for one in self.parameters() if one.ndim == 2])
+
+    fit(Learns())
+
+
+def test_a_teacher_that_follows_once_a_step_is_no_trouble(fit):
+    fit(TeachesOnce(), global_batch_size=4)
 
 
 def test_a_module_may_ask_for_what_is_the_same_everywhere(fit, caplog):

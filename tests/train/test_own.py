@@ -105,6 +105,15 @@ def test_the_number_of_ranks_does_not_matter(folders, words, sizes, tags):
     assert_same_up_to_rounding(runs[3], runs[1], *tags)
 
 
+def test_ranks_that_gather_micro_batches_of_different_sizes_end_with_a_message(folders):
+    """Gloo aborts the process."""
+    words = [word for word in MODULES["automatic"] if "--model=" not in word]
+    run = forked(folders("it"), *words, "--model=tests.own.Contrasts", ranks=3)
+    assert run.code == 1, run.output
+    assert "self.all_gather in step 2: the ranks have micro-batches of 2 and 3 samples" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_an_interval_beyond_the_epoch_is_told_in_steps(folders):
     run = forked(folders("it"), *MODULES["gpt"], "--trainer.val_check_interval=7")
     assert run.code == 1

@@ -130,6 +130,17 @@ def test_on_a_gpu_gradients_lie_in_their_buckets_and_no_stream_waits_for_another
     assert made == [True, False]
 
 
+def test_what_a_module_wants_left_to_each_rank_stays_so(monkeypatch):
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda *_, **__: (_ for _ in ()).throw(Made))
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
+    module._ddp_params_and_buffers_to_ignore = ["1.bias"]
+    for _ in range(2):  # made anew, when a layer is unfrozen
+        with pytest.raises(Made):
+            OrderedDDP(module)
+        names = {"0.running_mean", "0.running_var", "0.num_batches_tracked", "1.bias"}
+        assert {*module._ddp_params_and_buffers_to_ignore} == names
+
+
 class Stream:
     def __init__(self) -> None:
         self.waits_for: list[Any] = []

@@ -117,7 +117,8 @@ def test_killed_and_resumed_is_the_same(tmp_path, said):
 
 def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
     callbacks = json.dumps([{"class_path": "tests.watch.parting.Spoil", "init_args": {"rank": 1, "step": 2}}])
-    done = fit(tmp_path / "spoilt", f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2", ranks=2)
+    words = (f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2")
+    done = fit(tmp_path / "spoilt", *words, "--trainer.ranks_differ=warn", ranks=2)
     warnings = re.findall(r"WARNING .*After step (\d+), rank (\d+) on \S+ has other weights", done.output)
     assert warnings == [("2", "1")], done.output
     found = records(tmp_path / "spoilt")
@@ -127,6 +128,12 @@ def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
     code, text = said("spoilt")
     assert code == 1
     assert "rank 1 had other weights than rank 0 after step 2" in text
+    (tmp_path / "stopped").mkdir()
+    stopped = forked(tmp_path / "stopped", *FIT, *words, ranks=2)
+    assert stopped.code == 1
+    assert "Not the same: network" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert not [*(tmp_path / "stopped/lightning_logs/it/checkpoints").glob("*.ckpt")]
 
 
 # In this process -----------------------------------------------------------------------------------------------------

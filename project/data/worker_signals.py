@@ -1,0 +1,76 @@
+"""A loader's processes outlive the signals that their rank outlives: a signal to a whole process group, as `timeout`, Slurm and
+systemd send it, stops the rank between two steps, and until then it needs them.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import cache, partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_SENT_TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PATIENCE = 5.0  # seconds that a process has at the program's end, as torch gives it
+
+
+def follow_rank() -> None:
+    """Has this loader process ignore the signals that its rank catches. It ends by SIGTERM where the rank catches that no
+    more: then the rank is the one who sent it, or ends by it, too."""
+    for number in _SENT_TO_GROUPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_unless_caught)
+            signal.siginterrupt(number, False)  # a read in a library that knows no EINTR
+
+
+def _end_unless_caught(number: int, frame: FrameType | None) -> None:
+    rank = multiprocessing.parent_process()
+    if rank is None or not _catches(rank.pid or 0, number):
+        os._exit(0)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal (Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def with_signals(loader: DataLoader[Any]) -> None:
+    """Has the processes of a loader that is left as it is follow their rank."""
+    init = loader.worker_init_fn
+    if loader.num_workers and not (isinstance(init, partial) and init.func is _begin):
+        loader.worker_init_fn = partial(_begin, init)
+    end_at_exit(os.getpid())
+
+
+def _begin(theirs: Callable[[int], None] | None, number: int) -> None:
+    follow_rank()
+    if theirs is not None:
+        theirs(number)
+
+
+@cache
+def end_at_exit(pid: int) -> None:
+    """Has this process, once, take its handlers back before Python ends its daemonic children by SIGTERM and waits for them."""
+    Finalize(None, _end_children, exitpriority=0)
+
+
+def _end_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each loader process that is killed
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(_PATIENCE)
+        if child.is_alive():
+            child.kill()
