@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from project.arguments import LEAST, refuse_odd_numbers
+from project.arguments import LEAST, refuse_odd_numbers, with_environment
 from project.bench.measure import measure
 from project.callbacks import with_ours
 from project.cluster import environment, shared_folder
@@ -149,7 +149,8 @@ class Trainer(pl.Trainer):
         limit_val_batches: validate on so many micro-batches (an int), over all ranks, or on such a share.
         limit_test_batches: the same for the test.
         limit_predict_batches: the same for prediction.
-        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float).
+        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float), or where so
+            much time has passed ("DD:HH:MM:SS").
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             the global batch and the number of ranks.
         global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
@@ -168,6 +169,7 @@ class Trainer(pl.Trainer):
         fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
     """
 
+    @with_environment
     def __init__(
         self,
         *,
@@ -194,7 +196,7 @@ class Trainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | str | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
         limits = (limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
@@ -243,7 +245,11 @@ class Trainer(pl.Trainer):
                 logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
-                accumulate_grad_batches=1,
+                accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,
+                limit_train_batches=limit_train_batches,
+                limit_val_batches=limit_val_batches,
+                limit_test_batches=limit_test_batches,
+                limit_predict_batches=limit_predict_batches,
                 enable_checkpointing=enable_checkpointing,
                 enable_progress_bar=enable_progress_bar,
                 enable_model_summary=enable_model_summary,
@@ -257,14 +263,9 @@ class Trainer(pl.Trainer):
         self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
         self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
         self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it
-        self._wanted_limits = {
-            "train": limit_train_batches,
-            "val": limit_val_batches,
-            "test": limit_test_batches,
-            "predict": limit_predict_batches,
-        }
-        self._wanted_val_interval = self.val_check_interval
-        self._overfit: int | float = kwargs.get("overfit_batches") or 0
+        self._wanted_limits: dict[str, int | float | None] = {}
+        by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
+        self._wanted_val_interval = None if by_time else self.val_check_interval
         self._wanted_accumulation, self._wanted_global_batch = accumulate_grad_batches, global_batch_size
         self.global_batch: int | None = None
         """Samples behind one optimiser step, where they can be counted."""
@@ -569,8 +570,8 @@ class Trainer(pl.Trainer):
     def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:
         """Weights and batches from within an evaluation of the validation set, else of the test set."""
         datamodule, ckpt_path, weights_only = given
-        capture, limits = Capture(), dict(self._wanted_limits)
-        self._wanted_limits.update(val=BATCHES, test=BATCHES)
+        capture, limits = Capture(), (self.limit_val_batches, self.limit_test_batches)
+        self.limit_val_batches = self.limit_test_batches = BATCHES
         self.callbacks.append(capture)  # type: ignore[attr-defined]
         try:
             for verb, step, of in ((self.validate, "validation_step", "validation"), (self.test, "test_step", "test")):
@@ -582,7 +583,7 @@ class Trainer(pl.Trainer):
                     return capture, f"the {of} set"
         finally:
             self.callbacks.remove(capture)  # type: ignore[attr-defined]
-            self._wanted_limits.update(limits)
+            self.limit_val_batches, self.limit_test_batches = limits
         raise UserError(
             "There is nothing to check the export on. HINT: it takes a validation or a test set, and a module with "
             "validation_step or test_step."
@@ -626,11 +627,8 @@ class Trainer(pl.Trainer):
         data: LightningDataModule | None = getattr(self, "datamodule", None)
         self._data_connector.start_over()
         self.accumulate_grad_batches, self.global_batch = 1, None
-        for stage in ("train", "val", "test", "predict"):  # done by the loaders, and so none of Lightning's business
-            if self._wanted_limits.get(stage) == 0:
-                setattr(self, f"limit_{stage}_batches", 0)
         if isinstance(data, ImageData):
-            if self._overfit:
+            if self.overfit_batches:  # type: ignore[attr-defined]
                 raise UserError(
                     "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
                     "configs/debug.yaml does."
@@ -661,10 +659,6 @@ class Trainer(pl.Trainer):
             self.global_batch = micro_batch * data_ranks(self).count * accumulation
         if isinstance(self._wanted_val_interval, int):
             self.val_check_interval = self._wanted_val_interval * accumulation
-        if dev_steps := int(getattr(self, "fast_dev_run", 0)):
-            self.limit_train_batches = dev_steps * accumulation
-        elif isinstance(self._overfit, int) and self._overfit:
-            self.limit_train_batches = self._overfit * accumulation
 
 
 def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from project.survive.files import cause, checkpoints_in, clean_up, free_name, ma
 from project.survive.readable import check
 from project.survive.reading import SafeCheckpointIO
 from project.survive.together import Copied, Lost, Together
+from project.train.logged import measurement_loggers
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
@@ -180,7 +181,7 @@ class Checkpoints(Checkpoint):
     def _log(self, trainer: Trainer) -> None:
         """What the writing has cost, some steps later."""
         news, self._news = self._news, {}
-        for logger in trainer.loggers if news else ():
+        for logger in measurement_loggers(trainer) if news else ():
             logger.log_metrics(news, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

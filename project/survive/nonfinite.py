@@ -22,6 +22,7 @@ from project.errors import UserError
 from project.survive.checkpoints import checkpoints_of
 from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
+from project.train.logged import measurement_loggers
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip
 from project.train.spread import anywhere, highest, local
 from project.train.usual import give_zero_momentum, is_fused, spread
@@ -234,7 +235,7 @@ class NonFinite(Callback):
 
     @staticmethod
     def _count(trainer: Trainer, step: CheckedStep, tag: str, count: int) -> None:
-        for logger in trainer.loggers:
+        for logger in measurement_loggers(trainer):
             logger.log_metrics({tag: count}, step=step.number)
 
     def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:

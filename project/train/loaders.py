@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -11,7 +12,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
-from project.data.dealing import DealtLoader, deal, micro_batch_of, why_not
+from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.errors import UserError
 from project.train.batch_norm import batch_norms
@@ -30,7 +31,8 @@ class Loaders(_DataConnector):
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
         wanted: the accumulation that was asked for.
-        limits: of training in steps, of evaluation in micro-batches over all ranks; by name of the stage.
+        limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
+            micro-batches over all ranks; by name of the stage.
         settled: told the accumulation when it is known, which is when the first training loader is.
     """
 
@@ -48,6 +50,7 @@ class Loaders(_DataConnector):
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._counted = False
         self._said: set[str] = set()
+        self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
         """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
         self.attached: LightningDataModule | None = None
@@ -57,8 +60,45 @@ class Loaders(_DataConnector):
         super().attach_datamodule(model, datamodule)
         self.attached = datamodule
 
+    # The user's limits ------------------------------------------------------------------------------------------------
+
+    def note_limits(self, *stages: str) -> None:
+        """Notes what trainer.limit_*_batches are now. A run that only tries the code, or overfits, is cut by Lightning."""
+        trainer: Any = self.trainer
+        for stage in stages or ("train", "val", "test", "predict"):
+            limit: Limit = getattr(trainer, f"limit_{stage}_batches")
+            everything = isinstance(limit, float) and limit == 1
+            self.limits[stage] = None if everything or self._is_trial(stage) else limit
+
+    def _is_trial(self, stage: str) -> bool:
+        trainer: Any = self.trainer
+        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage in ("train", "val")))
+
+    @contextmanager
+    def limits_of_loop(self, stage: str) -> Iterator[None]:
+        """While Lightning sets up a loop, it sees the limit that is left to it; before and after, the user's is to be read."""
+        self.note_limits(stage)
+        name = f"limit_{stage}_batches"
+        given: Limit = getattr(self.trainer, name)
+        if self._is_trial(stage):
+            self._steps_of_trial = given if stage == "train" and isinstance(given, int) else None
+            self._cut_trial()
+        elif given:
+            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave`
+        try:
+            yield
+        finally:
+            self._steps_of_trial = None
+            setattr(self.trainer, name, given)
+
+    def _cut_trial(self) -> None:
+        """Lightning counts micro-batches."""
+        if self._steps_of_trial is not None:
+            self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
+
     def start_over(self) -> None:
         """Another fit, or another verb."""
+        self.note_limits()
         self._start, self._counted, self._made = (0, 0), False, []
 
     def start_at(self, epoch: int, micro_batches: int) -> None:
@@ -108,6 +148,7 @@ class Loaders(_DataConnector):
                 f"HINT: set the loader's batch_size to {size * count}."
             )
         self.settled(count, size)
+        self._cut_trial()
 
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
@@ -119,7 +160,7 @@ class Loaders(_DataConnector):
             size,
             here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,
-            "drop" if loader.drop_last else "keep",
+            "drop" if sampling(loader).drop_last else "keep",
             share=trainer.accumulate_grad_batches,
             least=2 if any(batch_norms(trainer.lightning_module)) and size > 1 else 1,
         )
@@ -131,10 +172,11 @@ class Loaders(_DataConnector):
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
         """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
-        if loader.drop_last:
+        if sampling(loader).drop_last:
             count -= count % size
         exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
-        batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
+        stage = _STAGES.get(mode, "val")
+        batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
         seed = _seed(loader)
         whole = min(count, batches * size)
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
@@ -162,7 +204,7 @@ class Loaders(_DataConnector):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):
             limit = -(-limit // data_ranks(trainer).count)
-        if limit is not None:
+        if limit:
             setattr(trainer, f"limit_{stage}_batches", limit)
         if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
             raise UserError(
@@ -187,9 +229,9 @@ class Loaders(_DataConnector):
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    return hasattr(loader.sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
+    return hasattr(sampling(loader).sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
 
 
 def _seed(loader: DataLoader[Any]) -> int:
-    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
     return generator.initial_seed() % 2**63 if generator is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))

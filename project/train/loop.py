@@ -180,6 +180,11 @@ class Steps(_TrainingEpochLoop):
             super().reset()
             return
         self._within = False  # the counters stand where the run was
+        batches: Any = self.batch_progress.current
+        if batches.processed > batches.completed:
+            # Saved by Lightning's own Trainer, in on_train_batch_end.
+            self.batch_progress.increment_completed()
+            self._batches_that_stepped += int(not self.accumulates())
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
 
@@ -192,10 +197,25 @@ class Steps(_TrainingEpochLoop):
             # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
             # and the points of a curve are not.
             self.trainer.should_stop = False
-            due = super()._should_check_val_fx(data_fetcher)
+            due = self._is_validation_due(data_fetcher)
             self.trainer.should_stop = True
             return due
-        return super()._should_check_val_fx(data_fetcher)
+        return self._is_validation_due(data_fetcher)
+
+    def _is_validation_due(self, data_fetcher: Any) -> bool:
+        """Lightning asks each rank's clock, within a step, too; and it counts micro-batches."""
+        trainer = self.trainer
+        if trainer._val_check_time_interval is not None:
+            due = not self.accumulates() and super()._should_check_val_fx(data_fetcher)
+            return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+        steps, many = trainer.limit_train_batches, trainer.accumulate_grad_batches
+        if many == 1 or not isinstance(steps, int) or trainer.val_check_batch != float("inf"):
+            return super()._should_check_val_fx(data_fetcher)
+        trainer.limit_train_batches = steps * many
+        try:
+            return super()._should_check_val_fx(data_fetcher)
+        finally:
+            trainer.limit_train_batches = steps
 
     @property
     def global_step(self) -> int:

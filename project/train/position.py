@@ -54,6 +54,8 @@ def position(trainer: Trainer) -> Position:
     ever: Any = progress.total
     total = (ever.started - undone * many) * ranks
     logged = loop.epoch_loop._batches_that_stepped
+    if batches.processed > batches.completed and batches.started % many == 0 and not undone:
+        logged += 1  # in on_train_batch_end: the step is done, and is counted after that hook
     # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
     last = progress.is_last_batch and batches.started == batches.ready
     over = not undone and (last or batches.started >= trainer.num_training_batches)
@@ -96,7 +98,7 @@ def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
         counters["ready"] = counters["started"] = at.epoch + int(begun)
         counters["processed"] = counters["completed"] = at.epoch
 
-    fit_loop["epoch_loop.state_dict"]["validation_due"] = at.validation_due
+    fit_loop["epoch_loop.state_dict"].update(validation_due=at.validation_due, _batches_that_stepped=at.logged_steps)
     validation = fit_loop["epoch_loop.val_loop.batch_progress"]  # it begins at its beginning
     for counters in (validation["total"], validation["current"]):
         counters.update(ready=0, started=0, processed=0, completed=0)
