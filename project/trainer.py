@@ -24,10 +24,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -59,7 +60,7 @@ from project.engines.kubernetes import written
 from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
 from project.engines.manifest import name as name_of
 from project.engines.needs import needs
-from project.errors import UserError
+from project.errors import UserError, as_user_error
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
@@ -70,6 +71,7 @@ from project.survive.files import newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.reading import SafeCheckpointIO
+from project.survive.requeue import REQUEUE
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
@@ -166,7 +168,8 @@ class Trainer(pl.Trainer):
             depend on it.
         capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
-        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
+        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs. None:
+            where this project's logger or its checkpoints are there, too.
     """
 
     @with_environment
@@ -183,7 +186,7 @@ class Trainer(pl.Trainer):
         threads: int | None = None,
         capture: CaptureSteps = "none",
         nonfinite: Act = "stop",
-        fingerprints: bool = True,
+        fingerprints: bool | None = None,
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -232,6 +235,13 @@ class Trainer(pl.Trainer):
             kwargs.setdefault("deterministic", True)
 
         bare = bool(kwargs.get("barebones"))
+        if fingerprints is None:
+            listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+            saves = enable_checkpointing is not False and all(
+                isinstance(one, Checkpoints) for one in listed if isinstance(one, Checkpoint)
+            )
+            loggers = logger if isinstance(logger, (list, tuple)) else [logger]
+            fingerprints = saves or any(one in (None, True) or isinstance(one, Events) for one in loggers)
         wanted = [
             kind
             for kind, given in ((Progress, enable_progress_bar), (Checkpoints, enable_checkpointing), (Throughput, None))
@@ -242,7 +252,7 @@ class Trainer(pl.Trainer):
                 accelerator=accelerator_,
                 precision=precision_,  # type: ignore[arg-type]
                 callbacks=with_ours(callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare),
-                logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
+                logger=logger if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,
@@ -256,7 +266,8 @@ class Trainer(pl.Trainer):
                 **kwargs,
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            raise UserError(f"The trainer's settings don't work here: {error}") from error
+            named = f"trainer.max_time={kwargs['max_time']}: " if "Timer(duration" in str(error) else ""
+            raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
@@ -702,4 +713,10 @@ def _with_plugins(given: Any, launch: Launch) -> list[Any]:
     plugins = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
     if not any(isinstance(one, CheckpointIO) for one in plugins):
         plugins.append(SafeCheckpointIO())
-    return [*plugins, launch.environment()]
+    # Who started this process is known better than by Slurm's environment, which is asked for to switch requeueing off.
+    slurms = [one for one in plugins if isinstance(one, SLURMEnvironment)]
+    if any(not one.auto_requeue for one in slurms):
+        REQUEUE.given_up = True
+    plugins = [one for one in plugins if one not in slurms]
+    theirs = any(isinstance(one, ClusterEnvironment) for one in plugins)
+    return plugins if theirs else [*plugins, launch.environment()]

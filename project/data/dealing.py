@@ -207,9 +207,12 @@ def why_not(loader: DataLoader[Any]) -> str | None:
         return "its dataset can only be read from its beginning"
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not torch.utils.data.BatchSampler:
-        return f"it has a batch sampler of its own ({type(batches).__name__})"
+        shared = isinstance(batches, torch.utils.data.BatchSampler)
+        alone = "" if shared else ", which is no BatchSampler of torch's: several ranks can't share it"
+        return f"it has a batch sampler of its own ({type(batches).__name__}{alone})"
     sampler = sampling(loader).sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    plain = plain and not hasattr(sampler, "set_epoch")  # somebody wants to be told
     if not plain:
         return f"it has a sampler of its own ({type(sampler).__name__})"
     return None if len(sampler) == len(loader.dataset) else "its sampler does not take each sample once"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import NonFiniteError
 from project.survive.checkpoints import checkpoints_of
 from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
@@ -250,7 +250,7 @@ class NonFinite(Callback):
             where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
             log.error("%s Stopped; %s. HINT: %s", what, where, hint)
         trainer.strategy.barrier()  # a launcher may end all ranks when it sees one end: not before rank 0 has written
-        raise SystemExit(1) from UserError(what)
+        raise NonFiniteError(what)
 
 
 def _scaler(trainer: Trainer) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
-from project.errors import UserError
+from project.errors import UserError, as_user_error
 from project.train.batch_norm import batch_norms
 from project.train.batching import accumulation
 from project.train.data_ranks import data_ranks
@@ -122,7 +122,12 @@ class Loaders(_DataConnector):
             return self._put(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
-            return super()._prepare_dataloader(dataloader, shuffle, mode)
+            try:
+                return super()._prepare_dataloader(dataloader, shuffle, mode)
+            except TypeError as error:
+                if "sampler into your batch sampler" not in str(error):
+                    raise
+                raise as_user_error(error, _unshared(dataloader, self.trainer.world_size)) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _settle(self, size: int | None) -> None:
@@ -235,3 +240,12 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
 def _seed(loader: DataLoader[Any]) -> int:
     generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
     return generator.initial_seed() % 2**63 if generator is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def _unshared(loader: object, ranks: int) -> str:
+    batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
+    return (
+        f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "
+        "from its own arguments. HINT: make it one; or, where it gives each rank batches of its own, set "
+        "trainer.use_distributed_sampler=false."
+    )

@@ -216,6 +216,10 @@ class _OnItsWay:
 class TakesMeasurements:
     """A logger that asks for what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
 
+    def since(self, step: int) -> list[tuple[int, str, float]]:
+        """Returns what was logged for this step and later ones, which a checkpoint takes along."""
+        return []
+
 
 def measurement_loggers(trainer: Trainer) -> list[Logger]:
     """Returns the loggers that get these: all of them, where one asks. Into a logger that the user made in Python goes what

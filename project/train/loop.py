@@ -433,12 +433,13 @@ class Steps(_TrainingEpochLoop):
             self._zero_grad()
             self._learned = False
         accumulates = self.accumulates()
-        self._count_ready(accumulates)
-        if not accumulates:
+        steps = self._learned and not accumulates  # without a micro-batch there is no step
+        self._count_ready(not steps)
+        if steps:
             self._step()
             self._tell("on_step_taken")
-        self._processed(number, accumulates)
-        self._tell("on_train_batch_end", {}, None, number)
+        self._processed(number, accumulates, steps)
+        self._tell("on_train_batch_end", None, None, number)
         progress.increment_completed()
 
     def _refuse_among_ranks(self, what: str, hint: str) -> None:
@@ -481,9 +482,13 @@ class Steps(_TrainingEpochLoop):
             self._looks_at_buffers = False
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if output is not None and not isinstance(outputs.get("loss"), Tensor):
+            what = (
+                "a dict where the 'loss' key needs to be present"
+                if isinstance(output, Mapping)
+                else "a Tensor, a dict, or None"
+            )
             raise MisconfigurationException(
-                "In automatic optimization, training_step must return a Tensor, a dict where the 'loss' key needs to be "
-                "present, or None, which leaves the micro-batch out."
+                f"In automatic optimization, `training_step` must return {what}. None leaves the micro-batch out."
             )
         if number % micro_batches == 0:
             self._learned = False
@@ -577,17 +582,17 @@ class Steps(_TrainingEpochLoop):
         if not accumulates:
             self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
 
-    def _processed(self, number: int, accumulates: bool) -> None:
-        """What follows a micro-batch, at the end of a step and at the end of the epoch."""
+    def _processed(self, number: int, accumulates: bool, stepped: bool = True) -> None:
+        """What follows a micro-batch, at the end of a step (which `stepped` leaves uncounted) and at the end of the epoch."""
         count = self.automatic_optimization.optim_progress.optimizer
         if number % self.trainer.accumulate_grad_batches == 0:
             count.zero_grad.increment_ready()
             count.zero_grad.increment_started()
             count.zero_grad.increment_completed()
-        if not accumulates:
+        if not accumulates and stepped:
             count.step.increment_completed()
         self.batch_progress.increment_processed()
-        if not accumulates:
+        if not accumulates and stepped:
             self._move_schedules(number + 1)
         if self.ends_epoch():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
