@@ -1,17 +1,23 @@
 """What a script that was written for Lightning's Trainer relies on, and nobody would miss before it is gone."""
 
+import logging
 from datetime import timedelta
 from itertools import count
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from project import Trainer
-from project.errors import UserError
+from project.errors import NonFiniteError, UserError
+from project.survive.requeue import REQUEUE
+from project.watch.console import Progress
+from tests.own import Points, PointsData
 
 QUIET = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "logger": False}
 
@@ -179,3 +185,219 @@ def test_a_batch_sampler(tmp_path, kind):
     made, module = trainer(tmp_path, num_sanity_val_steps=0), Counting()
     made.fit(module, DataLoader(data, batch_sampler=make(data)), DataLoader(data, batch_sampler=make(data)))
     assert (made.global_step, module.validated) == (batches, batches)
+
+
+class OwnBatches(PointsData):
+    def train_dataloader(self):
+        return DataLoader(Points(self.size), batch_sampler=[[0, 1], [2, 3]])
+
+
+def test_a_batch_sampler_of_ones_own_is_refused_in_a_line_on_two_ranks(quick):
+    run = quick("fit", "--model=tests.own.Regression", "--data=tests.test_dropin.OwnBatches", "--trainer.max_epochs=1", ranks=2)
+    assert run.code == 1
+    assert "2 ranks can't share the batch sampler list" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_what_no_rank_shares_is_foretold_on_one(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        trainer(tmp_path).fit(BoringModel(), DataLoader(RandomDataset(32, 4), batch_sampler=[[0], [1, 2, 3]]))
+    assert "several ranks can't share it" in caplog.text
+
+
+class Printing(Counting):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss * 0 + 0.001234, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.print("printed")
+        bar = self.trainer.progress_bar_callback
+        self.shown = (bar.is_enabled, bar.is_disabled, bar.refresh_rate, bar.train_progress_bar.n, bar.train_progress_bar.total)
+
+
+class Figures(Progress):
+    def on_train_batch_end(self, trainer, *args):
+        super().on_train_batch_end(trainer, *args)
+        self.figures = self._figures(trainer)
+
+
+def test_the_bar_prints_and_shows_what_was_asked_for(tmp_path, capsys):
+    module, bar = Printing(), Figures()
+    trainer(tmp_path, enable_progress_bar=True, callbacks=[bar]).fit(module)
+    assert "printed" in capsys.readouterr().out
+    assert module.shown == (True, False, 1, 8, 8)
+    assert "mine 1.23e-03" in bar.figures
+
+
+def test_an_environment_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for made in (LightningEnvironment, KubeflowEnvironment):
+        environment = made()
+        assert trainer(tmp_path, plugins=environment, strategy="ddp").strategy.cluster_environment is environment
+
+
+def test_slurms_environment_switches_requeueing_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(REQUEUE, "given_up", False)
+    trainer(tmp_path, plugins=[SLURMEnvironment(auto_requeue=False)]).fit(BoringModel())
+    assert REQUEUE.given_up
+
+
+class Scored(Counting):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", float([3, 1, 2][self.current_epoch]))
+
+
+class Told(CSVLogger):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.scores = []
+
+    def after_save_checkpoint(self, checkpoint_callback):
+        self.scores.append((float(checkpoint_callback.current_score), float(checkpoint_callback.best_model_score)))
+
+
+def test_the_checkpoint_callback_is_read_as_lightnings(tmp_path):
+    logger = Told(tmp_path)
+    made = trainer(tmp_path, max_epochs=3, logger=logger)
+    made.fit(Scored())
+    saved = made.checkpoint_callback
+    assert logger.scores[-1] == (2, 1)
+    assert saved.dirpath == str(tmp_path / "checkpoints")
+    assert saved.best_k_models == {saved.best_model_path: torch.tensor(1.0)}
+    assert saved.best_model_path.endswith("step-000000016.ckpt")
+
+
+class Bringing(Scored):
+    def configure_callbacks(self):
+        return [ModelCheckpoint(monitor="val_loss")]
+
+
+def test_a_checkpoint_callback_of_the_module_replaces_ours(tmp_path):
+    made = trainer(tmp_path, max_epochs=3)
+    made.fit(Bringing())
+    assert [type(one) for one in made.checkpoint_callbacks] == [ModelCheckpoint]
+    assert made.checkpoint_callback.best_model_path.endswith("epoch=1-step=16.ckpt")
+
+
+class Diverging(Counting):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 3 else 1)
+
+
+def test_a_loss_that_is_not_finite_can_be_caught(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(NonFiniteError, match="The loss of step 4"):
+        made.fit(Diverging())
+    assert list(tmp_path.glob("checkpoints/step-000000003.ckpt"))
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_batch_of_nothing_is_no_step(tmp_path, left_out):
+    """A collate_fn may give None: for the run's first batch, too."""
+    module, given, heard = Counting(), count(), []
+
+    def collate(samples):
+        return None if next(given) == left_out else torch.stack(samples)
+
+    class Listens(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            heard.append(outputs is None)
+
+    made = trainer(tmp_path, limit_train_batches=4, limit_val_batches=0, callbacks=[Listens()])
+    with pytest.warns(UserWarning, match="yielded None"):
+        made.fit(module, DataLoader(RandomDataset(32, 64), batch_size=8, collate_fn=collate))
+    assert made.global_step == 3
+    assert heard == [number == left_out for number in range(4)]
+
+
+def test_a_run_that_is_to_leave_nothing_leaves_nothing(tmp_path):
+    trainer(tmp_path / "it", enable_checkpointing=False).fit(Counting())
+    saved = ModelCheckpoint(tmp_path / "saved")
+    trainer(tmp_path / "it", callbacks=[saved]).fit(Counting())
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["epoch=0-step=8.ckpt"]
+    trainer(tmp_path / "it", callbacks=[saved], fingerprints=True).fit(Counting())
+    assert (tmp_path / "it/fingerprints.jsonl").is_file()
+
+
+def test_errors_are_of_the_kind_that_is_expected(tmp_path):
+    for kind, settings in (
+        (MisconfigurationException, {"overfit_batches": -3}),
+        (TypeError, {"devices": "x"}),
+        (ValueError, {"barebones": True, "logger": True}),
+    ):
+        with pytest.raises(kind) as caught:
+            Trainer(default_root_dir=tmp_path, accelerator="cpu", **settings)
+        assert isinstance(caught.value, UserError)
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint") as caught:
+        trainer(tmp_path).fit(Counting(), ckpt_path=tmp_path / "nope.ckpt")
+    assert isinstance(caught.value, UserError)
+
+
+class Keyed(Callback):
+    @property
+    def state_key(self):
+        return Keyed
+
+    def state_dict(self):
+        return {"unreadable": object()}
+
+
+def test_a_state_under_a_key_that_is_no_word_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"the callback <class .*Keyed"):
+        trainer(tmp_path, callbacks=[Keyed()]).fit(Counting())
+
+
+def test_records_of_the_log_stay_the_programs(tmp_path):
+    class Record(logging.LogRecord):
+        pass
+
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(Record)
+    try:
+        trainer(tmp_path)
+        assert logging.getLogRecordFactory() is Record
+    finally:
+        logging.setLogRecordFactory(before)
+
+
+class Monitoring(Scored):
+    """What it monitors is there when an epoch of training is over."""
+
+    def __init__(self, monitor="train_loss_epoch"):
+        super().__init__()
+        self.monitor = monitor
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
+
+
+class AtTheEnd(Monitoring):
+    def on_train_epoch_end(self):
+        self.log("train_los_epoch", 1.0)
+
+
+def test_a_metric_of_a_whole_epoch_of_training_may_be_monitored(tmp_path):
+    stop, saved = EarlyStopping("train_loss_epoch"), ModelCheckpoint(tmp_path, monitor="train_loss_epoch")
+    made = trainer(tmp_path, max_epochs=2, callbacks=[stop, saved])
+    made.fit(Monitoring())
+    assert made.current_epoch == 2
+    assert saved.best_model_score == made.callback_metrics["train_loss_epoch"]
+    other = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping("train_los_epoch"), EarlyStopping("nope", strict=False)])
+    other.fit(AtTheEnd())
+    assert other.current_epoch == 2
+
+
+@pytest.mark.parametrize("name", ["train_los", "nope", "val_los"])
+def test_a_metric_that_nobody_logs_is_named_when_it_could_have_come(tmp_path, name):
+    with pytest.raises(UserError, match=rf"EarlyStopping.monitor={name}: there is no such metric"):
+        trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(name)]).fit(Monitoring())

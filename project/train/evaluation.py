@@ -31,6 +31,10 @@ class Prediction(_PredictionLoop):
             super().setup_data()
 
 
+# By which a profiler's report names their times.
+Evaluation.__name__, Prediction.__name__ = _EvaluationLoop.__name__, _PredictionLoop.__name__
+
+
 def install_evaluations(trainer: Trainer) -> None:
     """Replaces the trainer's loops of evaluations with ours."""
     inference = trainer.validate_loop.inference_mode  # not within a fit: what is made so can't be trained with

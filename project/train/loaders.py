@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
@@ -124,8 +125,8 @@ class Loaders(_DataConnector):
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             try:
                 return super()._prepare_dataloader(dataloader, shuffle, mode)
-            except TypeError as error:
-                if "sampler into your batch sampler" not in str(error):
+            except (TypeError, MisconfigurationException) as error:
+                if "batch sampler" not in str(error):
                     raise
                 raise as_user_error(error, _unshared(dataloader, self.trainer.world_size)) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
