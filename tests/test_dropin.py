@@ -388,7 +388,8 @@ class AtTheEnd(Monitoring):
 
 def test_a_metric_of_a_whole_epoch_of_training_may_be_monitored(tmp_path):
     stop, saved = EarlyStopping("train_loss_epoch"), ModelCheckpoint(tmp_path, monitor="train_loss_epoch")
-    made = trainer(tmp_path, max_epochs=2, callbacks=[stop, saved])
+    latest = ModelCheckpoint(tmp_path, filename="latest", monitor="step", mode="max")
+    made = trainer(tmp_path, max_epochs=2, callbacks=[stop, saved, latest])
     made.fit(Monitoring())
     assert made.current_epoch == 2
     assert saved.best_model_score == made.callback_metrics["train_loss_epoch"]
@@ -401,3 +402,16 @@ def test_a_metric_of_a_whole_epoch_of_training_may_be_monitored(tmp_path):
 def test_a_metric_that_nobody_logs_is_named_when_it_could_have_come(tmp_path, name):
     with pytest.raises(UserError, match=rf"EarlyStopping.monitor={name}: there is no such metric"):
         trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(name)]).fit(Monitoring())
+
+
+def test_a_validation_that_was_due_when_modelcheckpoint_saved_is_made_up_for(tmp_path):
+    """It saves in on_train_batch_end, before the validation that follows the step; and totals are those of a whole run."""
+    validated = []
+    for start, checkpoint in (("whole", None), ("again", "epoch=0-step=4.ckpt")):
+        saved = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+        settings = {"val_check_interval": 4, "num_sanity_val_steps": 0, "limit_val_batches": 1, "max_epochs": 2}
+        made, module = trainer(tmp_path / start, callbacks=[saved], **settings), Counting()
+        made.fit(module, ckpt_path=checkpoint and tmp_path / checkpoint)
+        validated.append(module.validated)
+        assert made.global_step == 16
+    assert validated == [4, 4]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.errors import UserError
@@ -71,18 +71,30 @@ class Monitored(Callback):
 
 
 def _said(trainer: Trainer, who: str, name: str) -> str:
-    known = sorted(trainer.callback_metrics)
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return f"{who}.monitor={name}: there is no such metric.{meant} There are: {', '.join(known)}."
+    meant = f" Did you mean {near[0]}?" if (near := _near(trainer, name)) else ""
+    return f"{who}.monitor={name}: there is no such metric.{meant} There are: {', '.join(sorted(trainer.callback_metrics))}."
 
 
 def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = getattr(callback, "monitor", None)
-        content = isinstance(callback, EarlyStopping) and not callback.strict  # to go on without it
-        if isinstance(name, str) and not content and not (isinstance(callback, Checkpoints) and not callback.needs_metric):
-            yield "checkpoints" if isinstance(callback, Checkpoints) else type(callback).__name__, name
+        if not isinstance(name, str):
+            continue
+        if isinstance(callback, Checkpoints):
+            if callback.needs_metric:
+                yield "checkpoints", name
+        elif isinstance(callback, EarlyStopping):
+            if callback.strict:  # else it is content to go on without
+                yield type(callback).__name__, name
+        elif isinstance(callback, Checkpoint):
+            if name not in ("epoch", "step"):  # which ModelCheckpoint knows by itself
+                yield type(callback).__name__, name
+        elif name.startswith("val") or _near(trainer, name):  # what somebody else's callback takes it for, nobody knows
+            yield type(callback).__name__, name
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor and config.strict:
             yield "model.lr_scheduler", config.monitor
+
+
+def _near(trainer: Trainer, name: str) -> list[str]:
+    return difflib.get_close_matches(name, sorted(trainer.callback_metrics), n=1)

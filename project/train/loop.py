@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.data.dealing import DealtLoader
-from project.errors import UserError
+from project.errors import as_user_error
 from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, refuse
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
@@ -38,6 +38,10 @@ from project.train.spread import clip_parts, total_norm
 from project.train.usual import spread, unscale_before_hooks, why_not_ours
 
 log = logging.getLogger(__name__)
+
+
+_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
+"""What a profiler's report calls the wait for data."""
 
 
 def _nothing() -> None:
@@ -185,6 +189,7 @@ class Steps(_TrainingEpochLoop):
             # Saved by Lightning's own Trainer, in on_train_batch_end.
             self.batch_progress.increment_completed()
             self._batches_that_stepped += int(not self.accumulates())
+        self.batch_progress.reset_on_restart()  # what had begun, by Lightning's count, is done again
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
 
@@ -338,6 +343,12 @@ class Steps(_TrainingEpochLoop):
             rank_zero_warn(f"`{hook}` is the LightningDataModule's. That of the LightningModule is not called.")
         return data
 
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(_FETCHING)
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(_FETCHING)
+
     def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()
         try:
@@ -445,7 +456,9 @@ class Steps(_TrainingEpochLoop):
     def _refuse_among_ranks(self, what: str, hint: str) -> None:
         if (trainer := self.trainer).world_size > 1:
             where = f"rank {trainer.global_rank} in step {trainer.global_step + 1}"
-            raise UserError(f"{what} on {where}, and the other ranks would wait for its gradient. HINT: {hint}.")
+            text = f"{what} on {where}, and the other ranks would wait for its gradient."
+            lightnings = "Skipping the `training_step` by returning None in distributed training is not supported."
+            raise as_user_error(RuntimeError(), f"{text} {lightnings} HINT: {hint}.")
 
     def _note(self, batch: Any) -> None:
         """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
