@@ -168,7 +168,9 @@ class Parser(LightningArgumentParser):
 
     def placed(self, text: str) -> str:
         """What somebody says of settings, with the flag or the line that has the first of them that the text names."""
-        words = {f"trainer.{word}" for word in re.findall(r"\w+", text)} | {*re.findall(r"[\w.]+\w", text)}
+        words = {*re.findall(r"[\w.]+\w", text)}
+        if text.startswith("The trainer's settings"):  # what follows is Lightning's, which names arguments of its Trainer
+            words |= {f"trainer.{word}" for word in re.findall(r"\w+", text)}
         keys = (key for key in self._keys() if (key in words and "." in key) or text.startswith(f"{key}="))
         named = sorted((text.find(key.removeprefix("trainer.")), key) for key in keys)
         for _, key in named:

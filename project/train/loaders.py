@@ -184,7 +184,8 @@ class Loaders(_DataConnector):
         stage = _STAGES.get(mode, "val")
         batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
         seed = _seed(loader)
-        whole = min(count, max(batches * size, here.count if batches else 0))  # a sample for each rank, at least
+        least = here.count if batches and not exact else 0  # a sample for each rank
+        whole = min(count, max(batches * size, least))
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
         size = cut_for_all(whole, size, here.count) if exact else size
