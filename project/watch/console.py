@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from project.cluster.place import host
 from project.train.data_ranks import data_ranks
@@ -195,7 +196,7 @@ class Progress(ProgressBar):
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(bar_width=30),
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", table_column=Column()),  # the only one to wrap, where they are many
                 console=console,
                 transient=True,
             )
