@@ -18,6 +18,8 @@ from project.train.position import within_epoch
 
 log = logging.getLogger(__name__)
 
+_SCHEDULE = "model.lr_scheduler"
+
 
 class Monitored(Callback):
     """Looks for the metrics that callbacks and schedules go by: those of a validation in the sanity check, else in the first
@@ -53,7 +55,7 @@ class Monitored(Callback):
             return
         self._trained = True
         for who, name in self._missing(trainer):
-            if not name.startswith("val") and not logs_more:
+            if not name.startswith("val") and not logs_more and who != _SCHEDULE:  # which Lightning refuses next, in a line
                 self._refuse(trainer, who, name)
 
     @staticmethod
@@ -93,7 +95,7 @@ def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield type(callback).__name__, name
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor and config.strict:
-            yield "model.lr_scheduler", config.monitor
+            yield _SCHEDULE, config.monitor
 
 
 def _near(trainer: Trainer, name: str) -> list[str]:
