@@ -1,7 +1,13 @@
 """What a number among the Trainer's arguments can mean."""
 
-from collections.abc import Mapping
+import os
+from ast import literal_eval
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
 from typing import Any
+
+import lightning.pytorch as pl
 
 from project.errors import UserError
 
@@ -25,3 +31,24 @@ def refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
     share = isinstance(interval, float)
     if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):
         raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
+
+
+def with_environment(init: Callable[..., None]) -> Callable[..., None]:
+    """Has a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does.
+
+    Lightning finds the names in the signature, in which those that are passed on do not stand.
+    """
+
+    @wraps(init)
+    def filled(self: Any, *args: Any, **settings: Any) -> None:
+        names = {*signature(init).parameters, *signature(pl.Trainer.__init__).parameters} - {"self", "kwargs"}
+        prefix = f"PL_{type(self).__name__}_".upper()
+        for name in names - settings.keys():
+            if value := os.environ.get(prefix + name.upper()):
+                try:
+                    settings[name] = literal_eval(value)
+                except (ValueError, SyntaxError):  # a word
+                    settings[name] = value
+        init(self, *args, **settings)
+
+    return filled

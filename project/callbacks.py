@@ -38,7 +38,9 @@ def with_ours(
     for kind in wanted:
         alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
         if not any(isinstance(one, alike) for one in callbacks):
-            callbacks.append(kind())
+            callbacks.append(made := kind())
+            if isinstance(made, Checkpoints):
+                made.by_default = True
     if compression != "none":
         callbacks.append(CompressGradients(compression))
 

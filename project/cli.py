@@ -29,13 +29,14 @@ from project.bench import report
 from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, rank_said
 from project.cluster.place import host
-from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, condensed, save_config
+from project.complaints import condensed
+from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, refuse_odd_sections, save_config
 from project.config_files import EVALUATING, RUNS, expand, folder_of, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.doctor.foretelling import modules_on_paper
 from project.engines.command import command
-from project.errors import UserError
+from project.errors import NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, exportable
 from project.model import ImageClassifier
 from project.runs import open_beside, open_run, run_of, saved_config, weights
@@ -165,8 +166,10 @@ class ProjectCLI(LightningCLI):
             verb = f"{self.subcommand}{' --dry_run' * self.dry}"
             raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
         path = settings.get("ckpt_path")
-        if path and path not in ("best", "last") and not Path(path).exists():
-            raise UserError(f"There is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+        if path is not None and path not in ("best", "last") and not (path and Path(path).exists()):
+            raise UserError(
+                self._placed(f"ckpt_path={path}: there is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+            )
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(
                 f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
@@ -188,9 +191,16 @@ class ProjectCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
+            if isinstance(error, UserError):  # a class that looks at its arguments
+                raise as_user_error(error, self._placed(str(error))) from error
             if "Problem with given class_path" not in str(error):
                 raise
-            raise UserError(f"Something can't be made: {condensed(str(error))}") from error
+            raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
+
+    def _placed(self, text: str) -> str:
+        """With the flag, or the file and line, of the setting that it is about."""
+        assert isinstance(self.parser, Parser)
+        return self.parser.placed(text)
 
     def _is_built_later(self) -> bool:
         """Whether the strategy gives the network its weights, block by block."""
@@ -423,6 +433,7 @@ def main() -> None:
             log.info("Trial: %s", " ".join(word for word in words if word not in sys.argv))
         sys.argv[1:] = expand(run_config(words))
         Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
+        refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
         ProjectCLI(
             LightningModule if own_model else ImageClassifier,
@@ -435,6 +446,8 @@ def main() -> None:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
+    except NonFiniteError:  # rank 0 has said it, and all ranks end alike
+        raise SystemExit(1) from None
     except Exception as error:
         if ProjectCLI.running is not None:
             code = _report_of_run(error, ProjectCLI.running)

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning_utilities.core.enums import StrEnum
 
+from project.complaints import complaint
 from project.config_files import documents, option
 from project.errors import UserError
 
@@ -60,6 +62,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 # The parser ----------------------------------------------------------------------------------------------------------
 
+_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "profile", "dashboard")
 _UNWRITABLE = "Unable to serialize instance"
 
 # What `fit --help` shows; the rest is on request.
@@ -92,6 +95,10 @@ class HelpAll(argparse._HelpAction):
     def __call__(self, parser: Any, *args: Any, **kwargs: Any) -> None:
         print(parser.format_all_help(), end="")
         parser.exit()
+
+
+# Defaults of Lightning's classes (Timer's interval), for which YAML has no form of its own.
+yaml.representer.SafeRepresenter.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 
 class Parser(LightningArgumentParser):
@@ -153,26 +160,39 @@ class Parser(LightningArgumentParser):
         if wrong := re.search(r"Option '(\w+)' is not accepted", message):
             classes = re.findall(r"class_path[ ']*[=:]?[ ']+([\w.]+)'", message)
             return self._unknown(f"{key}.init_args.{wrong[1]}", _arguments(key, classes))
-        return f"{self._where(key)}{key}: {condensed(message)}"
+        of = complaint(message)
+        full = f"{key}.{of.key}".strip(".") if of.key != key else key
+        if nested := re.search(r"it is NestedArg\(key='([^']+)'", of.text):
+            return self._unknown(f"{full}.{nested[1]}", self._keys())
+        return f"{self._where(full)}{full}: {of.text}"
+
+    def placed(self, text: str) -> str:
+        """What somebody says of settings, with the flag or the line that has the first of them that the text names."""
+        words = {*re.findall(r"[\w.]+\w", text)}
+        if text.startswith("The trainer's settings"):  # what follows is Lightning's, which names arguments of its Trainer
+            words |= {f"trainer.{word}" for word in re.findall(r"\w+", text)}
+        keys = (key for key in self._keys() if (key in words and "." in key) or text.startswith(f"{key}="))
+        named = sorted((text.find(key.removeprefix("trainer.")), key) for key in keys)
+        for _, key in named:
+            if where := self._where(key):
+                return f"{where.removesuffix(': ')}{key * where.startswith('--')}: {text}"
+        return text
 
     def _unknown(self, key: str, known: Iterable[str]) -> str:
-        return f"{self._where(key)}There is no key {key}{_meant(key, known) or '.'}"
+        return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
 
     def _where(self, key: str) -> str:
-        """The config, and the line in it, that says something under a key."""
-        if option(sys.argv, f"--{key}") is not None:
-            return ""
-        for path in reversed(self.configs):
-            node: Any = yaml.compose(path.read_text())
-            line, parts = None, key.split(".")
-            while parts and isinstance(node, yaml.MappingNode):
-                pair = next((pair for pair in node.value if pair[0].value == parts[0]), None)
-                if pair is None:
-                    break
-                line, node = pair[0].start_mark.line + 1, pair[1]
-                parts.pop(0)
-            if line is not None and not parts:
-                return f"{path}, line {line}: "
+        """The flag, or the config and the line in it, that says something under a key."""
+        parts = key.split(".")
+        for end in range(len(parts), 0, -1):  # or a flag gives all that is around the key
+            name = ".".join(parts[:end])
+            short = name.replace(".init_args", "")  # may be left out
+            if parts[end - 1] != "init_args" and option(sys.argv, f"--{name}", f"--{short}") is not None:
+                return "--" if end == len(parts) else f"--{name}: "
+        for end in range(len(parts), 0, -1):  # or, of what can not be there, what it stands under
+            for path in reversed(self.configs):
+                if line := _line(yaml.compose(path.read_text()), parts[:end]):
+                    return f"{path}, line {line}: "
         return ""
 
     def _keys(self) -> list[str]:
@@ -183,19 +203,33 @@ class Parser(LightningArgumentParser):
         return [action.dest for one in parsers for action in one._actions]
 
 
-def condensed(message: str) -> str:
-    """Of a value that fits none of several types: what is wrong with the class that it names, or each type's complaint."""
-    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
-    noise = r"Parser key|Subtypes:|Errors:|Given value|Does not validate|Expected a path|Expected a <class 'NoneType'>"
-    says = [line for line in lines if line and not re.match(noise, line)]
-    for at, line in enumerate(says):
-        if line.startswith("Problem with given class_path"):
-            reason = [one for one in says[at + 1 :] if not one.startswith(("Expected a", "Problem with"))]
-            return f"{line.removeprefix('Problem with given class_path ').strip(':')}: {' '.join(reason)}"
-    text = "; ".join(dict.fromkeys(re.sub(r"<class '([\w.]+)'>", r"\1", one) for one in says))
-    text = text.replace("Expected a int", "Expected an int")
-    return text if value is None or value in text else f"{text}, and it is {value}"
+def refuse_odd_sections(configs: Iterable[Path]) -> None:
+    """A section that is a number or a list would be taken for a class's arguments.
+
+    Raises:
+        UsageError: names the section, and its line.
+    """
+    for path in configs:
+        for name, value in (yaml.safe_load(path.read_text()) or {}).items():
+            if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
+                continue
+            line = _line(yaml.compose(path.read_text()), [name])
+            raise UsageError(
+                f"{path}, line {line}: {name} holds keys and values, as in '{name}: {{KEY: VALUE}}', and it is {value!r}."
+            )
+
+
+def _line(node: Any, parts: list[str]) -> int | None:
+    """The line in a YAML document that says something under a key; of a list, the first entry that does."""
+    if isinstance(node, yaml.SequenceNode):
+        return next((line for entry in node.value if (line := _line(entry, parts))), None)
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    for name, value in node.value:
+        if name.value == parts[0]:
+            own: int = name.start_mark.line + 1
+            return own if len(parts) == 1 else _line(value, parts[1:])
+    return None
 
 
 def _writable(value: Any) -> Any:

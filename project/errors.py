@@ -11,3 +11,21 @@ class UserError(ValueError):
 
     Every other error is taken for a bug, and keeps its traceback.
     """
+
+
+def as_user_error(error: Exception, text: str) -> UserError:
+    """Returns a UserError that is of an error's class, too: who expects a FileNotFoundError, or Lightning's
+    MisconfigurationException, catches it as before. One of a class that is not made of a text is a UserError alone.
+    """
+    bases = (type(error),) if isinstance(error, UserError) else (UserError, type(error))
+    try:
+        kind: type[UserError] = type(type(error).__name__, bases, {"__module__": __name__})
+        return kind(text)
+    except TypeError:
+        return UserError(text)
+
+
+class NonFiniteError(RuntimeError):
+    """Raised on all ranks where a loss or a gradient is not finite. By then rank 0 has said so, and where the newest checkpoint
+    is; from the command line the program ends with exit code 1.
+    """

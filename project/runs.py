@@ -144,7 +144,7 @@ class Run:
 
     def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
         if not path.exists():
-            raise UserError(f"There is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
+            raise UserError(f"resume={path}: there is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
             return path, read_manifest(path)
         except ValueError as error:

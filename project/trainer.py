@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -24,10 +24,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -37,7 +38,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from project.arguments import LEAST, refuse_odd_numbers
+from project.arguments import LEAST, refuse_odd_numbers, with_environment
 from project.bench.measure import measure
 from project.callbacks import with_ours
 from project.cluster import environment, shared_folder
@@ -59,7 +60,7 @@ from project.engines.kubernetes import written
 from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
 from project.engines.manifest import name as name_of
 from project.engines.needs import needs
-from project.errors import UserError
+from project.errors import UserError, as_user_error
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
@@ -70,6 +71,7 @@ from project.survive.files import newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.reading import SafeCheckpointIO
+from project.survive.requeue import REQUEUE
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
@@ -159,7 +161,8 @@ class Trainer(pl.Trainer):
         limit_val_batches: validate on so many micro-batches (an int), over all ranks, or on such a share.
         limit_test_batches: the same for the test.
         limit_predict_batches: the same for prediction.
-        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float).
+        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float), or where so
+            much time has passed ("DD:HH:MM:SS").
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             the global batch and the number of ranks.
         global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
@@ -175,10 +178,12 @@ class Trainer(pl.Trainer):
             depend on it.
         capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
-        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs.
+        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs. None:
+            where this project's logger or its checkpoints are there, too.
         ranks_differ: where these show that a rank has other weights than the others, 'stop' or 'warn' once and go on.
     """
 
+    @with_environment
     def __init__(
         self,
         *,
@@ -192,7 +197,7 @@ class Trainer(pl.Trainer):
         threads: int | None = None,
         capture: CaptureSteps = "none",
         nonfinite: Act = "stop",
-        fingerprints: bool = True,
+        fingerprints: bool | None = None,
         ranks_differ: WhenRanksDiffer = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
@@ -206,7 +211,7 @@ class Trainer(pl.Trainer):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | str | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
         limits = (limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
@@ -242,6 +247,13 @@ class Trainer(pl.Trainer):
             kwargs.setdefault("deterministic", True)
 
         bare = bool(kwargs.get("barebones"))
+        if fingerprints is None:
+            listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+            saves = enable_checkpointing is not False and all(
+                isinstance(one, Checkpoints) for one in listed if isinstance(one, Checkpoint)
+            )
+            loggers = logger if isinstance(logger, (list, tuple)) else [logger]
+            fingerprints = saves or any(one in (None, True) or isinstance(one, Events) for one in loggers)
         wanted = [
             kind
             for kind, given in ((Progress, enable_progress_bar), (Checkpoints, enable_checkpointing), (Throughput, None))
@@ -254,31 +266,31 @@ class Trainer(pl.Trainer):
                 callbacks=with_ours(
                     callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, ranks_differ
                 ),
-                logger=None if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
+                logger=logger if bare else Events(str(default_root_dir)) if logger in (None, True) else logger,
                 plugins=_with_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
-                accumulate_grad_batches=1,
+                accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,
+                limit_train_batches=limit_train_batches,
+                limit_val_batches=limit_val_batches,
+                limit_test_batches=limit_test_batches,
+                limit_predict_batches=limit_predict_batches,
                 enable_checkpointing=enable_checkpointing,
                 enable_progress_bar=enable_progress_bar,
                 enable_model_summary=enable_model_summary,
                 **kwargs,
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            raise UserError(f"The trainer's settings don't work here: {error}") from error
+            named = f"trainer.max_time={kwargs['max_time']}: " if "Timer(duration" in str(error) else ""
+            raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
         self._launch, self._join_timeout, self.shared_folder = launch, join_timeout, shared_folder
         self.host_names: list[str] = [host()]  # by rank, once the ranks of several hosts have met
         self.configuration: dict[str, Any] = {}  # the resolved one, from who knows it
-        self._wanted_limits = {
-            "train": limit_train_batches,
-            "val": limit_val_batches,
-            "test": limit_test_batches,
-            "predict": limit_predict_batches,
-        }
-        self._wanted_val_interval = self.val_check_interval
-        self._overfit: int | float = kwargs.get("overfit_batches") or 0
+        self._wanted_limits: dict[str, int | float | None] = {}
+        by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
+        self._wanted_val_interval = None if by_time else self.val_check_interval
         self._wanted_accumulation, self._wanted_global_batch = accumulate_grad_batches, global_batch_size
         self.global_batch: int | None = None
         """Samples behind one optimiser step, where they can be counted."""
@@ -591,8 +603,8 @@ class Trainer(pl.Trainer):
     def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:
         """Weights and batches from within an evaluation of the validation set, else of the test set."""
         datamodule, ckpt_path, weights_only = given
-        capture, limits = Capture(), dict(self._wanted_limits)
-        self._wanted_limits.update(val=BATCHES, test=BATCHES)
+        capture, limits = Capture(), (self.limit_val_batches, self.limit_test_batches)
+        self.limit_val_batches = self.limit_test_batches = BATCHES
         self.callbacks.append(capture)  # type: ignore[attr-defined]
         try:
             for verb, step, of in ((self.validate, "validation_step", "validation"), (self.test, "test_step", "test")):
@@ -604,7 +616,7 @@ class Trainer(pl.Trainer):
                     return capture, f"the {of} set"
         finally:
             self.callbacks.remove(capture)  # type: ignore[attr-defined]
-            self._wanted_limits.update(limits)
+            self.limit_val_batches, self.limit_test_batches = limits
         raise UserError(
             "There is nothing to check the export on. HINT: it takes a validation or a test set, and a module with "
             "validation_step or test_step."
@@ -648,11 +660,8 @@ class Trainer(pl.Trainer):
         data: LightningDataModule | None = getattr(self, "datamodule", None)
         self._data_connector.start_over()
         self.accumulate_grad_batches, self.global_batch = 1, None
-        for stage in ("train", "val", "test", "predict"):  # done by the loaders, and so none of Lightning's business
-            if self._wanted_limits.get(stage) == 0:
-                setattr(self, f"limit_{stage}_batches", 0)
         if isinstance(data, ImageData):
-            if self._overfit:
+            if self.overfit_batches:  # type: ignore[attr-defined]
                 raise UserError(
                     "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
                     "configs/debug.yaml does."
@@ -683,10 +692,6 @@ class Trainer(pl.Trainer):
             self.global_batch = micro_batch * data_ranks(self).count * accumulation
         if isinstance(self._wanted_val_interval, int):
             self.val_check_interval = self._wanted_val_interval * accumulation
-        if dev_steps := int(getattr(self, "fast_dev_run", 0)):
-            self.limit_train_batches = dev_steps * accumulation
-        elif isinstance(self._overfit, int) and self._overfit:
-            self.limit_train_batches = self._overfit * accumulation
 
 
 def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -730,4 +735,10 @@ def _with_plugins(given: Any, launch: Launch) -> list[Any]:
     plugins = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
     if not any(isinstance(one, CheckpointIO) for one in plugins):
         plugins.append(SafeCheckpointIO())
-    return [*plugins, launch.environment()]
+    # Who started this process is known better than by Slurm's environment, which is asked for to switch requeueing off.
+    slurms = [one for one in plugins if isinstance(one, SLURMEnvironment)]
+    if any(not one.auto_requeue for one in slurms):
+        REQUEUE.given_up = True
+    plugins = [one for one in plugins if one not in slurms]
+    theirs = any(isinstance(one, ClusterEnvironment) for one in plugins)
+    return plugins if theirs else [*plugins, launch.environment()]

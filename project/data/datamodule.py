@@ -175,7 +175,7 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
         size: int = len(self._dataset(split))  # type: ignore[arg-type]
-        batches = limited(-(-size // self.batch_size), self.limits.get(split))
+        batches = limited(-(-size // self.batch_size), self.limits.get(split), f"limit_{split}_batches", "micro-batches")
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         whole_size = min(size, batches * self.batch_size)
         micro_batch = cut_for_all(whole_size, self.batch_size, self._here[1]) if self.exact else self.batch_size

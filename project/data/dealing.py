@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,18 @@ class DealtLoader(DataLoader[Any]):
             self.taken.append(key)
             yield apply_to_collection(batch, torch.Tensor, _aligned) if self.aligned else batch
         self.keys.start_over()
+
+
+class SeededLoader(DealtLoader):
+    """Seeds random numbers around the samples that it reads. Its `dataset` is the user's own, which a callback may change."""
+
+    def _batches(self) -> Iterator[Any]:
+        own = self.dataset
+        vars(self)["dataset"] = SeededDataset(own)  # for the iterator that is made here, and for nobody who asks later
+        try:
+            return super()._batches()
+        finally:
+            vars(self)["dataset"] = own
 
 
 def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
@@ -183,6 +195,23 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+class Sampling(NamedTuple):
+    """How a DataLoader takes its samples: torch's BatchSampler says it, whether the user made it or torch did."""
+
+    sampler: Any
+    batch_size: int | None
+    """None: the dataset gives whole batches."""
+    drop_last: bool
+
+
+def sampling(loader: DataLoader[Any]) -> Sampling:
+    """Returns how a loader that has no batch sampler of a class of its own takes its samples."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return Sampling(loader.sampler, None, loader.drop_last)
+    return Sampling(batches.sampler, batches.batch_size, batches.drop_last)
+
+
 def why_not(loader: DataLoader[Any]) -> str | None:
     """Why a DataLoader can't be dealt out, if it can't."""
     if type(loader) is not DataLoader:
@@ -191,20 +220,24 @@ def why_not(loader: DataLoader[Any]) -> str | None:
         return "its dataset can only be read from its beginning"
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not torch.utils.data.BatchSampler:
-        return f"it has a batch sampler of its own ({type(batches).__name__})"
-    sampler = loader.sampler
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)
-    )
-    return None if plain else f"it has a sampler of its own ({type(sampler).__name__})"
+        shared = isinstance(batches, torch.utils.data.BatchSampler)
+        alone = "" if shared else ", which is no BatchSampler of torch's: several ranks can't share it"
+        return f"it has a batch sampler of its own ({type(batches).__name__}{alone})"
+    sampler = sampling(loader).sampler
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    plain = plain and not hasattr(sampler, "set_epoch")  # somebody wants to be told
+    if not plain:
+        return f"it has a sampler of its own ({type(sampler).__name__})"
+    return None if len(sampler) == len(loader.dataset) else "its sampler does not take each sample once"
 
 
 def micro_batch_of(loader: DataLoader[Any]) -> int:
     """Samples that one process puts through the network at once; a dataset that gives whole batches gives one."""
-    return loader.batch_size or 1
+    batches = loader.batch_sampler
+    return int(getattr(batches, "batch_size", None) or loader.batch_size or 1)  # a batch sampler of one's own may not say it
 
 
-def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> DealtLoader:
+def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
     """The same loader, which gives this rank's micro-batches of an order.
 
     `each`: what the dataset draws at random follows from the sample, and not from the micro-batch. In an evaluation, samples
@@ -212,16 +245,15 @@ def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed
     """
     keys = MicroBatchSampler(order, rank, world_size)
     batches: Any = _MicroBatches(keys, seed, each)
-    settings = {} if loader.batch_size is None else {"batch_sampler": batches}
+    whole = sampling(loader).batch_size is None
+    settings: dict[str, Any] = {"batch_size": None, "sampler": batches} if whole else {"batch_sampler": batches}
     if loader.num_workers:
         settings |= {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
         settings |= {"persistent_workers": loader.persistent_workers, "timeout": loader.timeout}
-    if loader.batch_size is None:
-        settings |= {"batch_size": None, "sampler": batches}
-    return DealtLoader(
+    return SeededLoader(
         keys,
         seed,
-        dataset=SeededDataset(loader.dataset),
+        dataset=loader.dataset,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -9,7 +9,7 @@ once: nothing is stored, nothing is shuffled.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import isqrt
+from math import ceil, isqrt
 from typing import Literal
 
 import numpy as np
@@ -28,11 +28,20 @@ _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
 
-def limited(count: int, limit: Limit) -> int:
-    """Lightning's limits: an int is a number, a float a share."""
-    if limit is None:
-        return count
-    return min(count, limit) if isinstance(limit, int) else int(count * limit)
+def limited(count: int, limit: Limit, key: str, what: str) -> int:
+    """Returns how many of `count` a limit leaves: an int is a number, a float a share, as in Lightning.
+
+    Raises:
+        UserError: a share that is less than one of them, with which nothing would happen. `key` and `what` name it.
+    """
+    if limit is None or isinstance(limit, int):
+        return count if limit is None else min(count, limit)
+    if limit > 0 and 0 < count * limit < 1:
+        raise UserError(
+            f"trainer.{key}={limit} of {count} {what} is less than one, and nothing would be done. HINT: {key}=1 takes one of "
+            f"them; the least share is {ceil(1e4 / count) / 1e4}."
+        )
+    return int(count * limit)
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -137,7 +146,7 @@ class Order:
         """The same, of which so many steps are taken (an int), or such a share of them (a float)."""
         if limit is None:
             return self
-        return replace(self, limit=limit if isinstance(limit, int) else int(self._steps * limit))
+        return replace(self, limit=limited(self._steps, limit, "limit_train_batches", "steps of an epoch"))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step: from, to."""

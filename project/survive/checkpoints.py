@@ -26,6 +26,7 @@ from project.errors import UserError
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
 from project.survive.readable import check, plain_values
 from project.survive.together import Copied, Lost, Together
+from project.train.logged import TakesMeasurements, measurement_loggers
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
@@ -106,8 +107,12 @@ class Checkpoints(Checkpoint):
     ) -> None:
         if not every_n_minutes > 0:
             raise UserError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
-        if keep_last < 1 or (every_n_steps is not None and every_n_steps < 1) or mode not in ("min", "max"):
-            raise UserError("checkpoints: keep_last and every_n_steps are at least 1, and mode is 'min' or 'max'.")
+        if keep_last < 1:
+            raise UserError(f"checkpoints.keep_last is 1 at least, and not {keep_last}.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise UserError(f"checkpoints.every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.")
+        if mode not in ("min", "max"):
+            raise UserError(f"checkpoints.mode is 'min' or 'max', and not {mode!r}.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
         self.needs_metric = monitor not in (None, "auto")
@@ -115,6 +120,9 @@ class Checkpoints(Checkpoint):
         self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
+        self.by_default = False
+        """Nobody asked for it: it gives way to a checkpoint callback of the module's `configure_callbacks`."""
+        self._current: float | None = None
         self._of_all = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
@@ -133,6 +141,10 @@ class Checkpoints(Checkpoint):
     # When ------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.by_default and any(isinstance(one, Checkpoint) and one is not self for one in callbacks):
+            trainer.callbacks = [one for one in callbacks if one is not self]  # type: ignore[attr-defined]
+            return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
         self._together = None
         if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.spread:
@@ -194,9 +206,11 @@ class Checkpoints(Checkpoint):
         self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """What the writing has cost, some steps later."""
+        """What the writing has cost, some steps later; and loggers that keep checkpoints hear of one."""
         news, self._news = self._news, {}
         for logger in trainer.loggers if news else ():
+            logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+        for logger in measurement_loggers(trainer) if news else ():
             logger.log_metrics(news, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -218,6 +232,32 @@ class Checkpoints(Checkpoint):
     @property
     def last_model_path(self) -> str:
         return str(self.last) if self.last else ""
+
+    # As Lightning's ModelCheckpoint has it, for those who read it: loggers, scripts.
+    filename = None
+    save_top_k, save_last, save_weights_only = 1, True, False
+
+    @property
+    def dirpath(self) -> str | None:
+        return None if self._folder == Path() else str(self._folder)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        return None if self.best is None else torch.tensor(self.best[0])
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
+        return {} if self.best is None else {str(self.best[1]): torch.tensor(self.best[0])}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        return "" if self.best is None else str(self.best[1])
+
+    kth_value = best_model_score
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        return None if self._current is None else torch.tensor(self._current)
 
     # Before others change what is to be saved ------------------------------------------------------------------------
 
@@ -282,8 +322,8 @@ class Checkpoints(Checkpoint):
         for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
             if flush := getattr(logger, "flush", None):
                 flush()
-            if since := getattr(logger, "since", None):
-                logged += since(first) or ()  # of a logger that takes any name for a method, nothing
+            if isinstance(logger, TakesMeasurements):
+                logged += logger.since(first)
         manifest = {
             **self.manifest,
             "position": at.state_dict(),
@@ -344,7 +384,7 @@ class Checkpoints(Checkpoint):
         self.last = path
         metrics = manifest.get("metrics", {})
         name, mode = goes_by(self.monitor, self.mode, metrics)
-        value = metrics.get(name)
+        value = self._current = metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
-from project.errors import TRY_AGAIN, UserError
+from project.errors import TRY_AGAIN, NonFiniteError, UserError
 from project.survive.hang.warden import Memory
 from project.survive.news import NEWS
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -63,7 +63,7 @@ def kind(error: BaseException) -> Kind:
     """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
-    if isinstance(error, (UserError, MisconfigurationException)) or _NO_COMPILER.search(str(error)):
+    if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or _NO_COMPILER.search(str(error)):
         return "mendable"
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_of_a_connection(error)):
         return "mendable" if "EADDRINUSE" in str(error) else "lost"

@@ -6,50 +6,97 @@ Otherwise no best checkpoint is kept, silently, or the run is lost when an early
 import difflib
 import logging
 from collections.abc import Iterator
+from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
+from project.train.position import within_epoch
 
 log = logging.getLogger(__name__)
 
+_SCHEDULE = "model.lr_scheduler"
+
 
 class Monitored(Callback):
-    """Looks for the metrics that callbacks and schedules go by: in the sanity check, else in the first validation."""
+    """Looks for the metrics that callbacks and schedules go by: those of a validation in the sanity check, else in the first
+    validation; others, which training may log at the end of an epoch, when the first one is over.
+    """
 
     def __init__(self) -> None:
-        self._looked = False
+        self._validated = self._trained = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = self._trained = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._looked or trainer.state.fn != "fit":
+        if self._validated or trainer.state.fn != "fit":
             return
         if trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1:
             return  # of several loaders Lightning keeps nothing then
-        self._looked = not trainer.sanity_checking
-        known = sorted(trainer.callback_metrics)
-        for who, name in _wanted(trainer):
-            if name in known or (trainer.sanity_checking and not name.startswith("val")):
-                continue  # what training logs is not there in the sanity check
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            text = f"{who}.monitor={name}: there is no such metric.{meant} There are: {', '.join(known)}."
-            if not name.startswith("val") and not near:
-                log.warning("%s It may yet come from training.", text)
-                continue
-            if not trainer.sanity_checking:
-                for one in trainer.callbacks:  # type: ignore[attr-defined]
-                    if isinstance(one, Checkpoints):  # nothing that was trained is lost
-                        one.save(trainer)
-                        one.wait()
-            raise UserError(f"{text} HINT: set {who}.monitor.")
+        self._validated = not trainer.sanity_checking
+        for who, name in self._missing(trainer):
+            if name.startswith("val"):
+                self._refuse(trainer, who, name)
+            if not trainer.sanity_checking and not self._trained:
+                log.info("%s It may yet come from training.", _said(trainer, who, name))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What the step has logged is there; a hook of somebody else's may log more, and then Lightning decides."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        theirs = [one for one in callbacks if not type(one).__module__.startswith(("project.", "lightning."))]
+        logs_more = is_overridden("on_train_epoch_end", pl_module, LightningModule) or any(
+            is_overridden("on_train_epoch_end", one, Callback) for one in theirs
+        )
+        if self._trained or within_epoch(trainer) or (trainer.enable_validation and not self._validated):
+            return
+        self._trained = True
+        for who, name in self._missing(trainer):
+            if not name.startswith("val") and not logs_more and who != _SCHEDULE:  # which Lightning refuses next, in a line
+                self._refuse(trainer, who, name)
+
+    @staticmethod
+    def _missing(trainer: Trainer) -> list[tuple[str, str]]:
+        return [(who, name) for who, name in _wanted(trainer) if name not in trainer.callback_metrics]
+
+    @staticmethod
+    def _refuse(trainer: Trainer, who: str, name: str) -> NoReturn:
+        if not trainer.sanity_checking:
+            for one in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(one, Checkpoints):  # nothing that was trained is lost
+                    one.save(trainer)
+                    one.wait()
+        raise UserError(f"{_said(trainer, who, name)} HINT: set {who}.monitor.")
+
+
+def _said(trainer: Trainer, who: str, name: str) -> str:
+    meant = f" Did you mean {near[0]}?" if (near := _near(trainer, name)) else ""
+    return f"{who}.monitor={name}: there is no such metric.{meant} There are: {', '.join(sorted(trainer.callback_metrics))}."
 
 
 def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = getattr(callback, "monitor", None)
-        if isinstance(name, str) and not (isinstance(callback, Checkpoints) and not callback.needs_metric):
-            yield "checkpoints" if isinstance(callback, Checkpoints) else type(callback).__name__, name
+        if not isinstance(name, str):
+            continue
+        if isinstance(callback, Checkpoints):
+            if callback.needs_metric:
+                yield "checkpoints", name
+        elif isinstance(callback, EarlyStopping):
+            if callback.strict:  # else it is content to go on without
+                yield type(callback).__name__, name
+        elif isinstance(callback, Checkpoint):
+            if name not in ("epoch", "step"):  # which ModelCheckpoint knows by itself
+                yield type(callback).__name__, name
+        elif name.startswith("val") or _near(trainer, name):  # what somebody else's callback takes it for, nobody knows
+            yield type(callback).__name__, name
     for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.monitor:
-            yield "model.lr_scheduler", config.monitor
+        if config.reduce_on_plateau and config.monitor and config.strict:
+            yield _SCHEDULE, config.monitor
+
+
+def _near(trainer: Trainer, name: str) -> list[str]:
+    return difflib.get_close_matches(name, sorted(trainer.callback_metrics), n=1)

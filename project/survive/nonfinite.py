@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import NonFiniteError
 from project.survive.checkpoints import checkpoints_of
 from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
+from project.train.logged import measurement_loggers
 from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip
 from project.train.spread import anywhere, highest, local
 from project.train.usual import give_zero_momentum, is_fused, spread
@@ -234,7 +235,7 @@ class NonFinite(Callback):
 
     @staticmethod
     def _count(trainer: Trainer, step: CheckedStep, tag: str, count: int) -> None:
-        for logger in trainer.loggers:
+        for logger in measurement_loggers(trainer):
             logger.log_metrics({tag: count}, step=step.number)
 
     def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
@@ -249,7 +250,7 @@ class NonFinite(Callback):
             where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
             log.error("%s Stopped; %s. HINT: %s", what, where, hint)
         trainer.strategy.barrier()  # a launcher may end all ranks when it sees one end: not before rank 0 has written
-        raise SystemExit(1) from UserError(what)
+        raise NonFiniteError(what)
 
 
 def _scaler(trainer: Trainer) -> Any:

@@ -63,7 +63,7 @@ class StopTogether(Callback):
             REQUEUE.newest = lambda: checkpoints.last
             REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
         self._notes = torch.zeros(4, dtype=torch.int32)  # not before: spawned ranks would share its memory
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and dist.is_initialized():  # a strategy may connect its ranks in another way
             self._group.make()
 
     def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool]:

@@ -38,7 +38,7 @@ def check(checkpoint: dict[str, Any]) -> None:
         return
     states = checkpoint.get("callbacks") or {}
     parts = {
-        **{f"the state of the callback {name.partition('{')[0]}": state for name, state in states.items()},
+        **{f"the state of the callback {str(name).partition('{')[0]}": state for name, state in states.items()},
         **{f"{key!r} of the checkpoint": part for key, part in checkpoint.items() if key != "callbacks"},
     }
     found = {name: problem for name, part in parts.items() if (problem := _problem(part))}

@@ -10,7 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from project.errors import UserError
+from project.errors import UserError, as_user_error
 from project.parts import Parted, Stored
 from project.survive.readable import plain_values
 
@@ -37,16 +37,20 @@ class SafeCheckpointIO(TorchCheckpointIO):
                     return _let_go(_mapped(path_, safe))
                 return super().load_checkpoint(path, map_location, safe)
         except pickle.UnpicklingError as error:
-            raise UserError(
+            raise as_user_error(
+                error,
                 f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
-                "HINT: if you trust where it comes from, set weights_only=false."
+                "HINT: if you trust where it comes from, set weights_only=false.",
             ) from error
         except UserError:
             raise
+        except FileNotFoundError as error:
+            raise as_user_error(error, f"There is no checkpoint {path}.") from error
         except Exception as error:  # whatever a damaged file makes of the reader
-            raise UserError(
+            raise as_user_error(
+                error,
                 f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
-                "the same folder."
+                "the same folder.",
             ) from error
 
 

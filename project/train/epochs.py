@@ -22,6 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
 from project.train.chance import Moments
+from project.train.evaluation import install_evaluations, loaders_of
 from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
 from project.train.position import within_epoch
@@ -37,6 +38,7 @@ def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: M
     steps = before.epoch_loop
     trainer.fit_loop.epoch_loop = Steps(trainer, moments, min_steps=steps.min_steps, max_steps=steps.max_steps)
     trainer.fit_loop.epoch_loop.exact = exact
+    install_evaluations(trainer)
     if exact:
         trainer.fit_loop.epoch_loop._results = ExactResults(True, trainer.world_size)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
@@ -83,7 +85,8 @@ class Epochs(_FitLoop):
             self.trainer.val_check_batch = max(1, int(self.max_batches // many * interval)) * many
 
     def setup_data(self) -> None:
-        self._validate_between_steps(super().setup_data)
+        with loaders_of(self.trainer).limits_of_loop("train"):
+            self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
         if not self._within:

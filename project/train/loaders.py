@@ -1,19 +1,21 @@
 """Which loader becomes what: training and evaluation loaders are dealt out in this project's order wherever they can be."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset
 
-from project.data.dealing import DealtLoader, SeededDataset, deal, micro_batch_of, why_not
+from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
 from project.data.worker_signals import with_signals
-from project.errors import UserError
+from project.errors import UserError, as_user_error
 from project.train.batching import accumulation
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
@@ -31,7 +33,8 @@ class Loaders(_DataConnector):
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
         wanted: the accumulation that was asked for.
-        limits: of training in steps, of evaluation in micro-batches over all ranks; by name of the stage.
+        limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
+            micro-batches over all ranks; by name of the stage.
         settled: told the accumulation when it is known, which is when the first training loader is.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
@@ -54,6 +57,7 @@ class Loaders(_DataConnector):
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._counted = False
         self._said: set[str] = set()
+        self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
         """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
         self.attached: LightningDataModule | None = None
@@ -63,8 +67,45 @@ class Loaders(_DataConnector):
         super().attach_datamodule(model, datamodule)
         self.attached = datamodule
 
+    # The user's limits ------------------------------------------------------------------------------------------------
+
+    def note_limits(self, *stages: str) -> None:
+        """Notes what trainer.limit_*_batches are now. A run that only tries the code, or overfits, is cut by Lightning."""
+        trainer: Any = self.trainer
+        for stage in stages or ("train", "val", "test", "predict"):
+            limit: Limit = getattr(trainer, f"limit_{stage}_batches")
+            everything = isinstance(limit, float) and limit == 1
+            self.limits[stage] = None if everything or self._is_trial(stage) else limit
+
+    def _is_trial(self, stage: str) -> bool:
+        trainer: Any = self.trainer
+        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage in ("train", "val")))
+
+    @contextmanager
+    def limits_of_loop(self, stage: str) -> Iterator[None]:
+        """While Lightning sets up a loop, it sees the limit that is left to it; before and after, the user's is to be read."""
+        self.note_limits(stage)
+        name = f"limit_{stage}_batches"
+        given: Limit = getattr(self.trainer, name)
+        if self._is_trial(stage):
+            self._steps_of_trial = given if stage == "train" and isinstance(given, int) else None
+            self._cut_trial()
+        elif given:
+            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave`
+        try:
+            yield
+        finally:
+            self._steps_of_trial = None
+            setattr(self.trainer, name, given)
+
+    def _cut_trial(self) -> None:
+        """Lightning counts micro-batches."""
+        if self._steps_of_trial is not None:
+            self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
+
     def start_over(self) -> None:
         """Another fit, or another verb."""
+        self.note_limits()
         self._start, self._counted, self._made, self._sizes = (0, 0), False, [], []
 
     @property
@@ -109,7 +150,12 @@ class Loaders(_DataConnector):
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             if isinstance(dataloader, DataLoader):
                 with_signals(dataloader)
-            return super()._prepare_dataloader(dataloader, shuffle, mode)
+            try:
+                return super()._prepare_dataloader(dataloader, shuffle, mode)
+            except (TypeError, MisconfigurationException) as error:
+                if "batch sampler" not in str(error):
+                    raise
+                raise as_user_error(error, _unshared(dataloader, self.trainer.world_size)) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _settle(self, size: int | None) -> None:
@@ -142,6 +188,7 @@ class Loaders(_DataConnector):
                 "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d.",
                 *[size * ranks * count] * 2,
             )
+        self._cut_trial()
 
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
@@ -153,7 +200,7 @@ class Loaders(_DataConnector):
             size,
             here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,
-            "drop" if loader.drop_last else "keep",
+            "drop" if sampling(loader).drop_last else "keep",
             share=trainer.accumulate_grad_batches,
             least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
@@ -165,12 +212,14 @@ class Loaders(_DataConnector):
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
         """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
-        if loader.drop_last:
+        if sampling(loader).drop_last:
             count -= count % size
         exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
-        batches = limited(-(-count // size), self.limits[_STAGES.get(mode, "val")])
+        stage = _STAGES.get(mode, "val")
+        batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
         seed = _seed(loader, trainer)
-        whole = min(count, batches * size)
+        least = here.count if batches and not exact else 0  # a sample for each rank
+        whole = min(count, max(batches * size, least))
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
         size = cut_for_all(whole, size, here.count) if exact else size
@@ -198,7 +247,7 @@ class Loaders(_DataConnector):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):
             limit = -(-limit // data_ranks(trainer).count)
-        if limit is not None:
+        if limit:
             setattr(trainer, f"limit_{stage}_batches", limit)
         if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
             raise UserError(
@@ -232,21 +281,17 @@ class Loaders(_DataConnector):
 
 def read_here(trainer: Any) -> list[Any]:
     """Returns the training sets of the user that this process reads itself, and no loader process."""
-    loaders = [
-        loader
-        for loader in trainer.fit_loop._combined_loader.flattened
-        if isinstance(loader, DealtLoader) and not loader.num_workers
-    ]
-    return [loader.dataset.dataset if isinstance(loader.dataset, SeededDataset) else loader.dataset for loader in loaders]
+    loaders = trainer.fit_loop._combined_loader.flattened
+    return [loader.dataset for loader in loaders if isinstance(loader, DealtLoader) and not loader.num_workers]
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    return hasattr(loader.sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
+    return hasattr(sampling(loader).sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
 
 
 def _seed(loader: DataLoader[Any], trainer: Any) -> int:
     """Returns the seed of a loader's generator, of rank 0's where the ranks' differ; else the run's."""
-    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
     if generator is None:
         return run_seed()
     own = generator.initial_seed() % 2**63
@@ -254,3 +299,12 @@ def _seed(loader: DataLoader[Any], trainer: Any) -> int:
     if seed != own:
         log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
     return seed
+
+
+def _unshared(loader: object, ranks: int) -> str:
+    batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
+    return (
+        f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "
+        "from its own arguments. HINT: make it one; or, where it gives each rank batches of its own, set "
+        "trainer.use_distributed_sampler=false."
+    )

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -218,6 +220,21 @@ class _OnItsWay:
     def read(self) -> float | int:
         self._arrival.synchronize()
         return self._value.item()
+
+
+class TakesMeasurements:
+    """A logger that asks for what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
+
+    def since(self, step: int) -> list[tuple[int, str, float]]:
+        """Returns what was logged for this step and later ones, which a checkpoint takes along."""
+        return []
+
+
+def measurement_loggers(trainer: Trainer) -> list[Logger]:
+    """Returns the loggers that get these: all of them, where one asks. Into a logger that the user made in Python goes what
+    the user's module logs, and nothing else.
+    """
+    return trainer.loggers if any(isinstance(logger, TakesMeasurements) for logger in trainer.loggers) else []
 
 
 class Logged(_LoggerConnector):

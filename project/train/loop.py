@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from project.data.dealing import DealtLoader
-from project.errors import UserError
+from project.errors import as_user_error
 from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, refuse
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
@@ -39,6 +39,10 @@ from project.train.spread import clip_parts, total_norm
 from project.train.usual import spread, unscale_before_hooks, why_not_ours
 
 log = logging.getLogger(__name__)
+
+
+_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
+"""What a profiler's report calls the wait for data."""
 
 
 def _nothing() -> None:
@@ -184,6 +188,12 @@ class Steps(_TrainingEpochLoop):
             super().reset()
             return
         self._within = False  # the counters stand where the run was
+        batches: Any = self.batch_progress.current
+        if batches.processed > batches.completed:
+            # Saved by Lightning's own Trainer, in on_train_batch_end.
+            self.batch_progress.increment_completed()
+            self._batches_that_stepped += int(not self.accumulates())
+        self.batch_progress.reset_on_restart()  # what had begun, by Lightning's count, is done again
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
 
@@ -196,10 +206,25 @@ class Steps(_TrainingEpochLoop):
             # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
             # and the points of a curve are not.
             self.trainer.should_stop = False
-            due = super()._should_check_val_fx(data_fetcher)
+            due = self._is_validation_due(data_fetcher)
             self.trainer.should_stop = True
             return due
-        return super()._should_check_val_fx(data_fetcher)
+        return self._is_validation_due(data_fetcher)
+
+    def _is_validation_due(self, data_fetcher: Any) -> bool:
+        """Lightning asks each rank's clock, within a step, too; and it counts micro-batches."""
+        trainer = self.trainer
+        if trainer._val_check_time_interval is not None:
+            due = not self.accumulates() and super()._should_check_val_fx(data_fetcher)
+            return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+        steps, many = trainer.limit_train_batches, trainer.accumulate_grad_batches
+        if many == 1 or not isinstance(steps, int) or trainer.val_check_batch != float("inf"):
+            return super()._should_check_val_fx(data_fetcher)
+        trainer.limit_train_batches = steps * many
+        try:
+            return super()._should_check_val_fx(data_fetcher)
+        finally:
+            trainer.limit_train_batches = steps
 
     @property
     def global_step(self) -> int:
@@ -330,6 +355,12 @@ class Steps(_TrainingEpochLoop):
             rank_zero_warn(f"`{hook}` is the LightningDataModule's. That of the LightningModule is not called.")
         return data
 
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(_FETCHING)
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(_FETCHING)
+
     def _fetch(self, data_fetcher: Any) -> Any:
         self.before_fetch()
         if not self._all_dealt:
@@ -432,18 +463,21 @@ class Steps(_TrainingEpochLoop):
             self._zero_grad()
             self._learned = False
         accumulates = self.accumulates()
-        self._count_ready(accumulates)
-        if not accumulates:
+        steps = self._learned and not accumulates  # without a micro-batch there is no step
+        self._count_ready(not steps)
+        if steps:
             self._step()
             self._tell("on_step_taken")
-        self._processed(number, accumulates)
-        self._tell("on_train_batch_end", {}, None, number)
+        self._processed(number, accumulates, steps)
+        self._tell("on_train_batch_end", None, None, number)
         progress.increment_completed()
 
     def _refuse_among_ranks(self, what: str, hint: str) -> None:
         if (trainer := self.trainer).world_size > 1:
             where = f"rank {trainer.global_rank} in step {trainer.global_step + 1}"
-            raise UserError(f"{what} on {where}, and the other ranks would wait for its gradient. HINT: {hint}.")
+            text = f"{what} on {where}, and the other ranks would wait for its gradient."
+            lightnings = "Skipping the `training_step` by returning None in distributed training is not supported."
+            raise as_user_error(RuntimeError(), f"{text} {lightnings} HINT: {hint}.")
 
     def _note(self, batch: Any) -> None:
         """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
@@ -484,9 +518,13 @@ class Steps(_TrainingEpochLoop):
             self._weights.refuse()
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if output is not None and not isinstance(outputs.get("loss"), Tensor):
+            what = (
+                "a dict where the 'loss' key needs to be present"
+                if isinstance(output, Mapping)
+                else "a Tensor, a dict, or None"
+            )
             raise MisconfigurationException(
-                "In automatic optimization, training_step must return a Tensor, a dict where the 'loss' key needs to be "
-                "present, or None, which leaves the micro-batch out."
+                f"In automatic optimization, `training_step` must return {what}. None leaves the micro-batch out."
             )
         if number % micro_batches == 0:
             self._learned = False
@@ -585,17 +623,17 @@ class Steps(_TrainingEpochLoop):
         if not accumulates:
             self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
 
-    def _processed(self, number: int, accumulates: bool) -> None:
-        """What follows a micro-batch, at the end of a step and at the end of the epoch."""
+    def _processed(self, number: int, accumulates: bool, stepped: bool = True) -> None:
+        """What follows a micro-batch, at the end of a step (which `stepped` leaves uncounted) and at the end of the epoch."""
         count = self.automatic_optimization.optim_progress.optimizer
         if number % self.trainer.accumulate_grad_batches == 0:
             count.zero_grad.increment_ready()
             count.zero_grad.increment_started()
             count.zero_grad.increment_completed()
-        if not accumulates:
+        if not accumulates and stepped:
             count.step.increment_completed()
         self.batch_progress.increment_processed()
-        if not accumulates:
+        if not accumulates and stepped:
             self._move_schedules(number + 1)
         if self.ends_epoch():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)

@@ -54,6 +54,12 @@ def position(trainer: Trainer) -> Position:
     ever: Any = progress.total
     total = (ever.started - undone * many) * ranks
     logged = loop.epoch_loop._batches_that_stepped
+    at_its_end = batches.processed > batches.completed and not undone  # in on_train_batch_end
+    # The step is done, but for what follows that hook: its validation, and that it is counted.
+    fetcher: Any = loop._data_fetcher
+    due = bool(trainer.validating) or (at_its_end and loop.epoch_loop._should_check_val_fx(fetcher))
+    if at_its_end and not due and batches.started % many == 0:
+        logged += 1
     # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
     last = progress.is_last_batch and batches.started == batches.ready
     over = not undone and (last or batches.started >= trainer.num_training_batches)
@@ -61,7 +67,7 @@ def position(trainer: Trainer) -> Position:
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed
         at = epochs.processed, step, trainer.global_step, micro_batches, total, logged
-        return Position(*at, epoch_over=over, validation_due=bool(trainer.validating), begun=begun)
+        return Position(*at, epoch_over=over, validation_due=due, begun=begun)
     if over:
         return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
     # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
@@ -96,7 +102,7 @@ def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
         counters["ready"] = counters["started"] = at.epoch + int(begun)
         counters["processed"] = counters["completed"] = at.epoch
 
-    fit_loop["epoch_loop.state_dict"]["validation_due"] = at.validation_due
+    fit_loop["epoch_loop.state_dict"].update(validation_due=at.validation_due, _batches_that_stepped=at.logged_steps)
     validation = fit_loop["epoch_loop.val_loop.batch_progress"]  # it begins at its beginning
     for counters in (validation["total"], validation["current"]):
         counters.update(ready=0, started=0, processed=0, completed=0)

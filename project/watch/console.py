@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from project.cluster.place import host
 from project.train.data_ranks import data_ranks
@@ -44,9 +46,24 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscript
         pass
 
 
+class _Speaker(logging.Filter):
+    """Writes into each record of this project's handlers who speaks. A factory of records would be the whole program's."""
+
+    rank, host, world_size = 0, "", 1
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        signed = self.rank > 0 or (self.world_size > 1 and record.levelno >= logging.WARNING)
+        record.who = f"[rank {self.rank}, {self.host}] " if signed else ""
+        return True
+
+
+_SPEAKER = _Speaker()
+
+
 def open_log(rank: int, host: str) -> None:
     """Lines with time and level on standard error: all of rank 0's, of other ranks only warnings, which say who."""
     handler = _Stderr()
+    handler.addFilter(_SPEAKER)
     handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
@@ -60,14 +77,7 @@ def open_log(rank: int, host: str) -> None:
 
 def name_speaker(rank: int, host: str, world_size: int = 1) -> None:
     """From here on this process's lines say who speaks: all lines of other ranks than 0, and the errors of rank 0."""
-
-    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = logging.LogRecord(*args, **kwargs)
-        signed = rank > 0 or (world_size > 1 and made.levelno >= logging.WARNING)
-        made.who = f"[rank {rank}, {host}] " if signed else ""
-        return made
-
-    logging.setLogRecordFactory(record)
+    _SPEAKER.rank, _SPEAKER.host, _SPEAKER.world_size = rank, host, world_size
 
 
 def silence_libraries(rank: int) -> None:
@@ -102,6 +112,7 @@ def silence_libraries(rank: int) -> None:
 def log_to(path: Path, level: int = logging.INFO) -> None:
     """Writes the log to a file too, with what was said before there was one."""
     file = logging.FileHandler(path)
+    file.addFilter(_SPEAKER)
     file.setLevel(level)
     file.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
@@ -122,6 +133,21 @@ class RankLogs(Callback):
         log.debug("%s is rank %d of %d", host(), trainer.global_rank, trainer.world_size)
 
 
+@dataclass
+class Count:
+    """How far a fit is, under the names that a tqdm bar has for it."""
+
+    trainer: Trainer
+
+    @property
+    def n(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def total(self) -> int | None:
+        return planned_steps(self.trainer)
+
+
 class Progress(ProgressBar):
     """A bar where there is a terminal, otherwise a line every ten seconds; a line for each validation; a summary."""
 
@@ -136,6 +162,21 @@ class Progress(ProgressBar):
         self._training = 0.0  # seconds spent in training, without validation
         self._resumed_at = 0.0
         self._pace_from: tuple[int, float] | None = None  # the first step of this start, and when it was over
+
+    refresh_rate = 1
+    """Steps from one update of the bar to the next, as Lightning's bars have it."""
+
+    @property
+    def train_progress_bar(self) -> Count:
+        return Count(self.trainer)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._on
+
+    @property
+    def is_disabled(self) -> bool:
+        return not self._on
 
     def disable(self) -> None:
         self._on = False
@@ -155,7 +196,7 @@ class Progress(ProgressBar):
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(bar_width=30),
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", table_column=Column()),  # the only one to wrap, where they are many
                 console=console,
                 transient=True,
             )
@@ -182,9 +223,8 @@ class Progress(ProgressBar):
         elapsed = time.monotonic() - self._speed_since
         speed = self._seen * data_ranks(trainer).count / elapsed if elapsed else 0.0
         metrics = trainer.progress_bar_metrics
-        shown = [
-            f"{name.removeprefix('train/')} {metrics[name]:.3f}" for name in ("train/loss", "train/acc") if name in metrics
-        ]
+        names = [*(name for name in ("train/loss", "train/acc") if name in metrics), *metrics]
+        shown = [f"{name.removeprefix('train/')} {_short(metrics[name])}" for name in dict.fromkeys(names)]
         if groups := [group for one in trainer.optimizers for group in one.param_groups]:
             shown.append(f"lr {groups[0]['lr']:.2g}")
         shown.append(f"{speed:,.0f} samples/s")
@@ -280,6 +320,13 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
         parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
     parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")
     return ", ".join(parts)
+
+
+def _short(value: float | str) -> str:
+    """A number that a module logs with prog_bar=True."""
+    if isinstance(value, str) or value != value:
+        return str(value)
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -20,6 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
+from project.train.logged import measurement_loggers
 from project.train.loop import gradient_norm, joins, leaves
 from project.train.usual import is_fused, spread
 from project.watch.events import boards
@@ -81,7 +82,7 @@ class Dashboard(Callback):
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
         renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
         shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
-        looks = whole and trainer.loggers and shown and len(trainer.optimizers) == 1 and not renews
+        looks = whole and measurement_loggers(trainer) and shown and len(trainer.optimizers) == 1 and not renews
         # A fused optimiser takes the loss scale off within its step, where the module steps by itself.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and not pl_module.automatic_optimization
         looks = looks and not (scaled and is_fused(trainer.optimizers[0]))
@@ -140,7 +141,7 @@ class Dashboard(Callback):
             return
         # The host waits for the device here, as it does to log the loss of this step.
         norm = gradient_norm(trainer, parameters)
-        for logger in trainer.loggers:
+        for logger in measurement_loggers(trainer):
             logger.log_metrics({"train/grad_norm": norm}, step=step)  # as the loss of this step
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:

@@ -17,6 +17,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
+from project.train.logged import TakesMeasurements
+
 log = logging.getLogger(__name__)
 
 _HEAD = 128  # bytes of a file in which nothing is yet but its version
@@ -72,7 +74,7 @@ class LoggedAgain:
         return True
 
 
-class Events(TensorBoardLogger):
+class Events(TakesMeasurements, TensorBoardLogger):
     """Writes TensorBoard's events into the run's folder.
 
     Args:

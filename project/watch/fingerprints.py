@@ -159,9 +159,8 @@ class Fingerprints(Callback):
         if (found := loss_at_hand(trainer)) is not None and found.numel() == 1:
             self._losses.append((micro_batch(trainer).key[2], found.reshape(1)))
         step, before = trainer.global_step, self._step
-        if step == before:
-            return  # the step goes on
-        assert before is not None
+        if before is None or step == before:
+            return  # the step goes on; or the loader gave None for the run's first micro-batch
         self._take(trainer, pl_module, step)
         # Where a module steps several optimisers, its steps are counted in twos, say.
         if step // self._every != before // self._every:

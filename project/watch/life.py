@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project import __version__
 from project.cluster import code
 from project.cluster.place import image
-from project.errors import UserError
+from project.errors import NonFiniteError, UserError
 from project.train.position import planned_steps
 from project.watch.history import FILE, lives_of
 
@@ -83,7 +83,7 @@ class Life(Callback):
         name = _signal(exception)
         cause = exception.__cause__ if isinstance(exception, SystemExit) and exception.__cause__ else exception
         lines = str(cause).strip().splitlines() or [""]
-        kind = "" if isinstance(cause, UserError) else f"{type(cause).__name__}: "
+        kind = "" if isinstance(cause, (UserError, NonFiniteError)) else f"{type(cause).__name__}: "
         error = f"{kind}{lines[0]}"[:_LONGEST]
         self._stop(trainer, "stopped" if name else "failed", name or error)
 

@@ -129,6 +129,9 @@ class Wandb(Steady, WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.attempt(lambda: WandbLogger.log_metrics(self, metrics, step))
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.attempt(lambda: WandbLogger.after_save_checkpoint(self, checkpoint_callback))
+
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Sends the rest, for a minute at most. Lightning leaves that to the end of the program, which may be another one."""
@@ -177,6 +180,9 @@ class MLFlow(Steady, MLFlowLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self._sender = self._sender or Sender(self._send)
         self._sender.put((dict(metrics), step))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.attempt(lambda: MLFlowLogger.after_save_checkpoint(self, checkpoint_callback))
 
     def _send(self, entry: tuple[dict[str, Any], int | None]) -> bool:
         error = self.attempt(lambda: MLFlowLogger.log_metrics(self, *entry))

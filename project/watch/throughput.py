@@ -23,6 +23,7 @@ from project.cluster.group import Group
 from project.cluster.place import host
 from project.errors import UserError
 from project.train.data_ranks import data_ranks
+from project.train.logged import measurement_loggers
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
 from project.watch.flops import flops, peak
@@ -269,7 +270,7 @@ class Throughput(Callback):
             values["run/gpu_memory_gb"] = device / 1e9
         if not math.isnan(use := sum(one.gpu for one in found) / len(found)):
             values["run/gpu_use"] = use
-        for logger in trainer.loggers:
+        for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
         self._keep(seconds)
 

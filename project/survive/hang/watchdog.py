@@ -71,8 +71,11 @@ class Watchdog(Callback):
     """
 
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
-        if (at_least or 0) < 0 or factor < 1 or startup <= 0:
-            raise UserError("watchdog: at_least can't be negative, factor is at least 1, and startup is more than 0 seconds.")
+        for name, value, fits in (("at_least", at_least or 0, (at_least or 0) >= 0), ("startup", startup, startup > 0)):
+            if not fits:
+                raise UserError(f"watchdog.{name} is a number of seconds, and not {value}.")
+        if not factor >= 1:
+            raise UserError(f"watchdog.factor is 1 at least, and not {factor}.")
         self.at_least, self.factor, self.startup = at_least or 0.0, factor, startup
         self._trainer: Any = None
         self._thread: threading.Thread | None = None

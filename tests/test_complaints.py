@@ -1,0 +1,134 @@
+"""A wrong flag or key is told in a line: which key, what it is, what it would have to be, and the flag or the YAML's line."""
+
+import random
+import re
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+
+import project.cli
+from project.complaints import complaint
+from tests.conftest import ROOT, forked
+
+DDP = str(ROOT / "configs/ddp.yaml")
+CALLBACK = "{class_path: EarlyStopping, init_args: {monitor: val/acc, patience: x}}"
+PATIENCE = "trainer.callbacks.init_args.patience: Expected an int, and it is x"
+FLAGS = {  # and what is said of them
+    "--data.source.init_args.train_size=abc": "--data.source.init_args.train_size: Expected an int, and it is abc",
+    "--data.source.train_size=abc": "--data.source.init_args.train_size: Expected an int, and it is abc",
+    "--model.optimizer.init_args.lr=abc": "--model.optimizer.init_args.lr: Expected a float, and it is abc",
+    "--model.network.init_args.widths=[8,x]": "--model.network.init_args.widths: Expected an int, and it is x",
+    "--trainer.max_epochs=many": "--trainer.max_epochs: Expected an int, and it is many",
+    f"--trainer.callbacks=[{CALLBACK}]": f"--trainer.callbacks: {PATIENCE}",
+    "--checkpoints.every_n_steps=x": "--checkpoints.every_n_steps: Expected an int, and it is x",
+    "--watchdog.factor.lr=3": "There is no key watchdog.factor.lr",
+    "--checkpoints.mode=up": "--checkpoints.mode: checkpoints.mode is 'min' or 'max', and not 'up'",
+    "--trainer.devices=x": "--trainer.devices: The trainer's settings don't work here: `devices` selected with",
+    "--trainer.max_time=x": "--trainer.max_time: The trainer's settings don't work here: trainer.max_time=x",
+    "--ckpt_path=nope.ckpt": "--ckpt_path: ckpt_path=nope.ckpt: there is no checkpoint nope.ckpt",
+}
+SECTIONS = {
+    "data: {source: {init_args: {train_size: abc}}}": "data.source.init_args.train_size: Expected an int, and it is abc",
+    "trainer: {callbacks: [" + CALLBACK + "]}": PATIENCE,
+    "trainer: [1, 2]": "trainer holds keys and values, as in 'trainer: {KEY: VALUE}', and it is [1, 2].",
+    "dashboard:": "dashboard holds keys and values",
+    "model: {optimizer: {init_args: 3}}": "model.optimizer: Its init_args hold keys and values",
+    "trainer: {plugins: {a: b}}": "There is no key trainer.plugins.init_args.a",
+}
+WRONG = ("abc", "[1, x]", "{a: b}", "x.y.Z", "{class_path: no.Such}", "{init_args: {foo: 1}}", "[[")
+
+
+class Accepted(Exception):
+    """Nothing was wrong with it, and nothing is trained."""
+
+
+def accept(*_):
+    raise Accepted
+
+
+def keys(section, above=""):
+    for name, value in section.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from keys(value, f"{above}{name}.")
+
+
+def say(*words):
+    print("CASE", *words[1:], file=sys.stderr, flush=True)
+    sys.argv = ["project", "fit", *words]
+    try:
+        project.cli.main()
+    except SystemExit as end:
+        print("EXIT", end.code, file=sys.stderr, flush=True)
+
+
+def many():
+    """All of them in one process: what is fixed above, and a sample of what may be wrong anywhere."""
+    project.cli.ProjectCLI.before_fit = accept
+    for flag in FLAGS:
+        say(f"--config={DDP}", flag)
+    for number, section in enumerate(SECTIONS):
+        Path(f"{number}.yaml").write_text(f"base: {DDP}\n{section}\n")
+        say("--config", f"{number}.yaml", "--run=x")
+    shown, sys.argv = StringIO(), ["project", "fit", f"--config={DDP}", "--print_config"]
+    with redirect_stdout(shown), pytest.raises(SystemExit):
+        project.cli.main()
+    draw = random.Random(1)
+    known = [key for key in keys(yaml.safe_load(shown.getvalue())) if "." in key and not key.endswith(("_args", "class_path"))]
+    for _ in range(15):
+        key, kind = draw.choice(known), draw.choice(("flag", "yaml", "unknown"))
+        if kind == "yaml":
+            node = yaml.safe_load("abc")
+            for part in reversed(key.split(".")):
+                node = {part: node}
+            Path("any.yaml").write_text(yaml.safe_dump({"base": DDP, **node}))
+            say("--config", "any.yaml", f"--run=x{draw.random()}")
+        else:
+            say(f"--config={DDP}", f"--{key}s=1" if kind == "unknown" else f"--{key}={draw.choice(WRONG)}")
+
+
+def test_what_is_wrong_is_told_with_its_place(tmp_path):
+    output = forked(tmp_path, program="tests.test_complaints:many").output
+    cases = [case for case in output.split("CASE ")[1:] if "Accepted" not in case]
+    assert len(cases) > len(FLAGS) + len(SECTIONS) + 5
+    for case in cases:
+        words, _, said = case.partition("\n")
+        assert "Traceback" not in said, case
+        (line,) = re.findall(r" ERROR +(.*)", said)
+        key = re.search(r"--([\w.]+?)s?=", words) if words.startswith("--") and "--run" not in words else None
+        assert key is None or key[1].rpartition(".")[2].removesuffix("s") in line, case
+        if "--run" in words:
+            assert re.search(r"\w+\.yaml, line \d+: \w", line), case
+        wanted = FLAGS.get(words) or next((text for at, text in enumerate(SECTIONS.values()) if f"{at}.yaml " in words), "")
+        assert wanted in line, case
+
+
+VALUE = """Parser key "a.b":
+  Subtypes: [<class 'int'>]
+  Errors:
+    - Expected a <class 'int'>
+  Given value: x"""
+ARGUMENT = """Parser key "a":
+  Problem with given class_path 'm.C':
+    Parser key "n":
+      Expected a <class 'int'>. Got value: y"""
+CLASS = """Parser key "a":
+  Problem with given class_path 'm.C':
+    module 'm' has no attribute 'C'"""
+
+
+def test_the_innermost_complaint_is_what_counts():
+    """Of a value that its type's own words contain, too."""
+    assert str(complaint(VALUE)) == "Expected an int, and it is x"
+    assert str(complaint(ARGUMENT)) == "init_args.n: Expected an int, and it is y"
+    assert str(complaint(CLASS)) == "m.C: module 'm' has no attribute 'C'"
+
+
+def test_a_timer_needs_no_interval(quick):
+    """Its default is a word of a class of Lightning's, for which YAML has no form."""
+    run = quick("fit", f"--config={DDP}", "--trainer.callbacks=lightning.pytorch.callbacks.Timer", "--print_config")
+    assert yaml.safe_load(run.output)["trainer"]["callbacks"]["init_args"]["interval"] == "step"
