@@ -1,6 +1,7 @@
 """What a number among the Trainer's arguments can mean."""
 
 import os
+import re
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -52,3 +53,11 @@ def with_environment(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **settings)
 
     return filled
+
+
+def culprit(given: Mapping[str, Any], error: str) -> str:
+    """Returns the argument that Lightning's error is about, by its value; empty where that is not clear."""
+    if "Timer(duration" in error:
+        return f"trainer.max_time={given['max_time']}: "
+    words = {name: value for name, value in given.items() if isinstance(value, str) and value}
+    return next((f"trainer.{name}={one}: " for name, one in words.items() if re.search(rf"\b{re.escape(one)}\b", error)), "")

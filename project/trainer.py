@@ -38,7 +38,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from project.arguments import LEAST, refuse_odd_numbers, with_environment
+from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
 from project.bench.measure import measure
 from project.callbacks import with_ours
 from project.cluster import environment, shared_folder
@@ -280,7 +280,8 @@ class Trainer(pl.Trainer):
                 **kwargs,
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            named = f"trainer.max_time={kwargs['max_time']}: " if "Timer(duration" in str(error) else ""
+            given = {**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}
+            named = culprit(given, str(error))
             raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 
 from project.survive.checkpoints import checkpoints_of
-from project.train.loaders import read_here
+from project.train.evaluation import loaders_of
 from project.train.resuming import checkpoint_of
 from project.train.usual import spread
 
@@ -91,7 +91,7 @@ def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
             yield f"{type(module).__name__}{'.' if path else ''}{path}", part
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     data: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    for owner in (*callbacks, data, *read_here(trainer)):
+    for owner in (*callbacks, data, *loaders_of(trainer).read_here):
         if owner is not None and not _is_of_a_library(owner):
             yield type(owner).__name__, owner
 

@@ -67,6 +67,11 @@ class Loaders(_DataConnector):
         super().attach_datamodule(model, datamodule)
         self.attached = datamodule
 
+    @property
+    def read_here(self) -> list[Any]:
+        """The training sets that this process reads itself, and no loader process."""
+        return [loader.dataset for loader in self._made if not loader.num_workers]
+
     # The user's limits ------------------------------------------------------------------------------------------------
 
     def note_limits(self, *stages: str) -> None:
@@ -277,12 +282,6 @@ class Loaders(_DataConnector):
             *(stage, type(loader).__name__, why),
             "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
         )
-
-
-def read_here(trainer: Any) -> list[Any]:
-    """Returns the training sets of the user that this process reads itself, and no loader process."""
-    loaders = trainer.fit_loop._combined_loader.flattened
-    return [loader.dataset for loader in loaders if isinstance(loader, DealtLoader) and not loader.num_workers]
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
