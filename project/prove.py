@@ -35,7 +35,8 @@ A shortened run is trained several times in a temporary
 folder, on the CPU, and all that it leaves is compared. Exit code 0: the
 promise holds, 1: something differs, 2: the configuration does not work by itself."""
 _STEPS, _EPOCHS, _MICRO_BATCHES = 4, 2, 6  # six micro-batches are as many on each of 1, 2 and 3 ranks
-_VALIDATED = 12  # micro-batches
+_SAMPLES = 8  # in a micro-batch, at most
+_VALIDATED = 6  # micro-batches
 _PAUSE = 0.1  # seconds
 
 
@@ -182,6 +183,9 @@ def _plan(root: Path, base: list[str]) -> Plan:
     sized, shortened = f"{prefix}batch_size" in keys and bool(size), []
     many = _MICRO_BATCHES if automatic and size else 1
     if many > 1:
+        if sized and size > _SAMPLES:
+            size = _SAMPLES
+            shortened += [f"--{prefix}batch_size={size}"]
         shortened += [
             f"--{'data' if images else 'trainer'}.global_batch_size={many * size}",
             "--trainer.accumulate_grad_batches=auto",

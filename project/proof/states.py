@@ -46,11 +46,10 @@ class Difference:
 
 @dataclass
 class Compared:
-    """What was compared, by kind and how many, and what differs, in the order of the steps."""
+    """How many of each kind were compared (of a checkpoint's values, how many it has), and what differs."""
 
     counts: dict[str, int] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    checkpoints: list[int] = field(default_factory=list)
 
     def count(self, kind: str, many: int = 1) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + many
@@ -87,11 +86,10 @@ def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compar
 def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path, same_ranks: bool) -> None:
     aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
     mine, theirs = (dict(_leaves(one, aside)) for one in (path, other))
-    compared.checkpoints.append(step)
-    compared.counts |= dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
+    counts = dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
     for key in dict.fromkeys([*mine, *theirs]):
         kind = _KINDS.get(key[0], "other states")
-        compared.count(kind)
+        counts[kind] += 1
         if key not in mine or key not in theirs:
             texts = ["there" if key in one else "missing" for one in (mine, theirs)]
         elif alike(mine[key], theirs[key]):
@@ -99,6 +97,8 @@ def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path,
         else:
             texts = [_text(one[key]) for one in (mine, theirs)]
         compared.differences.append(Difference(step, kind, _name(key), *texts))
+    compared.count("checkpoints")
+    compared.counts |= counts  # of one checkpoint, the last one
 
 
 def _leaves(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
