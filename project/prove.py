@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -131,8 +132,12 @@ def _prove(root: Path, words: Sequence[str], file: str | None) -> int:
         took = f"{row.seconds:5.0f} s" if row.seconds else ""
         print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
     failed = [row for row in rows if not row.holds]
-    for row in failed:
-        print(f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines), sep="\n")
+    printed = set[str]()
+    if failed and failed[0] is rows[0]:
+        print("\nTwo runs that are alike differ already: what follows for the others is not shown.")
+    for row in failed[:1] if failed and failed[0] is rows[0] else failed:  # a line is printed once
+        print(f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines if line not in printed), sep="\n")
+        printed |= {*row.lines}
     most = max((row.compared for row in rows), key=lambda counts: sum(counts.values()))
     print(f"\nCompared: {', '.join(f'{many} {kind}' for kind, many in most.items() if many)}.")
     seconds = time.monotonic() - began
@@ -206,12 +211,11 @@ def _plan(root: Path, base: list[str]) -> Plan:
         shortened += [f"--{workers}=0"]
     trials = _trials(exact, facts["validates"], automatic, sized, workers if workers in keys else "", prefix, size)
     batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
-    kind = (
-        "to the last bit on any number of ranks"
-        if exact
-        else "trainer.exact is off: on other numbers of ranks samples, and losses up to rounding"
+    kind = "to the last bit" if exact else "up to rounding, as trainer.exact is off"
+    summary = (
+        f"A shortened run: {epochs} epochs, {steps} steps{batch} in each, a validation after every {between}.\n"
+        f"On other numbers of ranks: {kind}."
     )
-    summary = f"A shortened run: {epochs} epochs, {steps} steps{batch} in each, a validation after every {between}. On other numbers of ranks: {kind}."
     coarse = "16" in str(config["trainer"].get("precision"))
     return Plan((*base, *shortened), steps, trials, coarse, summary)
 
@@ -371,8 +375,9 @@ def _failure(folder: Path, what: str) -> str:
     from project.proof.trials import output
 
     lines = [line for line in output(folder).splitlines() if line.strip()]
-    errors = [line for line in lines if " ERROR " in line or line.startswith("ERROR")]
-    return "\n".join([f"{what}:", *(f"  {line}" for line in errors or lines[-8:])])
+    errors = [line for line in lines if re.search(r"(^| )ERROR +(\[[^]]*\] )?[^\s[]", line)]
+    shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
+    return "\n".join([f"{what}:", *(f"  {line}" for line in shown)])
 
 
 def _row(root: Path, plan: Plan, trial: Trial, seconds: float) -> Row:
@@ -385,5 +390,5 @@ def _row(root: Path, plan: Plan, trial: Trial, seconds: float) -> Row:
         return row
     row.result, row.step = "differs", finding.first.step
     row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
-    row.lines = [*finding.lines, *hints(trial, finding, root / trial.name)]
+    row.lines = [*finding.lines, *hints(trial.name, trial.ranks, finding, root / trial.name)]
     return row

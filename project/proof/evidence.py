@@ -125,7 +125,7 @@ def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], 
     first = min(differences, key=_place, default=None)
     finding = Finding(compared, first)
     if first is not None:
-        common = [at for at in mine.attributes.keys() & theirs.attributes.keys() if at < max(1, first.step)]
+        common = [at for at in mine.attributes.keys() & theirs.attributes.keys() if at < max(1, first.step) + ranks]
         before, after = (noted.attributes.get(max(common, default=-1), {}) for noted in (mine, theirs))
         names = [name for name in before if name in after and before[name] != after[name]]
         finding.attributes = [f"{name}: {before[name]}, and {after[name]}" for name in names[:_NAMED]]

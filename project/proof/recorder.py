@@ -88,7 +88,7 @@ class Recorder(Callback):
         facts = TRIAL.folder / "facts.json"
         if trainer.is_global_zero and not facts.exists():
             facts.write_text(json.dumps(asdict(_facts(trainer, pl_module))))
-        epoch, step, number = at.key
+        epoch, step, _ = at.key
         self._strike(trainer, "look")
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if (epoch, step) == (0, TRIAL.epoch_steps - 1):

@@ -55,8 +55,12 @@ class Compared:
         self.counts[kind] = self.counts.get(kind, 0) + many
 
     @property
-    def first(self) -> Difference | None:
-        return min(self.differences, key=lambda one: one.step, default=None)
+    def firsts(self) -> list[Difference]:
+        """The first difference of each kind, the earliest first."""
+        kinds: dict[str, Difference] = {}
+        for difference in sorted(self.differences, key=lambda one: one.step):
+            kinds.setdefault(difference.kind, difference)
+        return list(kinds.values())
 
     def __str__(self) -> str:
         return ", ".join(f"{many} {kind}" for kind, many in self.counts.items() if many)
