@@ -38,6 +38,7 @@ promise holds, 1: something differs, 2: the configuration does not work by itsel
 _STEPS, _EPOCHS, _MICRO_BATCHES = 4, 2, 6  # six micro-batches are as many on each of 1, 2 and 3 ranks
 _SAMPLES = 8  # in a micro-batch, at most
 _VALIDATED = 6  # micro-batches
+_NAMES = ("twice", "step", "epoch", "validation", "workers", "ranks-2", "ranks-3")
 _PAUSE = 0.1  # seconds
 
 
@@ -91,12 +92,16 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m project prove", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--json", metavar="FILE", help="writes the table there, too")
     parser.add_argument("--keep", action="store_true", help="leaves the trials' folder, and says where it is")
+    parser.add_argument("--only", metavar="TRIAL,...", help=f"not all trials: {', '.join(_NAMES)}")
     parser.epilog = "Everything else is as for fit: --config FILE, --run NAME, and keys."
     given, rest = parser.parse_known_args(words)
-    root = Path(tempfile.mkdtemp(prefix="project-prove-"))
+    only = given.only.split(",") if given.only else [*_NAMES]
+    if not set(only) <= set(_NAMES):
+        parser.error(f"--only takes {', '.join(_NAMES)}, and not {given.only}")
+    root = Path(tempfile.mkdtemp(prefix="project-prove-", dir=os.environ.get("TMPDIR")))
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        return _prove(root, rest, given.json)
+        return _prove(root, rest, only, given.json)
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)
         return WRONG
@@ -116,7 +121,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _prove(root: Path, words: Sequence[str], file: str | None) -> int:
+def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | None) -> int:
     argv = run_config(["fit", *words])
     if option(argv, "-c", "--config") is None:
         raise UserError("Nothing says what is to be proved. HINT: --config FILE, or --run NAME of a run that exists.")
@@ -124,6 +129,7 @@ def _prove(root: Path, words: Sequence[str], file: str | None) -> int:
     import_module("project.cli")  # all that the trials need, once
     began = time.monotonic()
     plan = _plan(root, base)
+    plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in only))
     print(plan.summary, flush=True)
     width = max(len(trial.title) for trial in plan.trials) + 12
     first, rows = Trial("first", "the first"), list[Row]()
@@ -133,9 +139,9 @@ def _prove(root: Path, words: Sequence[str], file: str | None) -> int:
         print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
     failed = [row for row in rows if not row.holds]
     printed = set[str]()
-    if failed and failed[0] is rows[0]:
+    if chance := plan.trials[0].name == "twice" and not rows[0].holds:
         print("\nTwo runs that are alike differ already: what follows for the others is not shown.")
-    for row in failed[:1] if failed and failed[0] is rows[0] else failed:  # a line is printed once
+    for row in failed[:1] if chance else failed:  # a line is printed once
         print(f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines if line not in printed), sep="\n")
         printed |= {*row.lines}
     most = max((row.compared for row in rows), key=lambda counts: sum(counts.values()))

@@ -1,8 +1,8 @@
 """python -m project same RUN [RUN ...]: are these runs the same to the last bit?
 
 And of one run: is it the same as itself, where steps were computed twice, as they are after a kill? Read from what each step
-has left in the runs' folders (`watch/fingerprints.py`). Where two runs' steps are the same, their checkpoints and what they have
-logged are compared, too (`proof/states.py`). Exit code 0: the same, 1: not, 2: it can't be told.
+has left in the runs' folders (`watch/fingerprints.py`). Where two runs' steps are the same, their checkpoints and
+logged values are compared, too (`proof/states.py`). Exit code 0: the same, 1: not, 2: it can't be told.
 
 No heavy imports, as long as no checkpoints are read: the answer is there at once.
 """
@@ -32,8 +32,8 @@ _CAUSES = {
     "optimiser states": "The optimiser keeps something that has not moved the weights yet.",
     "schedules": "The learning rates were the same so far, or had no effect.",
     "other states": "It is a state of a callback, of the data, or of the module's on_save_checkpoint.",
-    "logged values": "The same weights gave another value: other validation data, other weights than those of the steps (EMA), or "
-    "another way to compute it.",
+    "logged values": "The same weights gave another value: other validation data, other weights than those of the steps (EMA), "
+    "or another way to compute it.",
 }
 _PLACES = ("trainer.devices", "trainer.num_nodes")
 

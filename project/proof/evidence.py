@@ -127,8 +127,11 @@ def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], 
     if first is not None:
         common = [at for at in mine.attributes.keys() & theirs.attributes.keys() if at < max(1, first.step) + ranks]
         before, after = (noted.attributes.get(max(common, default=-1), {}) for noted in (mine, theirs))
-        names = [name for name in before if name in after and before[name] != after[name]]
-        finding.attributes = [f"{name}: {before[name]}, and {after[name]}" for name in names[:_NAMED]]
+        texts = (
+            {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]} if before else {}
+        )
+        different = [f"{name}: {one}, and {other}" for name, (one, other) in texts.items() if one != other]
+        finding.attributes = different[:_NAMED]
         finding.lines = _module(folder / RUN, other / RUN) if bits else []
     return finding
 

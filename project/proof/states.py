@@ -26,7 +26,12 @@ _ASIDE = {
 }
 _OF_RANKS = {"logged_sums", "metric_states"}
 """What each number of ranks keeps in another form."""
-_KINDS = {"state_dict": "weights", "optimizer_states": "optimiser states", "lr_schedulers": "schedules"}
+_KINDS = {
+    "state_dict": "weights",
+    "current_model_state": "weights",
+    "optimizer_states": "optimiser states",
+    "lr_schedulers": "schedules",
+}
 
 
 @dataclass(frozen=True)
