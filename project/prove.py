@@ -28,7 +28,7 @@ import yaml
 
 from project.cluster.cores import cores
 from project.cluster.settings import flat
-from project.config_files import option, run_config, without
+from project.config_files import documents, expand, option, run_config, without
 from project.errors import WRONG, UserError
 
 _ABOUT = """Shows that the promise holds for a YAML: the same bits after kills, with trainer.exact on any number of ranks, too.
@@ -181,7 +181,11 @@ def _alone(words: Sequence[str]) -> list[str]:
 def _plan(root: Path, base: list[str]) -> Plan:
     """Looks at the first micro-batch, and chooses how many steps there are, of which size, and what can be tried."""
     folder = root / "look"
-    words = (*base, "--trainer.max_epochs=1")
+    said = {key: value for part in documents(expand(base)) for key, value in flat(part).items()}
+    words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
+    if str(option(base, "--trainer.exact") or said.get("trainer.exact")).lower() != "true":  # which needs a global batch
+        section = "trainer" if "data.class_path" in said or option(base, "--data", "--data.class_path") else "data"
+        words += [f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
     code = _forked(_look, folder, words)
     if code != -signal.SIGKILL or not (folder / "facts.json").is_file():
         raise UserError(_failure(folder, "The configuration does not come to its first step"))
@@ -219,7 +223,7 @@ def _plan(root: Path, base: list[str]) -> Plan:
     batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
     kind = "to the last bit" if exact else "up to rounding, as trainer.exact is off"
     summary = (
-        f"A shortened run: {epochs} epochs, {steps} steps{batch} in each, a validation after every {between}.\n"
+        f"A shortened run: {epochs} epochs, {steps} step{'s' * (steps > 1)}{batch} in each, a validation after every {between}.\n"
         f"On other numbers of ranks: {kind}."
     )
     coarse = "16" in str(config["trainer"].get("precision"))
