@@ -223,8 +223,8 @@ def _plan(root: Path, base: list[str]) -> Plan:
     batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
     kind = "to the last bit" if exact else "up to rounding, as trainer.exact is off"
     summary = (
-        f"A shortened run: {epochs} epochs, {steps} step{'s' * (steps > 1)}{batch} in each, a validation after every {between}.\n"
-        f"On other numbers of ranks: {kind}."
+        f"A shortened run: {epochs} epochs, in each {steps} step{'s' * (steps > 1)}{batch}, and a validation after every "
+        f"{between}.\nOn other numbers of ranks: {kind}."
     )
     coarse = "16" in str(config["trainer"].get("precision"))
     return Plan((*base, *shortened), steps, trials, coarse, summary)
@@ -391,14 +391,24 @@ def _failure(folder: Path, what: str) -> str:
 
 
 def _row(root: Path, plan: Plan, trial: Trial, seconds: float) -> Row:
+    """Compares in a process of its own: tensors are compared by several threads, and who has threads must not fork."""
+    path = root / trial.name / "row.pickle"
+    process = _FORK.Process(target=_compare, args=(root, plan, trial, seconds, path))
+    process.start()
+    process.join()
+    row: Row = pickle.loads(path.read_bytes())
+    return row
+
+
+def _compare(root: Path, plan: Plan, trial: Trial, seconds: float, path: Path) -> None:
+    """Leaves the row of a trial in a file."""
     from project.proof.evidence import compare_trials
     from project.proof.hints import hints
 
     finding = compare_trials(root / "first", root / trial.name, trial.ranks > 1, trial.kept, plan.coarse)
     row = Row(trial.title, "the same", seconds, dict(finding.compared.counts))
-    if finding.first is None:
-        return row
-    row.result, row.step = "differs", finding.first.step
-    row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
-    row.lines = [*finding.lines, *hints(trial.name, trial.ranks, finding, root / trial.name)]
-    return row
+    if finding.first is not None:
+        row.result, row.step = "differs", finding.first.step
+        row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
+        row.lines = [*finding.lines, *hints(trial.name, trial.ranks, finding, root / trial.name)]
+    path.write_bytes(pickle.dumps(row))

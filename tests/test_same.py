@@ -111,29 +111,27 @@ def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
     kept("one")
     kept("likewise")
     assert same.main(["one", "likewise"]) == 0
-    assert (
-        "Compared: weights and losses of 2 steps, 1 checkpoints, 1 weights, 3 other states, 1 logged values."
-        in capsys.readouterr().out
-    )
+    compared = "weights and losses of 2 steps, 1 checkpoints, 1 weights, 3 other states, 1 logged values."
+    assert f"Compared: {compared}" in capsys.readouterr().out
     for name, changed, line in (
-        ("ema", {"average": 1.5}, "After step 2, weights: layer.weight. They are not the ones that the steps moved"),
+        ("ema", {"average": 1.5}, "2, weights: layer.weight. They are not the ones that the steps moved"),
         (
             "callback",
             {"seen": 4},
-            "After step 2, other states: seen of the callback Mine: 3, and 4. It is a state of a callback",
+            "2, other states: seen of the callback Mine: 3, and 4. It is a state of",
         ),
-        ("module", {"mine": [1]}, "After step 2, other states: mine.0: missing, and there."),
+        ("module", {"mine": [1]}, "2, other states: mine.0: missing, and there."),
         (
             "validated",
             {"validated": 0.25},
-            "After step 2, logged values: val_loss: 0.5, and 0.25. The same weights gave another value",
+            "2, logged values: val_loss: 0.5, and 0.25. The same weights gave another",
         ),
     ):
         kept(name, **changed)
         assert same.main(["one", name]) == 1
         text = capsys.readouterr().out
         assert "are not the same, though all weights and losses of their steps are" in text
-        assert line in text, text
+        assert f"After step {line}" in text, text
 
 
 def test_the_answer_needs_no_libraries(cli: Cli):

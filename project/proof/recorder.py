@@ -176,7 +176,7 @@ def _attributes(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str
     owners += [(type(one).__name__, one) for one in others if not type(one).__module__.startswith("project.")]
     for owner, one in owners:
         for name, value in list(getattr(one, "__dict__", {}).items()):
-            if name not in _KNOWN and (text := _text(value)) is not None:
+            if name not in _KNOWN and not name.startswith("_ddp") and (text := _text(value)) is not None:
                 yield f"{name} of {owner}", text
 
 
