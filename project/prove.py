@@ -240,7 +240,9 @@ def _trials(
         Trial(
             f"ranks-{ranks}",
             f"on {ranks} ranks{'' if exact else ': ' + ' and '.join(kept)}",
-            () if automatic or why else (f"--{prefix}batch_size={(size or 0) // ranks}",),
+            ()
+            if automatic or why
+            else (f"--{prefix}batch_size={(size or 0) // ranks}", f"--trainer.limit_val_batches={_VALIDATED * ranks}"),
             ranks,
             kept=kept,
             skipped=why,
