@@ -39,6 +39,7 @@ _STEPS, _EPOCHS, _MICRO_BATCHES = 4, 2, 6  # six micro-batches are as many on ea
 _SAMPLES = 8  # in a micro-batch, at most
 _VALIDATED = 6  # micro-batches
 _NAMES = ("twice", "step", "epoch", "validation", "workers", "ranks-2", "ranks-3")
+_AGAIN = "again from its first checkpoint"
 _PAUSE = 0.1  # seconds
 
 
@@ -131,7 +132,7 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     plan = _plan(root, base)
     plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in only))
     print(plan.summary, flush=True)
-    width = max(len(trial.title) for trial in plan.trials) + 12
+    width = max(len(_AGAIN), *(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials))
     first, rows = Trial("first", "the first"), list[Row]()
     for row in _rows(root, plan, first):
         rows.append(row)
@@ -365,7 +366,7 @@ def _train(root: Path, plan: Plan, trial: Trial) -> int:
     rows = [_row(root, plan, trial, time.monotonic() - began)]
     if trial.again:
         began = time.monotonic()
-        again = replace(trial, title="again from its first checkpoint", again=False)
+        again = replace(trial, title=_AGAIN, again=False)
         oldest = min((folder / "lightning_logs/prove/checkpoints").glob("step-*.ckpt"))
         code = launch([*words, f"--resume={oldest}"], _order(folder), trial.ranks)
         rows.append(_failed(again, folder, code, began) if code else _row(root, plan, again, time.monotonic() - began))
