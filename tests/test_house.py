@@ -19,7 +19,7 @@ MAY_ALSO = {
     "bench": {"cluster", "data", "watch"},
     # Which YAML a command line names; the cores of a host; what a run needs; a run's curves.
     "engines": {"cluster", "config_files", "doctor", "sweep", "watch"},
-    "proof": {"early_start", "survive", "train", "watch"},  # a port; what a run leaves, and what is known of a step
+    "proof": {"cluster", "config_files", "early_start", "survive", "train", "watch"},  # words, a port; what a run leaves
     "export": {"data", "survive"},  # the names of the classes; the manifest of a checkpoint
 }
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone
