@@ -19,7 +19,10 @@ _WORKERS = (
     "HINT: what a dataset or collate_fn remembers from item to item is another in each loader process: make an item a function "
     "of its index."
 )
-_DEALT = "HINT: a plain DataLoader over a dataset with indices gives the same samples on any number of ranks."
+_DEALT = (
+    "HINT: a plain DataLoader over a dataset with indices gives the same samples after a kill and on any number of ranks; what "
+    "is drawn when the data is set up (random_split) takes a generator with a seed."
+)
 _RANKS = (
     "HINT: look for what goes by the rank, by batch_idx or by torch.distributed, and for random numbers that are not torch's, "
     "Python's or NumPy's own."
@@ -42,12 +45,12 @@ def hints(trial: str, ranks: int, finding: Finding, folder: Path) -> list[str]:
     assert finding.first is not None
     kind = finding.first.kind
     lines = [f"It differs there, too, and is in no state that is compared: {one}." for one in finding.attributes]
-    lines += _from_log(folder)
+    lines += (order := _from_log(folder))
     if finding.attributes and kind not in ("samples", "validation samples"):
         generator = any(re.search(r"Generator|random\.|RandomState", one) for one in finding.attributes)
         lines.append(_DRAW if generator else _COUNT if ranks > 1 else _SAVE)
     elif kind in ("samples", "validation samples"):
-        lines.append(_WORKERS if trial == "workers" else _DEALT if ranks > 1 else _CLOCK)
+        lines.append(_DEALT if order or ranks > 1 else _WORKERS if trial == "workers" else _CLOCK)
     elif kind == "other states":
         lines.append("HINT: what is saved there must be a function of the steps, and be taken back when the run resumes.")
     else:
