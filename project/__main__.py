@@ -19,8 +19,8 @@ _READERS = {
     "sweep": "project.sweep",
 }
 """Verbs that read files, and need no libraries either."""
-_ENGINES = {"ray": "project.engines.ray.verb"}
-"""Who starts this program elsewhere: that is where its libraries are loaded."""
+_ENGINES = {"ray": "project.engines.ray.verb", "prove": "project.prove"}
+"""Who starts this program, elsewhere or in processes that it forks."""
 
 
 def main() -> None:

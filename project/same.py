@@ -1,9 +1,10 @@
 """python -m project same RUN [RUN ...]: are these runs the same to the last bit?
 
 And of one run: is it the same as itself, where steps were computed twice, as they are after a kill? Read from what each step
-has left in the runs' folders (`watch/fingerprints.py`). Exit code 0: the same, 1: not, 2: it can't be told.
+has left in the runs' folders (`watch/fingerprints.py`). Where two runs' steps are the same, their checkpoints and
+logged values are compared, too (`proof/states.py`). Exit code 0: the same, 1: not, 2: it can't be told.
 
-No heavy imports: the answer is there at once.
+No heavy imports, as long as no checkpoints are read: the answer is there at once.
 """
 
 import argparse
@@ -25,6 +26,15 @@ they are after a kill? Exit code 0: the same, 1: not, 2: it can't be told."""
 _SHOWN = 20  # settings
 # Of no consequence: what a run is called, where it lies, what it says.
 _LEFT_OUT = ("run", "resume", "change", "base", "config", "doctor", "debug", "trainer.default_root_dir", "trainer.fingerprints")
+_STATES = ("checkpoints/step-*.ckpt", "events.out.tfevents.*")
+_CAUSES = {
+    "weights": "They are not the ones that the steps moved: an average of them (EMA, SWA), or another buffer.",
+    "optimiser states": "The optimiser keeps something that has not moved the weights yet.",
+    "schedules": "The learning rates were the same so far, or had no effect.",
+    "other states": "It is a state of a callback, of the data, or of the module's on_save_checkpoint.",
+    "logged values": "The same weights gave another value: other validation data, other weights than those of the steps (EMA), "
+    "or another way to compute it.",
+}
 _PLACES = ("trainer.devices", "trainer.num_nodes")
 
 
@@ -65,10 +75,30 @@ def _of_two(one: Recorded, other: Recorded, folder: Path, other_folder: Path) ->
     if verdict is None:
         spans = [f"{run.name} has {min(run.steps)} to {run.last}" for run in (one, other)]
         raise UserError(f"There is no step that both runs have on record: {', '.join(spans)}. HINT: let one of them go on.")
+    if verdict.same:
+        verdict = _with_states(one, other, folder, other_folder, verdict)
     if verdict.starts is not None:
         around = [*surroundings(*verdict.starts), *_settings(folder, other_folder)]
         verdict.lines += [f"  {line}" for line in around]
     return verdict
+
+
+def _with_states(one: Recorded, other: Recorded, folder: Path, other_folder: Path, verdict: Verdict) -> Verdict:
+    """Two runs whose steps are the same may still differ in what their checkpoints hold and in what they have logged."""
+    steps = f"weights and losses of {len(one.steps.keys() & other.steps.keys())} steps"
+    pairs = [[sorted(path.name for path in place.glob(what)) for place in (folder, other_folder)] for what in _STATES]
+    if not any(mine and theirs for mine, theirs in pairs):
+        return Verdict(True, [*verdict.lines, f"  Compared: {steps}; there are no checkpoints and logged values of both."])
+    from project.proof.states import compare_states  # PyTorch, which takes seconds to load
+
+    mine, theirs = one.steps[one.last], other.steps[other.last]
+    compared = compare_states(folder, other_folder, mine.record.ranks == theirs.record.ranks)
+    line = f"  Compared: {', '.join(filter(None, (steps, str(compared))))}."
+    if not compared.firsts:
+        return Verdict(True, [*verdict.lines, line])
+    lines = [f"{one.name} and {other.name} are not the same, though all weights and losses of their steps are. What differs:"]
+    lines += [f"  After step {first.step}, {first}. {_CAUSES[first.kind]}" for first in compared.firsts]
+    return Verdict(False, [*lines, line], (mine.start, theirs.start))
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

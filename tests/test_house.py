@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
-ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "bench", "export", "engines"}
+ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "bench", "export", "engines", "proof"}
 MAY_ALSO = {
     "train": {"cluster", "data"},  # the order of the samples and its loaders; the name of a host
     "watch": {"cluster", "train"},  # the topology, and a step's typed records
@@ -19,6 +19,7 @@ MAY_ALSO = {
     "bench": {"cluster", "data", "watch"},
     # Which YAML a command line names; the cores of a host; what a run needs; a run's curves.
     "engines": {"cluster", "config_files", "doctor", "sweep", "watch"},
+    "proof": {"cluster", "config_files", "early_start", "survive", "train", "watch"},  # words, a port; what a run leaves
     "export": {"data", "survive"},  # the names of the classes; the manifest of a checkpoint
 }
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone

@@ -5,9 +5,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
 from project import same
+from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli, environment
 from tests.watch.test_comparison import START, step
@@ -41,7 +43,9 @@ def test_by_name_and_by_folder(run, tmp_path, capsys):
     run("a", 1, 2)
     run("b", 1, 2)
     assert same.main(["a", "lightning_logs/b", str(tmp_path / "lightning_logs/a")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[1] == "  Compared: weights and losses of 2 steps; there are no checkpoints and logged values of both."
     (tmp_path / "a").mkdir()  # a folder of that name that is no run
     assert same.main(["a", "b"]) == 0
     assert same.main(["a"]) == 0
@@ -88,6 +92,46 @@ def test_settings_that_differ(run, capsys):
     run("d", 1, start=start)
     assert same.main(["a", "d"]) == 1
     assert "ettings" not in capsys.readouterr().out
+
+
+def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
+    """Their steps are the same. What differs lies in the checkpoints, as an average of the weights does, or was logged only."""
+
+    def kept(name: str, average: float = 1.0, seen: int = 3, validated: float = 0.5, **more: object) -> None:
+        run(name, 1, 2)
+        folder = tmp_path / "lightning_logs" / name
+        (folder / "checkpoints").mkdir()
+        callbacks = {"Mine{}": {"seen": seen, "best": str(folder / "best.ckpt")}, "Other": {"nothing": float("nan")}}
+        checkpoint = {"state_dict": {"layer.weight": torch.full((2,), average)}, "callbacks": callbacks, "loops": name, **more}
+        torch.save(checkpoint, folder / "checkpoints/step-000000002.ckpt")
+        events = Events(str(folder))
+        events.log_metrics({"val_loss": validated, "speed/step_s": float(len(name))}, 2)
+        events.finalize("success")
+
+    kept("one")
+    kept("likewise")
+    assert same.main(["one", "likewise"]) == 0
+    compared = "weights and losses of 2 steps, 1 checkpoints, 1 weights, 3 other states, 1 logged values."
+    assert f"Compared: {compared}" in capsys.readouterr().out
+    for name, changed, line in (
+        ("ema", {"average": 1.5}, "2, weights: layer.weight. They are not the ones that the steps moved"),
+        (
+            "callback",
+            {"seen": 4},
+            "2, other states: seen of the callback Mine: 3, and 4. It is a state of",
+        ),
+        ("module", {"mine": [1]}, "2, other states: mine.0: missing, and there."),
+        (
+            "validated",
+            {"validated": 0.25},
+            "2, logged values: val_loss: 0.5, and 0.25. The same weights gave another",
+        ),
+    ):
+        kept(name, **changed)
+        assert same.main(["one", name]) == 1
+        text = capsys.readouterr().out
+        assert "are not the same, though all weights and losses of their steps are" in text
+        assert f"After step {line}" in text, text
 
 
 def test_the_answer_needs_no_libraries(cli: Cli):

@@ -1,0 +1,180 @@
+"""Compares what two runs left beside their fingerprints: checkpoints and logged values.
+
+`project same` and `project prove` both ask here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from project.survive.files import checkpoints_in
+from project.survive.reading import SafeCheckpointIO
+from project.watch.history import Events
+from project.watch.page import of_the_module
+
+# What says where and when a run ran, or follows from what is compared.
+_ASIDE = {
+    *("configuration", "global_batch", "pytorch-lightning_version", "loops", "position", "hyper_parameters", "hparams_name"),
+    *("hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "callback_metrics"),
+    *("states_of_ranks", "schedules_as_built"),
+}
+_OF_RANKS = {"logged_sums", "metric_states"}
+"""What each number of ranks keeps in another form."""
+_KINDS = {
+    "state_dict": "weights",
+    "current_model_state": "weights",
+    "optimizer_states": "optimiser states",
+    "lr_schedulers": "schedules",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs: after how many steps, of which kind, and its name."""
+
+    step: int
+    kind: str
+    name: str
+    mine: str = ""
+    theirs: str = ""
+
+    def __str__(self) -> str:
+        values = f": {self.mine}, and {self.theirs}" if self.mine or self.theirs else ""
+        return f"{self.kind}: {self.name}{values}"
+
+
+@dataclass
+class Compared:
+    """How many of each kind were compared (of a checkpoint's values, how many it has), and what differs."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+
+    def count(self, kind: str, many: int = 1) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + many
+
+    @property
+    def firsts(self) -> list[Difference]:
+        """The first difference of each kind, the earliest first."""
+        kinds: dict[str, Difference] = {}
+        for difference in sorted(self.differences, key=lambda one: one.step):
+            kinds.setdefault(difference.kind, difference)
+        return list(kinds.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{many} {kind}" for kind, many in self.counts.items() if many)
+
+
+def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compared:
+    """Compares all checkpoints of steps that both runs still have, and all values that both have logged.
+
+    Args:
+        folder: of a run.
+        other: of the other one.
+        same_ranks: False leaves out what each number of ranks keeps in another form.
+    """
+    compared = Compared()
+    theirs = {path.name: path for path in checkpoints_in(other / "checkpoints")}
+    for path in checkpoints_in(folder / "checkpoints"):
+        if path.name in theirs:
+            step = int(path.stem.split("-")[1].partition("_")[0])
+            _compare_checkpoints(compared, step, path, theirs[path.name], same_ranks)
+    _compare_curves(compared, folder, other)
+    return compared
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path, same_ranks: bool) -> None:
+    aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
+    mine, theirs = (dict(_leaves(one, aside)) for one in (path, other))
+    counts = dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
+    for key in dict.fromkeys([*mine, *theirs]):
+        kind = _KINDS.get(key[0], "other states")
+        counts[kind] += 1
+        if key not in mine or key not in theirs:
+            texts = ["there" if key in one else "missing" for one in (mine, theirs)]
+        elif alike(mine[key], theirs[key]):
+            continue
+        else:
+            texts = [_text(one[key]) for one in (mine, theirs)]
+        compared.differences.append(Difference(step, kind, _name(key), *texts))
+    compared.count("checkpoints")
+    compared.counts |= counts  # of one checkpoint, the last one
+
+
+def _leaves(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields each value of a checkpoint, with the keys that lead to it; a path is given without the run's folder."""
+    run = str(path.parent.parent.absolute())
+
+    def walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from walk(item, (*keys, str(key).replace(run, "RUN")))
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                yield from walk(item, (*keys, str(at)))
+        else:
+            yield keys, str(value).replace(run, "RUN") if isinstance(value, (str, Path)) else value
+
+    for key, part in SafeCheckpointIO().load_checkpoint(path).items():
+        if key not in aside:
+            yield from walk(part, (str(key),))
+
+
+def _name(keys: tuple[str, ...]) -> str:
+    if keys[0] == "state_dict":
+        return ".".join(keys[1:])
+    if keys[0] == "callbacks" and len(keys) > 1:
+        return f"{'.'.join(keys[2:])} of the callback {keys[1].partition('{')[0]}"
+    return ".".join(keys)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values have the same bits; NaN is NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse or one.is_quantized:
+        return torch.equal(one, other)
+    mine, theirs = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(mine, theirs)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else ""
+    return "" if isinstance(value, np.ndarray) else str(value)[:60]
+
+
+# Logged values -------------------------------------------------------------------------------------------------------
+
+
+def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
+    mine, theirs = (_curves(one) for one in (folder, other))
+    for tag in sorted(mine.keys() & theirs.keys()):
+        for step in sorted(mine[tag].keys() & theirs[tag].keys()):
+            compared.count("logged values")
+            if not alike(value := mine[tag][step], against := theirs[tag][step]):
+                compared.differences.append(Difference(step, "logged values", tag, f"{value:g}", f"{against:g}"))
+                break
+
+
+def _curves(folder: Path) -> dict[str, dict[int, float]]:
+    events = Events(folder)
+    tags = [tag for tag in events.read() if of_the_module(tag)]
+    return {tag: {one.step: float(one.value) for one in events.scalars(tag)} for tag in tags}

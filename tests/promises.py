@@ -1,0 +1,75 @@
+"""Small modules and data for test_prove.py: one that keeps the promise, and some that break it."""
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+
+class Kept(LightningModule):
+    """Dropout, a schedule by epoch, and values logged in a step and over an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+
+    def scale(self) -> float:
+        return 1.0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.network(batch[0]), batch[1]) * self.scale()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.network(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+class Counts(Kept):
+    """Its loss depends on a number that is in no state."""
+
+    counter = 0
+
+    def scale(self) -> float:
+        self.counter += 1
+        return 1 + 0.01 * self.counter
+
+
+class Draws(Kept):
+    """Its loss depends on a generator whose state nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(3)
+
+    def scale(self) -> float:
+        return 1 + 0.1 * float(torch.rand((), generator=self.noise))
+
+
+def by_chance(items: list[Any]) -> list[Tensor]:
+    """Draws from the operating system."""
+    points, sums = default_collate(items)
+    return [points + int.from_bytes(os.urandom(2), "big") / 2**16, sums]
+
+
+class Points(LightningDataModule):
+    def __init__(self, batch_size: int = 4, num_workers: int = 0, chance: bool = False) -> None:
+        super().__init__()
+        self.settings = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": by_chance if chance else None}
+
+    def _loader(self, size: int, shuffle: bool) -> Any:
+        points = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+        return DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), shuffle=shuffle, **self.settings)  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> Any:
+        return self._loader(200, True)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(30, False)

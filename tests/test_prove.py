@@ -1,0 +1,86 @@
+"""python -m project prove: the promise holds for a module that keeps it, and the culprit is named for one that does not."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.machine import wait_until
+from tests.conftest import Cli, Run, fork
+
+
+@pytest.fixture
+def prove(quick: Cli, tmp_path: Path) -> Any:
+    """prove("Counts", "--only=step") proves a module of tests.promises."""
+    (tmp_path / "temporary").mkdir()
+
+    def run(module: str, *words: str, **data: Any) -> Run:
+        return quick(
+            *_words(tmp_path, module, data), *words, program="project.__main__:main", TMPDIR=str(tmp_path / "temporary")
+        )
+
+    return run
+
+
+def _words(folder: Path, module: str, data: dict[str, Any]) -> list[str]:
+    config = {
+        "model": {"class_path": f"tests.promises.{module}"},
+        "data": {"class_path": "tests.promises.Points", "init_args": data},
+        "trainer": {"max_epochs": 5},
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(config))
+    return ["prove", "--config", "mine.yaml"]
+
+
+def test_the_promise_holds(prove, tmp_path):
+    run = prove("Kept", "--json=proof.json", "--trainer.exact=true", "--trainer.global_batch_size=24")
+    assert run.code == 0, run.output
+    report = json.loads((tmp_path / "proof.json").read_text())
+    assert report["holds"]
+    assert [row["result"] for row in report["trials"]] == ["the same"] * 8
+    counts = report["trials"][0]["compared"]
+    assert (counts["steps"], counts["samples"], counts["checkpoints"], counts["weights"]) == (8, 192, 8, 4)
+    assert counts["logged values"] > 20
+    assert counts["validation samples"] == 4 * 24
+    assert not any((tmp_path / "temporary").iterdir())  # and no run was touched
+    assert not (tmp_path / "lightning_logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "trial", "data", "line"),
+    [
+        ("Counts", "step", {}, "counter of Counts: 18, and not set"),
+        ("Draws", "epoch", {}, "noise of Draws: torch.Generator"),
+        ("Kept", "twice", {"chance": True}, "look at the dataset, collate_fn"),
+        ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),
+    ],
+)
+def test_the_culprit_is_named(prove, module, trial, data, line):
+    run = prove(module, f"--only={trial}", **data)
+    assert run.code == 1, run.output
+    assert line in run.output, run.output
+    assert "The promise does NOT hold" in run.output
+
+
+def test_a_wrong_configuration(prove, quick, tmp_path):
+    run = prove("Kept", "--trainer.exact=true")
+    assert run.code == 2, run.output
+    assert "needs trainer.global_batch_size" in run.output, run.output
+    assert not any((tmp_path / "temporary").iterdir())
+    assert quick("prove", program="project.__main__:main").code == 2
+
+
+def test_ctrl_c_leaves_nothing(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    words, output = _words(tmp_path, "Kept", {}), tmp_path / "output.txt"
+    process = fork("project.__main__:main", tmp_path, *words, output=output, TMPDIR=str(tmp_path / "temporary"))
+    wait_until(lambda: any((tmp_path / "temporary").glob("*/first/record-0.jsonl")), 60, "the first trial has not begun")
+    (trials,) = (tmp_path / "temporary").iterdir()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130, output.read_text()
+    assert not trials.exists()
