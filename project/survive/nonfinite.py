@@ -23,7 +23,7 @@ from project.survive.checkpoints import checkpoints_of
 from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
 from project.train.logged import measurement_loggers
-from project.train.micro_batch import MicroBatch, loss_at_hand, micro_batch, skip
+from project.train.micro_batch import MicroBatch, loss_at_hand, may_skip, micro_batch, skip
 from project.train.spread import anywhere, highest, local
 from project.train.usual import give_zero_momentum, is_fused, spread
 
@@ -106,6 +106,7 @@ class NonFinite(Callback):
         self._flag, self._skips = torch.zeros_like(self._one), torch.zeros_like(self._one, dtype=torch.bool)
         self._stream = torch.cuda.current_stream() if self._one.is_cuda else None
         self._unread.clear()  # of a fit that failed
+        may_skip(trainer, self.act == "skip")
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
         if self._late and self.act == "skip" and _scaler(trainer) is None and not all(map(is_fused, trainer.optimizers)):

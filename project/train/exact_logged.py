@@ -7,7 +7,7 @@ the same on all ranks; where it is not, it depends on their number, and is refus
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from fractions import Fraction
 from typing import Any
 
@@ -39,6 +39,7 @@ class ExactResults(Results):
         super().__init__(training)
         self._world_size = world_size
         self._sums: dict[str, ExactScalar] = {}
+        self._sums_before: dict[str, ExactScalar] = {}  # this step
         self._met: set[str] = set()  # of this epoch
         self._terms: dict[str, list[tuple[Tensor, float]]] = {}  # of this step, and not yet brought together
         self.logs_at_the_end = True
@@ -48,11 +49,18 @@ class ExactResults(Results):
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
         if begins_step:
+            self._sums_before = deepcopy(self._sums) if self.may_leave_out else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
             found: Any = self.values()
             for metric in found:
                 metric._forward_cache = None
+
+    def _take_back(self, key: str, before: Any, whether: bool | Tensor) -> None:
+        if whether is True and key in self._sums:
+            kept = self._sums_before.get(key)
+            self._sums[key] = ExactScalar() if kept is None else kept
+        super()._take_back(key, before, whether)
 
     def _made_whole(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):

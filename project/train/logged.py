@@ -1,6 +1,7 @@
 """What `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class Results(_ResultCollection):
         self.weight, self.ends_step = 1.0, True
         self.in_graph = False
         """The step at hand is being recorded, and nobody is called when it is repeated."""
+        self.may_leave_out = False
+        """A step may be left out, and then what it has logged does not count in its epoch."""
+        self._before: dict[str, Any] = {}  # this step, of an epoch
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
         """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
@@ -70,6 +74,41 @@ class Results(_ResultCollection):
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
             self._of_step.clear()
+            if self.may_leave_out:
+                self._before = {key: self._kept_of(key) for key in self._of_epoch()}
+
+    def _of_epoch(self) -> list[str]:
+        """Returns what is summed up over this epoch; torchmetrics count for themselves."""
+        metrics: Any = self.items()
+        return [key for key, metric in metrics if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
+
+    def _kept_of(self, key: str) -> Any:
+        metric: Any = self[key]
+        return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
+
+    def leave_out(self, whether: bool | Tensor) -> None:
+        """Takes back what the step at hand has logged for its epoch. `whether`: on a GPU a tensor, which nobody waits for."""
+        for key in self._of_epoch() if self.may_leave_out and whether is not False else ():
+            self._take_back(key, self._before.get(key), whether)
+
+    def _take_back(self, key: str, before: Any, whether: bool | Tensor) -> None:
+        metric: Any = self[key]
+        now = self._kept_of(key)
+        if whether is True:
+            if before is None:
+                metric.reset()  # was logged for the first time
+                return
+        elif before is None:
+            fresh = deepcopy(metric)
+            fresh.reset()
+            before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
+        value, count = (
+            one if whether is True or one is None else torch.where(whether, one.to(other.device), other)  # type: ignore[arg-type]
+            for one, other in zip(before, now, strict=True)
+        )
+        metric.value = value
+        if count is not None:
+            metric.cumulated_batch_size = count
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Lightning shows a step as its last micro-batch, which is another one on another number of ranks. It is their mean."""

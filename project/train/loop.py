@@ -257,6 +257,8 @@ class Steps(_TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         self.moments.end_micro_batch()
+        if not self.accumulates():
+            self._results.leave_out(self.skipped)
         super().on_advance_end(data_fetcher)
         self._validation_due = False
 

@@ -72,6 +72,12 @@ def joins(trainer: Trainer) -> bool:
     return bool(logged.joins)
 
 
+def may_skip(trainer: Trainer, whether: bool) -> None:
+    """Says whether a step of this fit may be left out."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._results.may_leave_out = whether
+
+
 def skip(trainer: Trainer, whether: bool | Tensor) -> None:
     """Says whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop

@@ -192,3 +192,23 @@ def test_what_changes_and_lies_in_no_state_is_named_once(tmp_path: Path, caplog:
     fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware()])
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
     assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Aware.calls"
+
+
+class Poisoned(Regression):
+    """The loss of its second step is no number."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.trainer.global_step == 1:
+            loss = loss * float("nan")
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("count", float(len(batch["name"])), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_that_is_left_out_does_not_count_in_the_mean_of_its_epoch(tmp_path: Path, exact: bool) -> None:
+    settings = {"exact": True, "global_batch_size": 4} if exact else {}
+    trainer = fit(tmp_path, Poisoned(), points(), steps=6, nonfinite="skip", **settings)
+    assert trainer.callback_metrics["loss"].isfinite()
+    assert trainer.callback_metrics["count"] == 20
