@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from project.survive.checkpoints import checkpoints_of
@@ -44,6 +45,11 @@ class Rehearsal(Callback):
     def __init__(self) -> None:
         self._before: dict[str, dict[str, bytes]] | None = None
         self._ends_at = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, ModelPruning) for callback in callbacks):
+            log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]

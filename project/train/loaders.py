@@ -52,6 +52,8 @@ class Loaders(_DataConnector):
         self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
         self._moments = moments
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
+        self._batch_size: int | None = None  # of the first one of them
         self._sizes: list[int] = []  # of the training sets that the run had before
         self._within = False  # it goes on within an epoch
         self._made: list[DealtLoader] = []  # for training, in this verb
@@ -112,24 +114,30 @@ class Loaders(_DataConnector):
         """Another fit, or another verb."""
         self.note_limits()
         self._start, self._counted, self._made, self._sizes = (0, 0), False, [], []
+        self._in_use, self._batch_size = (-1, []), None
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of samples of the training sets, as far as they are known."""
-        return [loader.keys.order.size for loader in self._made]
+        """The numbers of samples of the training sets in use, as far as they are known."""
+        return self._in_use[1]
 
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool) -> None:
         """Training goes on from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
         been made already: a schedule that asks for the length of the run has them made, and a sharded network is restored
         after that."""
-        self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes), within
+        same = within or not self.trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
+        self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
         for loader in self._made:
             self._put(loader)
 
     def _put(self, loader: DealtLoader) -> DealtLoader:
         epoch, done = self._start
         order = loader.keys.order
-        if self._sizes:
+        now = self.trainer.current_epoch
+        if self._in_use[0] != now:
+            self._in_use = now, []
+        self._in_use[1].append(order.size)
+        if self._sizes and now == epoch:
             self._compare(order.size, self._sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
         return loader
@@ -198,6 +206,14 @@ class Loaders(_DataConnector):
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
         self._settle(size)
+        if self._in_use[0] != trainer.current_epoch:
+            if self._batch_size not in (None, size):
+                log.warning(
+                    "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
+                    "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
+                    *(size, trainer.current_epoch, self._batch_size, trainer.accumulate_grad_batches),
+                )
+            self._batch_size = size
         here = data_ranks(trainer)
         seed = _seed(loader, trainer)
         order = Order(

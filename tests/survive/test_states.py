@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -124,6 +124,22 @@ def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCapture
     fit(tmp_path / "within", Regression(), points(), steps=4)
     with pytest.raises(UserError, match="has 32 samples, and had 24 so far"):
         fit(tmp_path / "within", Regression(), points(32), steps=8, resume=True)
+
+
+class Curriculum(LightningDataModule):
+    """Another set, and other batches, in each epoch."""
+
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch  # type: ignore[union-attr]
+        return DataLoader(Points(8 * (epoch + 1)), batch_size=2 * (epoch + 1))
+
+
+def test_what_changes_by_epoch_is_no_other_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    often = {"reload_dataloaders_every_n_epochs": 1}
+    fit(tmp_path, Regression(), Curriculum(), steps=8, **often)
+    assert caplog.text.count("The training loader's batch_size is 4 from epoch 1 on, and was 2") == 1
+    fit(tmp_path, Regression(), Curriculum(), steps=12, resume=True, **often)
+    assert "The training set has" not in caplog.text
 
 
 def test_other_threads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
