@@ -125,7 +125,8 @@ class Loaders(_DataConnector):
         """Training goes on from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
         been made already: a schedule that asks for the length of the run has them made, and a sharded network is restored
         after that."""
-        same = within or not self.trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
+        trainer: Any = self.trainer
+        same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
         self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
         for loader in self._made:
             self._put(loader)
