@@ -303,7 +303,8 @@ class Trainer(pl.Trainer):
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled, self._moments
         )
         if exact:
-            warn_of_hashes()
+            if self.is_global_zero:
+                warn_of_hashes()
             refuse_what_rounds(kwargs, gradient_compression, self.strategy)
             self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
         elif self.world_size > 1:

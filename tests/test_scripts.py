@@ -75,7 +75,7 @@ esac
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({}, "--nnodes 1 --nproc-per-node 8 --master-addr 127.0.0.1 --master-port 29500"),
+        ({}, "--nnodes 1 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"),
         ({"PET_NPROC_PER_NODE": "auto"}, "--nproc-per-node 8"),
         ({"PET_NPROC_PER_NODE": "gpu"}, "--nproc-per-node 8"),
         ({"PET_NPROC_PER_NODE": "cpu"}, "--nproc-per-node 3"),

@@ -34,16 +34,17 @@ log = logging.getLogger(__name__)
 # Gloo's errors have no type of their own: they name its source files, or are one of these. NCCL's are a DistError, but those of
 # the library that torch 2.15 calls nccl2. Words that anybody may use count only where the error was not raised by code of the
 # user's own.
-_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\]")
+_OF_A_LIBRARY = re.compile(r"\[\S*gloo/\S+:\d+\]|NCCL [\w ]+ failed|NCCL communicator was aborted")
 _LOST = re.compile(
     r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue"
     r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
     re.I,
 )
 _TORCH = Path(torch.__file__).parent
-_CONNECTED = tuple(
-    f"{place}{os.sep}"
-    for place in (*(_TORCH / name for name in ("distributed", "autograd", "nn/parallel")), Path(__file__).parents[1])
+_CONNECTED = (
+    *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel")),
+    str(_TORCH / "_ops.py"),  # calls compiled operators, as functional collectives are
+    f"{Path(__file__).parents[1]}{os.sep}",
 )
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
@@ -75,7 +76,7 @@ def _is_of_a_connection(error: RuntimeError) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     # The last frame is Python's: the one that raised, or that called what is compiled.
-    return not frames or bool(_GLOO.search(str(error))) or frames[-1].filename.startswith(_CONNECTED)
+    return not frames or bool(_OF_A_LIBRARY.search(str(error))) or frames[-1].filename.startswith(_CONNECTED)
 
 
 def _loader(error: BaseException | None) -> str:

@@ -8,6 +8,7 @@ user runs but what saves its state.
 import logging
 import pickle
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from hashlib import sha256
 from itertools import islice
@@ -97,9 +98,12 @@ def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
             yield f"{type(module).__name__}{'.' if path else ''}{path}", part
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     data: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    seen = Counter[str]()
     for owner in (*callbacks, data, *loaders_of(trainer).read_here):
         if owner is not None and not _is_of_a_library(owner):
-            yield type(owner).__name__, owner
+            name = type(owner).__name__
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
 
 
 def _is_of_a_library(owner: object) -> bool:

@@ -193,6 +193,17 @@ class Careless(Regression):
         checkpoint["saved"] = self.saved
 
 
+class Steady(Callback):
+    """Changes nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @property
+    def state_key(self) -> str:
+        return f"Steady {self.number}"
+
+
 class Aware(Counting):
     """Saves one of its two counts."""
 
@@ -205,7 +216,7 @@ class Aware(Counting):
 
 
 def test_what_changes_and_lies_in_no_state_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware()])
+    fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware(), Steady(1), Steady(2)])
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
     assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Aware.calls"
 
