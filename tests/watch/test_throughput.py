@@ -64,12 +64,12 @@ def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
 
     counts = [json.loads((run.folder / f"collectives-{rank}.json").read_text()) for rank in (0, 1)]
     assert counts[0] == counts[1]
-    steady = {int(step): count for step, count in counts[0].items() if 1 < int(step) < 63}
+    steady = {int(step): count for step, count in counts[0].items() if 3 < int(step) < 63}  # the rehearsal is over
     for step, count in steady.items():  # a window is closed at the end of its last step
         assert count.get("all_gather", 0) == int((step + 1) % EVERY == 0), step
         assert set(count) <= {"all_reduce", "all_gather"}, count
         assert count.get("all_reduce", 0) <= 1, step  # of notes about signals, and not in every step if steps are short
-    assert sum(steady[step].get("all_reduce", 0) for step in range(2, 30)) < 28
+    assert sum(steady[step].get("all_reduce", 0) for step in range(4, 30)) < 26
 
 
 def test_verdicts(caplog):
