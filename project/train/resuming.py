@@ -60,7 +60,7 @@ class Resuming(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if self.trainer.state.fn == "fit" and not weights_only:
-            checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
+            checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             checkpoint[_BUFFERS] = self._moved_buffers()
             checkpoint[_THREADS] = torch.get_num_threads()
             checkpoint["training_samples"] = self._loaders().sizes
