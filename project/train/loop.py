@@ -255,6 +255,10 @@ class Steps(_TrainingEpochLoop):
             self._out_of_time = self.trainer.strategy.broadcast(out_of_time(self.trainer))
         return self._out_of_time
 
+    def may_leave_out(self, whether: bool) -> None:
+        """Says whether a step of this fit may be left out: then what it has logged does not count."""
+        self._results.may_leave_out = whether
+
     def on_advance_end(self, data_fetcher: Any) -> None:
         self.moments.end_micro_batch()
         if not self.accumulates():

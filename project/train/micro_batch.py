@@ -75,7 +75,7 @@ def joins(trainer: Trainer) -> bool:
 def may_skip(trainer: Trainer, whether: bool) -> None:
     """Says whether a step of this fit may be left out."""
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._results.may_leave_out = whether
+    loop.may_leave_out(whether)
 
 
 def skip(trainer: Trainer, whether: bool | Tensor) -> None:
