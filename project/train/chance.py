@@ -55,10 +55,13 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
-def seed_all(*key: int) -> None:
+def seed_all(epoch: int, step: int, number: int) -> None:
+    """Seeds the generators for a moment of this run."""
+    _seed(chance(run_seed(), (epoch, step, number)))
+
+
+def _seed(seed: int) -> None:
     """Seeds torch's generators, Python's, and NumPy's, which mixup, for one, draws from."""
-    epoch, step, number = key
-    seed = chance(run_seed(), (epoch, step, number))
     seed_generators(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by whoever trains on it
         torch.cuda.manual_seed(seed)
@@ -123,9 +126,7 @@ class Moments:
         """Seeds all that happens to a micro-batch, from its transfer to the device on."""
         self._look("the next micro-batch")
         self._within = 1
-        seed_generators(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(seed)
+        _seed(seed)
 
     def end_micro_batch(self) -> None:
         self._within = 0

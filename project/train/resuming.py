@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from project.errors import UserError
 from project.train import metrics
 from project.train.data_ranks import data_ranks
-from project.train.loaders import Loaders
+from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
@@ -63,7 +63,7 @@ class Resuming(_CheckpointConnector):
             checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             checkpoint[_BUFFERS] = self._moved_buffers()
             checkpoint[_THREADS] = torch.get_num_threads()
-            checkpoint["training_samples"] = self._loaders().sizes
+            checkpoint["training_samples"] = loaders_of(self.trainer).sizes
             checkpoint["position"] = position(self.trainer).state_dict()
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
                 checkpoint["exact_grids"] = grids
@@ -131,7 +131,9 @@ class Resuming(_CheckpointConnector):
             if exact := self._connector().exact_metrics:
                 exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
         set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
-        self._loaders().start_at(at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun)
+        loaders_of(self.trainer).start_at(
+            at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun
+        )
         then, now = self._loaded_checkpoint.get(_THREADS), torch.get_num_threads()
         if then not in (None, now) and self.trainer.strategy.root_device.type == "cpu":
             log.warning(
@@ -146,11 +148,6 @@ class Resuming(_CheckpointConnector):
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
-
-    def _loaders(self) -> Loaders:
-        loaders = self.trainer._data_connector
-        assert isinstance(loaders, Loaders)
-        return loaders
 
     def _connector(self) -> Logged:
         connector = self.trainer._logger_connector
