@@ -17,7 +17,14 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from project.cluster.agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
+LAUNCH = str(ROOT / "scripts" / "launch.sh")
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
+
+
+def launching(folder: Path, *command: str, **extra: str) -> subprocess.Popen[str]:
+    """Starts a command; what it prints can be read while it runs."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment(PROJECT_PYTHON=sys.executable, **extra), cwd=folder, text=True, **pipes)
 
 
 def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -213,14 +220,8 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path):
 
 
 def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path):
-    with subprocess.Popen(
-        ["nohup", str(ROOT / "scripts" / "launch.sh"), *LONG, "--run=it"],
-        env=environment(PROJECT_PYTHON=sys.executable, NPROC_PER_NODE="3", MASTER_PORT=str(find_free_network_port())),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as run:
+    settings = {"NPROC_PER_NODE": "3", "MASTER_PORT": str(find_free_network_port())}
+    with launching(tmp_path, "nohup", LAUNCH, *LONG, "--run=it", **settings) as run:
         assert run.stdout is not None
         seen = ""
         for line in run.stdout:
@@ -247,15 +248,7 @@ def rank_of(agent, rank):
 def test_one_node_recovers_from_each_lost_rank(tmp_path, ranks, kills):
     """Each attempt goes on where the last one was killed."""
     again = ("--checkpoints.every_n_steps=1", "--trainer.log_every_n_steps=1", "--run=it")
-    python = {"PROJECT_PYTHON": sys.executable, "NPROC_PER_NODE": str(ranks), "MAX_RESTARTS": str(kills)}
-    with subprocess.Popen(
-        [str(ROOT / "scripts" / "launch.sh"), *LONG, *again],
-        env=environment(**python),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as run:
+    with launching(tmp_path, LAUNCH, *LONG, *again, NPROC_PER_NODE=str(ranks), MAX_RESTARTS=str(kills)) as run:
         assert run.stdout is not None
         seen, killed, steps = "", 0, [0]
         for line in run.stdout:
