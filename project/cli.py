@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import yaml
-from jsonargparse import add_instantiator
+from jsonargparse import Namespace, add_instantiator
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
@@ -44,6 +44,7 @@ from project.survive.changes import Changes
 from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
+from project.survive.verification import Verification
 from project.sweep import with_trial
 from project.train.deferred import builder
 from project.trainer import Trainer
@@ -230,6 +231,8 @@ class ProjectCLI(LightningCLI):
             ours.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
             ours += [Changes(configuration), SaveConfig(self._saved), Life()]
+            if self._begun is not None and _several_hosts(settings, launch):
+                ours.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
         given = trainer_settings.callbacks or []
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
@@ -301,7 +304,8 @@ class ProjectCLI(LightningCLI):
         if named:  # as --resume does
             init.ckpt_path = self.config_dump["ckpt_path"] = None
             resume = str(weights(self.folder, path, *how))
-        begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path)
+        content = not _several_hosts(settings, launch)  # which wait for this rank; Verification reads it then
+        begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path, content)
         if begun is not None:
             found = begun[0]
             self._resume(*begun)
@@ -409,6 +413,10 @@ def log_communication(folder: Path) -> None:
     os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "nccl-%h-%p.log"))
     os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
+def _several_hosts(settings: Namespace, launch: Launch) -> bool:
+    return (launch.nodes or settings.trainer.num_nodes) > 1
 
 
 def _name_of(folder: Path, runs: Path) -> str:

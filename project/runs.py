@@ -113,12 +113,12 @@ class Run:
             ) from None
 
     def begin(
-        self, config: dict[str, Any], resume: str, change: str | None, start: str | None
+        self, config: dict[str, Any], resume: str, change: str | None, start: str | None, content: bool = True
     ) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to go on from and its manifest, or None to begin at the beginning.
+        """Returns the checkpoint to resume from and its manifest, or None to begin at the beginning.
 
         `resume`: auto, never or a path; `change`: keys that may have another value than they had, with commas; `start`: a
-        checkpoint to begin from, where the run has none of its own.
+        checkpoint to begin from, where the run has none of its own; `content`: whether the newest checkpoint is read now.
         """
         words = _words(change)
         checkpoints = self.folder / "checkpoints"
@@ -126,7 +126,7 @@ class Run:
             if any(checkpoints.glob("step-*.ckpt")):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        found = newest_good(checkpoints) if resume == "auto" else self._at(Path(resume))
+        found = newest_good(checkpoints, content=content) if resume == "auto" else self._at(Path(resume))
         if found is None and start is not None and manifest_of(Path(start)).exists():
             found = self._at(Path(start))
         if found is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):

@@ -49,8 +49,11 @@ def sha256_of(file: BinaryIO) -> str:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint that is what the manifest says; a ValueError says what is wrong with it."""
+def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint that is what its manifest says; a ValueError says what is wrong with it.
+
+    `content`: whether the files are read and their checksums compared, or their sizes only.
+    """
     try:
         manifest: dict[str, Any] = json.loads(manifest_of(path).read_text())
         parts: dict[str, Entry] | None = manifest.get("parts")
@@ -61,24 +64,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if parts is None:
         if path.is_dir():
             raise UserError("it is a folder, and its manifest is of a file")
-        if problem := _problem(path, manifest):
+        if problem := _problem(path, manifest, content):
             before: dict[str, Any] | None = manifest.get("before")
-            if before is None or _problem(path, before):
+            if before is None or _problem(path, before, content):
                 raise UserError(f"it {problem}")
             return before  # whoever wrote it anew was killed when its manifest had taken its place, and it had not
         return manifest
     with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda one: part_problem(path, *one), parts.items())
+        found = readers.map(lambda part: part_problem(path, part[0], part[1], content), parts.items())
         if problems := [one for one in found if one]:
             raise UserError("; ".join(problems))
     return manifest
 
 
-def part_problem(folder: Path, name: str, entry: Entry) -> str:
+def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) -> str:
     """What is wrong with a part, and who has written it; nothing if it is as it was."""
     by = f"{name}, which rank {entry['rank']} on {entry['host']} has written,"
     try:
-        problem = _problem(folder / name, entry)
+        problem = _problem(folder / name, entry, content)
     except (FileNotFoundError, NotADirectoryError):
         return f"{by} is missing"
     except OSError as error:
@@ -86,29 +89,36 @@ def part_problem(folder: Path, name: str, entry: Entry) -> str:
     return f"{by} {problem}" if problem else ""
 
 
-def _problem(path: Path, entry: Entry) -> str:
-    """Of a file: how it is not what was written."""
+def _problem(path: Path, entry: Entry, content: bool = True) -> str:
+    """Returns how a file is not what was written, or nothing."""
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"has {size} bytes instead of {entry['bytes']}"
+    if not content:
+        return ""
     with path.open("rb") as file:
         return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
 
 
-def newest_good(folder: Path, set_aside: bool = True) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
+def newest_good(folder: Path, set_aside: bool = True, content: bool = True) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
     found = checkpoints_in(folder)
     for path in reversed(found):
         try:
-            return path, read_manifest(path)
+            return path, read_manifest(path, content)
         except (ValueError, OSError) as error:
             if not set_aside:
                 continue
-            log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
-            put_aside(path, ".bad")
+            set_aside_as_bad(path, error)
     if found and set_aside:
         log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
     return None
+
+
+def set_aside_as_bad(path: Path, error: Exception) -> None:
+    """Reports a damaged checkpoint, and gives it a name under which nobody looks for one."""
+    log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
+    put_aside(path, ".bad")
 
 
 # What goes -----------------------------------------------------------------------------------------------------------

@@ -255,3 +255,23 @@ def test_a_disk_that_is_too_small(tmp_path, cli):
     assert run.code == 1, run.output
     assert found["limits"]["verdict"] == "bad"
     assert "of disk are left for" in found["limits"]["text"]
+
+
+def test_a_damaged_checkpoint_is_found_when_the_hosts_have_met(hosts, tmp_path, quick):
+    """Rank 0 of several hosts reads it beside the start: a slow disk must not keep it from the rendezvous."""
+    words = ("fit", "--config=configs/ddp.yaml", *TINY, "--data.batch_size=16", "--data.global_batch_size=32", "--run=it")
+    words = (*words, "--checkpoints.every_n_steps=2")
+    quick(*words, "--trainer.max_steps=4", "--trainer.devices=1")
+    newest = sorted((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt"))[-1]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+
+    def codes():
+        running = [start(host, tmp_path, *words, "--trainer.max_steps=6", nodes=2) for host in hosts[:2]]
+        return [run.wait(90) for run in running]
+
+    assert codes() == [75, 75], said(tmp_path, "h1")
+    assert "another checksum than its manifest says. It is set aside" in said(tmp_path, "h1")
+    assert codes() == [0, 0], said(tmp_path, "h1")
+    assert "step-000000002.ckpt" in said(tmp_path, "h1")
