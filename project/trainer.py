@@ -47,7 +47,7 @@ from project.cluster.interfaces import Route, use, use_loopback
 from project.cluster.launcher import Launch, detect
 from project.cluster.memory import keep_freed_memory
 from project.cluster.place import host
-from project.cluster.rendezvous import Rendezvous
+from project.cluster.rendezvous import Rendezvous, store_on_loopback
 from project.config_files import RUNS
 from project.data import ImageData
 from project.doctor.doctor import examine
@@ -384,6 +384,7 @@ class Trainer(pl.Trainer):
             self._meet_as_equals()
         elif self.world_size > 1:
             use_loopback()
+            self._connect_on_loopback()
         self._settle_data()
         for callback in self.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Watchdog):
@@ -406,27 +407,41 @@ class Trainer(pl.Trainer):
         environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
-        rendezvous = Rendezvous(self.global_rank, self.world_size, *place, seconds, self._launch.host_of, hosted=hosted)
+        who = self.global_rank, self.world_size
+        one_host = self.num_nodes == 1
+        rendezvous = Rendezvous(*who, *place, seconds, self._launch.host_of, hosted=hosted, one_host=one_host)
         self.host_names = rendezvous.hosts
         route = rendezvous.find_route()
         if route is None:
             use_loopback()
         else:
             use(route)
+        self._connect(PrefixStore("ranks", rendezvous.store), self.global_rank)
+        return rendezvous, route
+
+    def _connect(self, store: PrefixStore, rank: int) -> None:
+        """As Lightning connects the ranks, by a store that is there."""
         self.strategy.accelerator.setup_device(self.strategy.root_device)  # type: ignore[union-attr]
         device = self.strategy.root_device
         backend = self.strategy.process_group_backend or dist.get_default_backend_for_device(device)  # type: ignore[attr-defined]
         dist.init_process_group(
             backend,
-            store=PrefixStore("ranks", rendezvous.store),
-            rank=self.global_rank,
+            store=store,
+            rank=rank,
             world_size=self.world_size,
             timeout=self.strategy._timeout,  # type: ignore[attr-defined]
             device_id=None if device.type == "cpu" else device,
         )
         if "nccl" in backend:  # as Lightning does where it connects the ranks itself
             atexit.register(_disconnect)
-        return rendezvous, route
+
+    def _connect_on_loopback(self) -> None:
+        """On one host nothing listens to another one, where the store is not torchrun's."""
+        if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        rank, environment = self.strategy.local_rank, self.strategy.cluster_environment  # type: ignore[attr-defined]
+        store = store_on_loopback(rank, environment.main_port, self.strategy._timeout)  # type: ignore[attr-defined]
+        self._connect(PrefixStore("ranks", store), rank)
 
     def _meet_as_equals(self) -> None:
         """On several hosts: nobody trains something else than the others."""

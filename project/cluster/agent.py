@@ -58,8 +58,10 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
+    from project.cluster.agent_store import guard
     from project.cluster.run_clock import run_clock
 
+    guard()
     clock: AbstractContextManager[None] = nullcontext()
     words = sys.argv[1:]
     if words[:1] == ["--clock"]:

@@ -89,6 +89,17 @@ def _free(port: int) -> None:
             ) from None
 
 
+def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
+    """Returns the store by which the ranks of one host connect. Rank 0 listens on loopback alone: whoever reaches a store can
+    change what lies there, and torch's own would listen to every network that the host is in.
+    """
+    if rank > 0:
+        return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+    _free(port)
+    listening = socket.create_server(("127.0.0.1", port))
+    return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 class Rendezvous:
     """The ranks that have come to rank 0's port. Every method is called by all of them."""
 
@@ -102,8 +113,10 @@ class Rendezvous:
         expected: Callable[[int], str | None] = lambda rank: None,
         noun: str = "rank",
         hosted: bool = False,
+        one_host: bool = False,
     ) -> None:
-        """`expected`: the host that a rank should be on, where the launcher knows. `hosted`: the launcher listens there."""
+        """`expected`: the host that a rank should be on, where the launcher knows. `hosted`: the launcher listens there.
+        `one_host`: all ranks are on this one, and nothing listens to others."""
         self.rank, self.size, self.seconds, self.noun = rank, size, seconds, noun
         self.address, self.port, self.expected = address, port, expected
         self._round = 0
@@ -111,14 +124,16 @@ class Rendezvous:
         if listening:
             _free(port)
         else:
-            reach(address, port, seconds)
+            reach("127.0.0.1" if one_host and not hosted else address, port, seconds)
         # Rank 0 need not know itself by the name that the others use.
-        store = TCPStore(
-            "127.0.0.1" if listening else address, port, None, listening, timedelta(seconds=seconds), wait_for_workers=False
-        )
+        timeout = timedelta(seconds=seconds)
+        if one_host and not hosted:
+            store = store_on_loopback(rank, port, timeout)
+        else:
+            store = TCPStore("127.0.0.1" if listening else address, port, None, listening, timeout, wait_for_workers=False)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
         self.store = PrefixStore(f"rendezvous/{attempt}", store)
-        listener = reachability.Listener("", f"{host()} 0") if rank == 0 else None
+        listener = reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0") if rank == 0 else None
         try:
             if listener is not None:
                 self.store.set("listener", str(listener.port))

@@ -6,20 +6,21 @@ gone.
 """
 
 import base64
-import json
 import os
 import secrets
 import socket
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from project.survive.hang.warden import Opener, sealer
+
 _LARGEST = 60_000  # bytes in a datagram
-_REST = 200  # of a packet, for its headers and what else a message says
+_WAKE = "wake"
+_REST = 250  # of a packet, for its headers and what else a message says
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,20 @@ class Channel:
         self._socket = socket.socket(socket.AF_INET6 if ":" in here else socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((here, 0))
         self.address: tuple[str, int] = (here, self._socket.getsockname()[1])
-        self.secret = secrets.token_hex(8)  # rank 0's becomes the run's: what comes without it is not for us
         self.members: list[Member] = []
+        self.join([], secrets.token_hex(32))
 
     def join(self, members: list[Member], secret: str) -> None:
+        """`secret`: rank 0's, with which all of the run's datagrams are sealed."""
         self.members, self.secret = members, secret
+        self._seal, self._opener = sealer(secret), Opener(secret)
 
     def send(self, to: int, kind: str, **content: Any) -> None:
-        data = zlib.compress(json.dumps({"secret": self.secret, "kind": kind, **content}).encode(), 1)
-        with suppress(OSError):  # no route, no buffer: as good as lost on the way
-            self._socket.sendto(data[:_LARGEST], tuple(self.members[to].address))
+        self._send(self.members[to].address, kind, **content)
+
+    def _send(self, address: tuple[str, int], kind: str, **content: Any) -> None:
+        with suppress(OSError):  # no route, no buffer, too long: as good as lost on the way
+            self._socket.sendto(self._seal({"kind": kind, **content}), tuple(address))
 
     def fill(self, to: int, kind: str, size: int, **content: Any) -> None:
         """Sends a message that makes a packet of about so many bytes."""
@@ -120,11 +125,10 @@ class Channel:
 
     def wake(self) -> None:
         """Ends a `receive` that waits in another thread."""
-        with suppress(OSError):
-            self._socket.sendto(b"", self.address)
+        self._send(self.address, _WAKE)
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """The messages that arrive within so many seconds; an empty one ends it early."""
+        """Yields the messages of this run's ranks that arrive within so many seconds; `wake` ends it early."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._socket.settimeout(left)
@@ -132,12 +136,11 @@ class Channel:
                 data = self._socket.recv(1 << 16)
             except OSError:
                 continue
-            if not data:
+            if (message := self._opener.open(data)) is None:
+                continue
+            if message["kind"] == _WAKE:
                 return
-            with suppress(ValueError, zlib.error, AttributeError):
-                message = json.loads(zlib.decompress(data))
-                if message.get("secret") == self.secret:
-                    yield message
+            yield message
 
     def close(self) -> None:
         self._socket.close()

@@ -14,6 +14,8 @@ Seconds are counted by looks, not by the clock: where everything was stopped (Ct
 
 import ctypes
 import fcntl
+import hmac
+import itertools
 import json
 import os
 import select
@@ -24,12 +26,59 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 """The signal on which a rank writes its stacks: from C, and so also when no Python code can run in it."""
+
+
+LARGEST_MESSAGE = 1 << 20  # bytes, when it is unpacked
+_HEADER = struct.Struct(">8sQ")
+SEAL = 32
+
+
+def sealer(secret: str) -> Callable[[dict[str, Any]], bytes]:
+    """Returns what makes datagrams of messages: a seal over all that follows, the sender's number, a counter, the message."""
+    sender, counter, key = os.urandom(8), itertools.count(1), bytes.fromhex(secret)
+
+    def seal(message: dict[str, Any]) -> bytes:
+        data = _HEADER.pack(sender, next(counter)) + zlib.compress(json.dumps(message).encode(), 1)
+        return hmac.digest(key, data, "sha256") + data
+
+    return seal
+
+
+class Opener:
+    """Opens the datagrams of those that know the secret, each once. Looks at nothing before the seal is right."""
+
+    def __init__(self, secret: str) -> None:
+        self._key = bytes.fromhex(secret)
+        self._newest: dict[bytes, tuple[int, int]] = {}  # of each sender: its newest counter, and a bit for each before it
+
+    def open(self, datagram: bytes) -> dict[str, Any] | None:
+        """Returns the message; None for what comes from somebody else, or for the second time."""
+        seal, data = datagram[:SEAL], datagram[SEAL:]
+        if len(data) < _HEADER.size or not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
+            return None
+        sender, counter = _HEADER.unpack_from(data)
+        if not self._is_new(sender, counter):
+            return None
+        message: dict[str, Any] = json.loads(zlib.decompressobj().decompress(data[_HEADER.size :], LARGEST_MESSAGE))
+        return message
+
+    def _is_new(self, sender: bytes, counter: int) -> bool:
+        """Datagrams may overtake each other: the last 64 of a sender are remembered."""
+        newest, seen = self._newest.get(sender, (0, 0))
+        if counter > newest:
+            seen = (seen << (counter - newest) if counter - newest < 64 else 0) & 0xFFFF_FFFF_FFFF_FFFF
+            newest = counter
+        elif newest - counter >= 64 or seen >> (newest - counter) & 1:
+            return False
+        self._newest[sender] = newest, seen | 1 << (newest - counter)
+        return True
 
 
 def started(pid: int | str) -> str:
@@ -236,8 +285,10 @@ class Watch:
     def tell(self, text: str) -> None:
         """Says it here, and to the ranks that are left."""
         print(text, file=sys.stderr, flush=True)
-        news = {"secret": self.known.get("secret"), "kind": "died", "rank": self.known.get("rank"), "text": text}
-        data = zlib.compress(json.dumps(news).encode(), 1)
+        if "secret" not in self.known:
+            return
+        seal = sealer(self.known["secret"])
+        data = seal({"kind": "died", "rank": self.known.get("rank"), "text": text})
         for address in self.known.get("addresses", ()):
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sender:

@@ -1,0 +1,84 @@
+"""A stranger on the network of a run: finds where its processes listen, and sends them things."""
+
+import os
+import random
+import re
+import socket
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning import Callback
+
+BOMBS = [
+    zlib.compress(b"[" * 100_000),
+    zlib.compress(bytes(50_000_000)),
+    zlib.compress(b'{"secret": "", "kind": "fails", "rank": 1, "text": "x"}'),
+    b"",
+]
+
+
+class Listener(NamedTuple):
+    kind: str
+    address: str
+    port: int
+    program: str
+
+
+def listeners(folder: Path) -> set[Listener]:
+    """Where the processes that run in a folder listen: TCP, and UDP sockets that are connected to nobody."""
+    owners: dict[str, str] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(process / "cwd") != str(folder):
+                continue
+            words = (process / "cmdline").read_text().replace("\0", " ")
+            for opened in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(opened)):
+                        owners[inode[1]] = words
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in owners and fields[3] == ("0A" if kind.startswith("tcp") else "07"):
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                family = socket.AF_INET6 if kind.endswith("6") else socket.AF_INET
+                found.add(Listener(kind, socket.inet_ntop(family, b"".join(words)), int(port, 16), owners[fields[9]]))
+    return found
+
+
+def on_loopback(address: str) -> bool:
+    return address.startswith(("127.", "::ffff:127.")) or address == "::1"
+
+
+class Stranger(Callback):
+    """On rank 0: notes who listens in `listeners.txt`, and before each batch sends garbage to all of them."""
+
+    def __init__(self, sends: int = 0) -> None:
+        self.sends = sends
+        self._found: set[Listener] = set()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank:
+            return
+        if not self._found:
+            self._found = listeners(Path.cwd())
+            Path("listeners.txt").write_text(
+                "\n".join(f"{one.kind} {one.address} {one.port} {one.program}" for one in self._found)
+            )
+        chance = random.Random(batch_idx)
+        for one in self._found:
+            for number in range(self.sends):
+                data = chance.choice([*BOMBS, chance.randbytes(chance.randrange(2_000))])
+                here = "::1" if ":" in one.address and not one.address.startswith("::ffff") else "127.0.0.1"
+                family = socket.AF_INET6 if ":" in here else socket.AF_INET
+                with (
+                    suppress(OSError),
+                    socket.socket(family, socket.SOCK_DGRAM if "udp" in one.kind else socket.SOCK_STREAM) as line,
+                ):
+                    line.settimeout(1)
+                    line.connect((here, one.port))
+                    line.send(data if number % 10 else BOMBS[0])
