@@ -20,8 +20,8 @@ from project.errors import UserError
 from project.export import description
 from project.export.folder import ABOUT, staging
 from project.parts import Parted, Stored, changed
+from project.plain_values import load
 from project.survive.files import entry_of, manifest_of, read_manifest, write_file, write_manifest
-from project.survive.readable import plain_values
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,11 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _write(checkpoint: Path, file: Path) -> None:
-    with plain_values():
-        parted = Parted(checkpoint, _load)
-        with TemporaryDirectory(dir=file.parent, prefix=".tensors-") as place:
-            content = parted.checkpoint(lambda stored: _on_disk(stored, Path(place) / "tensor"))
-            write_file(file, lambda opened: torch.save(content, opened))
-        _compare(parted, _load(file))
+    parted = Parted(checkpoint, load)
+    with TemporaryDirectory(dir=file.parent, prefix=".tensors-") as place:
+        content = parted.checkpoint(lambda stored: _on_disk(stored, Path(place) / "tensor"))
+        write_file(file, lambda opened: torch.save(content, opened))
+    _compare(parted, load(file))
 
 
 def _on_disk(stored: Stored, file: Path) -> Tensor:
@@ -96,7 +95,3 @@ def _compare(parted: Parted, written: Mapping[str, Any]) -> None:
             raise UserError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
 
     parted.checkpoint(compare)
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

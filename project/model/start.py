@@ -4,14 +4,13 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from project.errors import UserError
 from project.parts import Parted, Stored
+from project.plain_values import load
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content: Any = _load(path) if path.is_file() else _in_parts(path)
+        content: Any = load(path) if path.is_file() else _in_parts(path)
     except UserError:
         raise
     except Exception as error:  # whatever a file that is none makes of the reader
@@ -98,12 +97,7 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
 
 def _in_parts(folder: Path) -> dict[str, Any]:
     """Read when it is known which of it are the weights."""
-    return Parted(folder, _load).checkpoint(lambda stored: stored)
-
-
-def _load(path: Path) -> Any:
-    """What is not used of a file of the usual kind is not read: no rank that holds a part holds the whole meanwhile."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return Parted(folder, load).checkpoint(lambda stored: stored)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:

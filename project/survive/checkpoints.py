@@ -23,8 +23,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.cluster.place import host, image
 from project.errors import UserError
+from project.plain_values import load
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
-from project.survive.readable import check, plain_values
+from project.survive.readable import check
 from project.survive.together import Copied, Lost, Together
 from project.train.logged import TakesMeasurements, measurement_loggers
 from project.train.position import out_of_time, position, within_epoch
@@ -375,8 +376,7 @@ class Checkpoints(Checkpoint):
         path = free_name(path, folder=False)
         size = write(path, copied.marked, manifest)
         if not self._read_back:
-            with plain_values():  # the first of this process, as one that goes on will read it; but not into main memory
-                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            load(path)  # the first of this process, as one that resumes will read it; but not into main memory
             self._read_back = True
         return path, size
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ from typing import Any, BinaryIO
 import torch
 
 from project.errors import UserError
+from project.plain_values import read_text, regular_size
 
 log = logging.getLogger(__name__)
 
+_PART = re.compile(r"whole\.pt|part-\d{5}-of-\d{5}\.pt")
 _CHUNK = 1 << 22
 _READERS = 4  # files of a checkpoint that are read at once
 
@@ -55,11 +58,13 @@ def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
     `content`: whether the files are read and their checksums compared, or their sizes only.
     """
     try:
-        manifest: dict[str, Any] = json.loads(manifest_of(path).read_text())
+        manifest: dict[str, Any] = json.loads(read_text(manifest_of(path)))
         parts: dict[str, Entry] | None = manifest.get("parts")
         if parts is None:
             manifest["bytes"], manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        elif odd := [name for name in parts if not _PART.fullmatch(name)]:
+            raise UserError(f"{odd[0]!r} is no name of a part")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"its manifest can't be read ({error})") from error
     if parts is None:
         if path.is_dir():
@@ -91,7 +96,7 @@ def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) ->
 
 def _problem(path: Path, entry: Entry, content: bool = True) -> str:
     """Returns how a file is not what was written, or nothing."""
-    size = path.stat().st_size
+    size = regular_size(path)
     if size != entry["bytes"]:
         return f"has {size} bytes instead of {entry['bytes']}"
     if not content:
@@ -216,7 +221,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
 def _before(path: Path) -> dict[str, Any]:
     """The manifest of the file that is about to be replaced: neither of the two can be renamed together with the other."""
     try:
-        known: dict[str, Any] = json.loads(manifest_of(path).read_text()) if path.is_file() else {}
+        known: dict[str, Any] = json.loads(read_text(manifest_of(path))) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     known.pop("before", None)

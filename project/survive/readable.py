@@ -6,30 +6,13 @@ values, and here numpy's arrays and numbers, and paths, too.
 
 import io
 import pickle
-from contextlib import AbstractContextManager
-from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
-
-# How numpy makes an array and a number again: under the names that numpy 1 and numpy 2 have for it in a file.
-_AGAIN: list[Any] = [value.__reduce__()[0] for value in (np.zeros(1), np.float64(1))]
-_PLACES = ("numpy.core.multiarray", "numpy._core.multiarray")
-_NUMPY: list[Any] = [
-    *(np.ndarray, np.dtype),
-    *((again, f"{place}.{again.__name__}") for again in _AGAIN for place in _PLACES),
-    *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"},
-]
-
-
-def plain_values() -> AbstractContextManager[None]:
-    """Within it, `torch.load(weights_only=True)` reads numpy's values and paths."""
-    context: AbstractContextManager[None] = torch.serialization.safe_globals([*_NUMPY, PosixPath, PurePosixPath])
-    return context
+from project.plain_values import plain_values
 
 
 def check(checkpoint: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from project.errors import UserError, as_user_error
 from project.parts import Parted, Stored
-from project.survive.readable import plain_values
+from project.plain_values import finished, load, plain_values
 
 _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file open, is copied
 
@@ -29,13 +29,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         safe, path_ = True if weights_only is None else weights_only, Path(path)
         try:
-            with plain_values():
-                if path_.is_dir():
-                    parted = Parted(path_, lambda file: _mapped(file, safe))
-                    return parted.checkpoint(self.slice_of or Stored.read)
-                if self.slice_of is not None and path_.is_file():
-                    return _let_go(_mapped(path_, safe))
-                return super().load_checkpoint(path, map_location, safe)
+            if path_.is_dir():
+                read = load if safe else _load_trusted
+                return Parted(path_, read).checkpoint(self.slice_of or Stored.read)
+            if not path_.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
+                with plain_values():
+                    found: dict[str, Any] = finished(super().load_checkpoint(path, map_location, safe))
+                return found
+            if self.slice_of is not None:
+                return _let_go(load(path_))
+            found = load(path_, map_location, mmap=False)
+            return found
         except pickle.UnpicklingError as error:
             raise as_user_error(
                 error,
@@ -54,8 +58,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             ) from error
 
 
-def _mapped(path: Path, weights_only: bool) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+def _load_trusted(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _let_go(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from project.cluster.group import Group
 from project.parts import WHOLE, Parted, Stored, part_name
+from project.plain_values import load
 from project.survive.files import Entry, cause, entry_of, free_name, part_problem, put_aside, sync, write_file, write_manifest
-from project.survive.readable import check, plain_values
+from project.survive.readable import check
 
 T = TypeVar("T")
 
@@ -143,8 +144,7 @@ class Together:
             if problem := part_problem(path, file, entry):
                 raise OSError(problem)
         if not self._read_back:  # the first of this process, as one that goes on will read it
-            with plain_values():
-                Parted(path, _load).checkpoint(self._try)
+            Parted(path, load).checkpoint(self._try)
             self._read_back = True
 
     def _try(self, stored: Stored) -> None:
@@ -174,7 +174,3 @@ def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
 def _brief(text: str) -> str:
     """Gloo's reason, without its own file, and without its guesses."""
     return re.sub(r"^\[\S+gloo\S+\] ", "", text.strip()).partition(" This is typically")[0].partition("\n")[0].rstrip(".")
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -1,0 +1,151 @@
+"""Hostile files of torch.save: an error in a line, where numpy's own constructors would read foreign memory."""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from project.plain_values import load, read_text
+from project.survive.files import read_manifest, write
+
+VALUES = {
+    "numbers": [
+        np.float64(1.5),
+        np.bool_(True),
+        np.datetime64("2020-01-01T00:00:05", "ns"),
+        np.timedelta64(3, "25s"),
+        np.int8(-3),
+    ],
+    "arrays": [
+        *(
+            np.arange(6.0).reshape(2, 3),
+            np.asfortranarray(np.arange(6).reshape(2, 3)),
+            np.array(3),
+            np.zeros((0, 4), np.float32),
+        ),
+        *(np.array(["ab", "c"]), np.array([b"x"]), np.arange(3, dtype=">f4"), np.array([1 + 2j]), np.array([True, False])),
+        *(np.array(["2020"], "M8[D]"), np.arange(24).reshape(2, 3, 4)[:, ::2]),
+    ],
+    "states": {"generator": np.random.default_rng(0).bit_generator.state, "old": np.random.RandomState(0).get_state()},
+    "types": (np.dtype("f4"), np.dtype(">i2"), np.dtype("M8[ms]")),
+    "path": Path("a/b"),
+    "tensor": torch.arange(3),
+}
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return type(other) is np.ndarray and one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def test_numpys_values_and_paths_come_back_as_they_were(tmp_path):
+    torch.save(VALUES, tmp_path / "file")
+    for mmap in (True, False):
+        read = load(tmp_path / "file", mmap=mmap)
+        assert same(VALUES, read)
+        assert read["arrays"][0].flags.writeable
+
+
+class Made:
+    """Pickled as a call, and a state that is set on what it gives."""
+
+    def __init__(self, function, arguments, state=None):
+        self.parts = (function, arguments, state) if state is not None else (function, arguments)
+
+    def __reduce__(self):
+        return self.parts
+
+
+FLOAT, OBJECT = np.dtype("f8"), np.dtype("O")
+again = np.zeros(1).__reduce__()[0]
+scalar = np.float64(1).__reduce__()[0]
+
+
+def array(state):
+    return Made(again, (np.ndarray, (0,), b"b"), state)
+
+
+RECORD = (3, "<", None, ("a",), {"a": (np.dtype("f8"), 1 << 40)}, 8, 1, 16)
+HOSTILE = {
+    "objects at any address": array((1, (4,), OBJECT, False, [1, 2, 3, 4])),
+    "object bytes": array((1, (4,), OBJECT, False, struct.pack("4Q", 1, 2, 3, 4))),
+    "an object scalar": Made(scalar, (OBJECT, struct.pack("Q", 4096))),
+    "a field outside": Made(np.dtype, ("V16", False, True), RECORD),
+    "a float with fields": array((1, (1,), Made(np.dtype, ("f8", False, True), RECORD), False, bytes(8))),
+    "too few bytes": array((1, (1 << 40,), FLOAT, False, bytes(8))),
+    "sizes that wrap": array((1, (1 << 32, 1 << 32), FLOAT, False, bytes(8))),
+    "a negative size": array((1, (-1, -1), FLOAT, False, bytes(8))),
+    "a scalar of few bytes": Made(scalar, (FLOAT, b"1")),
+    "a list for a shape": array((1, "ab", FLOAT, False, bytes(8))),
+    "a text for a state": array("state"),
+    "no dtype": array((1, (1,), "f8", False, bytes(8))),
+    "a command": Made(os.system, ("touch ran",)),
+    "an array from a buffer": Made(np.ndarray, ((1 << 40,), FLOAT, bytes(8))),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_value_is_refused(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state": HOSTILE[case]}, "file")
+    try:
+        read = load(Path("file"))["state"]
+    except (pickle.UnpicklingError, ValueError, TypeError):
+        pass
+    else:
+        assert isinstance(read, np.ndarray), case
+        assert read.nbytes < 100, "made of nothing, as numpy.empty(0)"
+    assert not Path("ran").exists()
+
+
+def test_an_archive_that_unpacks_to_more_than_it_has_is_refused(tmp_path):
+    content = io.BytesIO()
+    torch.save({"x": torch.zeros(1000)}, content)
+    with zipfile.ZipFile(content) as old, zipfile.ZipFile(tmp_path / "file", "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry) if not entry.filename.endswith("data/0") else bytes(1 << 26))
+    with pytest.raises(pickle.UnpicklingError, match="unpacks to more"):
+        load(tmp_path / "file")
+
+
+def test_pipes_devices_and_foreign_names_are_not_read(tmp_path):
+    """Each of these would be read for ever, or lies elsewhere."""
+    path = tmp_path / "step-000000001.ckpt"
+    write(path, {"x": 1}, {"step": 1})
+    manifest = path.with_suffix(".json")
+    text = manifest.read_text()
+    for make in (os.mkfifo, lambda place: os.symlink("/dev/zero", place)):
+        for place in (path, manifest):
+            content = place.read_bytes()
+            place.unlink()
+            make(place)
+            with pytest.raises((ValueError, OSError), match="no regular file"):
+                read_manifest(path)
+            with pytest.raises(OSError, match="no regular file"):
+                load(place)
+            place.unlink()
+            place.write_bytes(content)
+    manifest.write_text('{"parts": {"../../other": {"bytes": 1, "sha256": "", "rank": 0, "host": ""}}}')
+    with pytest.raises(ValueError, match="no name of a part"):
+        read_manifest(path)
+    for garbage in ("[" * 100_000, "null", "[]", '{"parts": 3}', '{"bytes": {}, "sha256": 1}', "\udcff"):
+        manifest.write_bytes(garbage.encode(errors="surrogateescape"))
+        with pytest.raises((ValueError, OSError)):
+            read_manifest(path)
+    manifest.write_text(text)
+    read_manifest(path)
+    with pytest.raises(OSError, match="more than"):
+        read_text(manifest, 10)
