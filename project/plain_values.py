@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` as data: whatever one claims, it runs no code, reads no foreign memory, takes no more than it has.
+"""Reads files of `torch.save` as data: whatever one claims, it runs no code, reads no foreign memory, takes what it has.
 
 torch's `weights_only` makes tensors and plain values. Numpy's arrays and numbers, and paths, are made here by constructors that
 check what they are given: numpy's own take any memory address for an object, and any offset for a field.

@@ -58,6 +58,12 @@ class Counting(Callback):
         return {"counts": self.counts}
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The module writes the samples that it sees into the folder that it runs in."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Remembering(Regression):
     """Keeps a mean in a buffer that no state_dict has."""
 
