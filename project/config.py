@@ -19,6 +19,7 @@ from lightning_utilities.core.enums import StrEnum
 from project.complaints import complaint
 from project.config_files import documents, option
 from project.errors import UserError
+from project.untrusted import compose_yaml, read_yaml
 
 
 class UsageError(UserError):
@@ -191,7 +192,7 @@ class Parser(LightningArgumentParser):
                 return "--" if end == len(parts) else f"--{name}: "
         for end in range(len(parts), 0, -1):  # or, of what can not be there, what it stands under
             for path in reversed(self.configs):
-                if line := _line(yaml.compose(path.read_text()), parts[:end]):
+                if line := _line(compose_yaml(path), parts[:end]):
                     return f"{path}, line {line}: "
         return ""
 
@@ -210,10 +211,10 @@ def refuse_odd_sections(configs: Iterable[Path]) -> None:
         UsageError: names the section, and its line.
     """
     for path in configs:
-        for name, value in (yaml.safe_load(path.read_text()) or {}).items():
+        for name, value in (read_yaml(path) or {}).items():
             if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
                 continue
-            line = _line(yaml.compose(path.read_text()), [name])
+            line = _line(compose_yaml(path), [name])
             raise UsageError(
                 f"{path}, line {line}: {name} holds keys and values, as in '{name}: {{KEY: VALUE}}', and it is {value!r}."
             )

@@ -4,10 +4,8 @@ torch's `weights_only` makes tensors and plain values. Numpy's arrays and number
 check what they are given: numpy's own take any memory address for an object, and any offset for a field.
 """
 
-import os
 import pickle
 import re
-import stat
 import zipfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from project.untrusted import regular_size
 
 _CODE = re.compile(r"[biufcSUmM?]\d{0,9}|[?bhilqBHILQefdg]")
 _UNIT = re.compile(rb"[A-Za-z]{1,7}")
@@ -110,14 +110,6 @@ def finished(value: Any) -> Any:
     return value
 
 
-def regular_size(path: Path) -> int:
-    """Returns the size of a file; an OSError for a pipe or a device, which would be read for ever."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise IsADirectoryError(f"{path} is a folder") if stat.S_ISDIR(found.st_mode) else OSError(f"{path} is no regular file")
-    return found.st_size
-
-
 def load(path: Path, map_location: Any = "cpu", mmap: bool = True) -> Any:
     """Reads a file of `torch.save`: tensors and plain values. `mmap`: a tensor is read when it is used."""
     size = regular_size(path)
@@ -134,15 +126,3 @@ def _check_archive(path: Path, size: int) -> None:
         entries = archive.infolist()
     if sum(entry.file_size for entry in entries) > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise pickle.UnpicklingError("its archive unpacks to more than it has; torch.save makes no such file")
-
-
-def read_text(path: Path, limit: int = 64 << 20) -> str:
-    """Reads a text file of a run's folder, which others may have written: a regular file of at most so many bytes."""
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(opened, "rb") as file:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise OSError(f"{path} is no regular file")
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(f"{path} has more than {limit:,} bytes")
-    return content.decode()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
+from project.untrusted import read_text
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
@@ -74,7 +75,7 @@ def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
         for name, when in _tables(look.folder).items():
             rank = int(name.rpartition("rank")[2].removesuffix(".txt"))
             if before.get(name) != when and "memory" not in name and rank in wanted:
-                found[rank] = (look.folder / FOLDER / name).read_text()
+                found[rank] = read_text(look.folder / FOLDER / name)
                 first = min(first, time.monotonic())
         missing = sorted({*wanted} - {*found})
         if missing and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:

@@ -5,7 +5,6 @@ others are told.
 """
 
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.survive.checkpoints import goes_by
 from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
+from project.untrusted import read_json, read_yaml
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
@@ -210,8 +210,8 @@ def _said(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
 def saved_config(folder: Path) -> dict[str, Any] | None:
     """A run's config.yaml, where it can be read."""
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        config = read_yaml(folder / "config.yaml")
+    except (OSError, ValueError, yaml.YAMLError):
         return None
     return config if isinstance(config, dict) else None
 
@@ -328,6 +328,6 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
 
 def _metrics(path: Path) -> dict[str | None, float]:
     try:
-        return dict(json.loads(manifest_of(path).read_text()).get("metrics", {}))
-    except (OSError, ValueError):
+        return dict(read_json(manifest_of(path)).get("metrics", {}))
+    except (OSError, ValueError, TypeError):
         return {}

@@ -28,6 +28,7 @@ import yaml
 
 from project.config_files import checked, find, option, without
 from project.errors import UserError
+from project.untrusted import read_yaml
 
 _DRAWN: dict[str, Callable[[random.Random, list[Any]], Any]] = {
     "uniform": lambda rng, ends: _short(rng.uniform(*ends)),
@@ -82,7 +83,7 @@ def flag(key: str, value: Any) -> str:
 def read_sweep(file: str) -> Sweep:
     """The sweep of a YAML; what is wrong with it is said by name."""
     try:
-        content = yaml.safe_load(find(file, None).read_text())
+        content = read_yaml(find(file, None))
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     known = ("samples", "seed", "metric", "mode", "together", "stop_early", "keys")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from project.plain_values import load, read_text
+from project.plain_values import load
 from project.survive.files import read_manifest, write
+from project.untrusted import read_text
 
 VALUES = {
     "numbers": [

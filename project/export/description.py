@@ -1,6 +1,5 @@
 """What an export says of itself, in export.json: what goes in, what comes out, and where it comes from."""
 
-import json
 import platform
 import shutil
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
 from project.survive.files import manifest_of, sha256_of
+from project.untrusted import read_json
 
 CONFIG = "config.yaml"
 
@@ -24,7 +24,7 @@ def origin(checkpoint: Path | None) -> dict[str, Any]:
     """The run, the checkpoint, its step and its metrics, as far as they are known."""
     manifest: dict[str, Any] = {}
     if checkpoint is not None and manifest_of(checkpoint).is_file():
-        manifest = json.loads(manifest_of(checkpoint).read_text())
+        manifest = read_json(manifest_of(checkpoint))
     in_run = checkpoint is not None and checkpoint.absolute().parent.name == "checkpoints"
     return {
         "run": checkpoint.absolute().parents[1].name if checkpoint is not None and in_run else None,

@@ -4,7 +4,6 @@ When a checkpoint is made, what goes into it, and which are kept. How one lies o
 the ranks write one together, where the network is spread over them, in survive/together.py.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
 from project.train.spread import taken_apart
+from project.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class Checkpoints(Checkpoint):
     def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in checkpoints_in(self._folder):
             try:
-                yield path, json.loads(manifest_of(path).read_text())
+                yield path, read_json(manifest_of(path))
             except (OSError, ValueError):
                 continue
 

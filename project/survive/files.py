@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from project.errors import UserError
-from project.plain_values import read_text, regular_size
+from project.untrusted import read_json, regular_size
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
     `content`: whether the files are read and their checksums compared, or their sizes only.
     """
     try:
-        manifest: dict[str, Any] = json.loads(read_text(manifest_of(path)))
+        manifest: dict[str, Any] = read_json(manifest_of(path))
         parts: dict[str, Entry] | None = manifest.get("parts")
         if parts is None:
             manifest["bytes"], manifest["sha256"]
         elif odd := [name for name in parts if not _PART.fullmatch(name)]:
             raise UserError(f"{odd[0]!r} is no name of a part")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"its manifest can't be read ({error})") from error
     if parts is None:
         if path.is_dir():
@@ -221,7 +221,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
 def _before(path: Path) -> dict[str, Any]:
     """The manifest of the file that is about to be replaced: neither of the two can be renamed together with the other."""
     try:
-        known: dict[str, Any] = json.loads(read_text(manifest_of(path))) if path.is_file() else {}
+        known: dict[str, Any] = read_json(manifest_of(path)) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     known.pop("before", None)

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from project.cluster.slurm import job_name, scontrol
+from project.untrusted import read_text
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Requeue:
                 return self._put
             marks = ["none"]
             with suppress(OSError):
-                marks += self._marks.read_text().split()
+                marks += read_text(self._marks).split()
             newest = self.newest()
             mark = newest.name if newest else marks[-1]
             if marks[-MOST:] == [mark] * MOST:

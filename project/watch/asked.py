@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
+from project.untrusted import parse_json
 
 FILE = "profile.json"
 FOLDER = "profiles"
@@ -44,7 +45,7 @@ class Asked:
     @staticmethod
     def of(text: str) -> "Asked":
         try:
-            said = json.loads(text) if text.strip() else {}
+            said = parse_json(text) if text.strip() else {}
         except ValueError as error:
             raise UserError(f"It is not JSON: {error}.") from error
         names = {one.name for one in fields(Asked)}

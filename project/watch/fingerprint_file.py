@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
+from project.untrusted import parse_json, regular_size
 
 FILE = "fingerprints.jsonl"
 FORMAT = 1
@@ -118,6 +119,7 @@ def read(folder: Path, name: str) -> Recorded:
     """The run's file. A UserError says what is wrong with it."""
     path = folder / FILE
     try:
+        regular_size(path)
         content = path.read_bytes()
     except FileNotFoundError:
         raise UserError(
@@ -130,7 +132,7 @@ def read(folder: Path, name: str) -> Recorded:
     starts: list[tuple[Start, list[Step]]] = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             version = entry.get("format")
             if version == FORMAT:
                 starts.append((_start(entry), []))

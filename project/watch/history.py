@@ -3,7 +3,6 @@ warnings. Nothing is imported that a login node would have to wait for, and noth
 """
 
 import fcntl
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from project.untrusted import parse_json, parse_yaml, read_json, read_text
+
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
 """Settings that say nothing of what is trained."""
@@ -25,6 +26,8 @@ OURS = ("speed/", "ranks/", "run/")
 SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$")
+
+_LONGEST = 1 << 28  # bytes of a log that is read
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,8 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
         lives[-1].state = "going on"
     text = _text(folder / "config.yaml")
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:
+        config = parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
         config = {}
     checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
@@ -170,7 +173,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
     lives: list[Life] = []
     for line in _text(path).splitlines():
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             event, time, step = entry.pop("event"), float(entry.pop("time")), entry.pop("step")
             if event == "start":
                 lives.append(Life(time, int(step), int(entry.pop("ranks")), entry, time, int(step)))
@@ -233,17 +236,16 @@ def held(lock: Path) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return read_text(path, _LONGEST, errors="replace")
     except OSError:
         return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def longest(shares: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogg
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from project.errors import UserError
+from project.untrusted import read_json
 from project.watch.steady import Csv, MLFlow, Wandb, said, without_password
 
 log = logging.getLogger(__name__)
@@ -155,11 +156,10 @@ _MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger:
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
     """What an earlier start has written down."""
     try:
-        found = json.loads((folder / _FILE).read_text())
-        return {str(place): str(one) for place, one in found.items()}
+        return {str(place): str(one) for place, one in read_json(folder / _FILE).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         log.log(level, "%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, said(error))
         return {}
 

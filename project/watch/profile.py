@@ -5,6 +5,7 @@ Nothing of this is among a step's hooks until it is wanted. `python -m project p
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.errors import UserError
 from project.train.loop import joins
+from project.untrusted import read_text
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.memory import ran_out, write_held
 from project.watch.recording import Recording, StepRanges
 
 log = logging.getLogger(__name__)
+
+_LONGEST = 10_000  # bytes of a request
 
 _PAUSE = 1.0  # seconds from one look at the folder to the next
 
@@ -77,8 +81,9 @@ class Profile(Callback):
         """Whether rank 0 has found the file. Called between steps."""
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _PAUSE
+            file = Path(trainer.default_root_dir) / FILE
             free = trainer.is_global_zero and (self._recording is None or self._recording.over)
-            self._found = free and (Path(trainer.default_root_dir) / FILE).exists()
+            self._found = free and os.path.lexists(file) and not file.is_dir()
         return self._found
 
     def answers(self, trainer: Trainer, group: Any) -> None:
@@ -93,10 +98,12 @@ class Profile(Callback):
     def _take(self, trainer: Trainer) -> Asked | None:
         file = Path(trainer.default_root_dir) / FILE
         try:
-            text = file.read_text()
-            file.unlink()
+            try:
+                text = read_text(file, _LONGEST)
+            finally:
+                file.unlink()
             return Asked.of(text)
-        except (OSError, UserError) as error:
+        except (OSError, ValueError) as error:
             log.warning("%s can't be answered: %s", file, error)
             return None
 

@@ -1,6 +1,5 @@
 """What a search says while it goes on, and at its end."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from ray import tune
 from project.engines.ray.fit import say
 from project.engines.ray.trial import name_of
 from project.sweep import Sweep
+from project.untrusted import read_json
 
 
 class Until(tune.Stopper):  # type: ignore[misc]
@@ -82,6 +82,6 @@ class News(tune.Callback):  # type: ignore[misc]
         """The one of that step, or what is left of the run: the newest."""
         there = sorted((folder / "checkpoints").glob("step-*.json"))
         for manifest in there:
-            if json.loads(manifest.read_text()).get("position", {}).get("global_step") == step:
+            if read_json(manifest).get("position", {}).get("global_step") == step:
                 return manifest.with_suffix(".ckpt")
         return there[-1].with_suffix(".ckpt") if there else folder

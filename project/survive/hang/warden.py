@@ -307,6 +307,8 @@ class Watch:
     def note_end(self, how: str) -> None:
         """In the life of the run, which the rank could not write to its end; then the report of it is written."""
         life = Path(self.known.get("life", ""))
+        if not life.is_file():  # a pipe would be waited for
+            return
         try:
             last = json.loads(life.read_text().splitlines()[-1])
             if last["event"] != "start" or last["pid"] != self.pid:
