@@ -88,5 +88,5 @@ def test_json_that_is_none_is_a_value_error(tmp_path):
     path = tmp_path / "file.json"
     for content in (b"[" * 100_000, b"\xff\xff", b"", b"[]", b"null", b"{", b"1" * 5000):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="JSON|nested|decode|Expect|digits"):
+        with pytest.raises(ValueError, match=r"JSON|nested|decode|Expect|digits"):
             read_json(path)
