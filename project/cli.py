@@ -48,6 +48,7 @@ from project.survive.verification import Verification
 from project.sweep import with_trial
 from project.train.deferred import builder
 from project.trainer import Trainer
+from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
 from project.watch.dashboard import Dashboard
@@ -345,7 +346,7 @@ class ProjectCLI(LightningCLI):
 
     def bench(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
         found = self.trainer.bench(model, datamodule, **settings)
-        (self.folder / "bench.json").write_text(json.dumps(found, indent=1))
+        write_text(self.folder / "bench.json", json.dumps(found, indent=1))
         report.draw(found, self.folder / "bench.svg")
         report.show(found, Console(width=None if sys.stdout.isatty() else 130))
         log.info("The figures: %s, the picture: bench.svg beside it", self.folder / "bench.json")
@@ -375,9 +376,8 @@ class ProjectCLI(LightningCLI):
         if self.trainer.is_global_zero:
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
             path = self.folder / f"{self.subcommand}.json"
-            path.write_text(
-                json.dumps({"checkpoint": self.config_init[self.subcommand].ckpt_path, "metrics": metrics}, indent=1)
-            )
+            checkpoint = self.config_init[self.subcommand].ckpt_path
+            write_text(path, json.dumps({"checkpoint": checkpoint, "metrics": metrics}, indent=1))
             log.info("The figures: %s", path)
 
     def after_fit(self) -> None:

@@ -19,7 +19,7 @@ from lightning_utilities.core.enums import StrEnum
 from project.complaints import complaint
 from project.config_files import documents, option
 from project.errors import UserError
-from project.untrusted import compose_yaml, read_yaml
+from project.untrusted import compose_yaml, read_yaml, write_text
 
 
 class UsageError(UserError):
@@ -39,9 +39,7 @@ class SaveConfig(Callback):
 
 def save_config(folder: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, whole or not at all."""
-    part = folder / ".config.yaml.part"
-    part.write_text(yaml.safe_dump(config, sort_keys=False))
-    part.replace(folder / "config.yaml")
+    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
 def brought(argv: list[str]) -> tuple[bool, bool]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
+from project.untrusted import write_text
 from project.watch.compared import compared
 from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
@@ -34,7 +35,7 @@ def main(words: Sequence[str]) -> int:
         if len(histories) > 1:
             out = given.out or Path(RUNS) / "compared.html"
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(compared(histories))
+            write_text(out, compared(histories))
             print(f"Side by side: {out}")
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)

@@ -91,6 +91,13 @@ def within(key: str, keys: list[str]) -> bool:
     return any(key == one or key.startswith(one + ".") for one in keys)
 
 
+def _lock_mode() -> int:
+    """Returns who may open the lock: who may write there. Who only reads could hold it, and keep the run from starting."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o600 | (0 if mask & 0o020 else 0o060)
+
+
 class Run:
     """A run's folder, held by this process until it ends; a second process is refused."""
 
@@ -98,7 +105,9 @@ class Run:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / ".lock").open("a+")
+            self._lock = os.fdopen(
+                os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, _lock_mode()), "r+"
+            )
         except OSError as error:
             raise UserError(
                 f"The run's folder {folder} can't be made: {error}. HINT: user {os.geteuid()} must be able to write there "

@@ -96,6 +96,7 @@ from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
 from project.train.sharded import Sharded
 from project.train.strategy import gathered, share_exactly, share_in_order
+from project.untrusted import write_text
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
@@ -614,7 +615,7 @@ class Trainer(pl.Trainer):
         self.training = False
         text = written(wanted, found)
         if out is not None:
-            out.write_text(text)
+            write_text(out, text)
         return text
 
     def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:

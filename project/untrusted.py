@@ -1,16 +1,18 @@
-"""Reads small files that others may have written: those of a run's folder, and configs.
+"""Reads and writes small files where others may write, too: in a run's folder; and reads configs.
 
 Whatever lies there is bounded before it is parsed: a pipe or a device is not waited for, a file is not larger than it may be,
-and a YAML of a few lines does not stand for millions. What is wrong is an OSError or a ValueError.
+and a YAML of a few lines does not stand for millions. Nothing is written through a link that somebody has put there. What is
+wrong is an OSError or a ValueError.
 
 Imports nothing heavy: it is needed before PyTorch is loaded.
 """
 
 import json
 import os
+import secrets
 import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -101,3 +103,26 @@ def parse_yaml(text: str) -> Any:
 def compose_yaml(path: Path) -> Any:
     """Returns the document's nodes, which know their lines."""
     return yaml.compose(read_text(path), _Loader)
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file under a name that nobody can know before, and renames it: whole or not there, at any moment."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("x", newline="") as file:  # which follows no link
+            file.write(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Opens a file to add to it; an OSError where a link, a pipe or a device lies there."""
+    opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(opened, "a", newline="")

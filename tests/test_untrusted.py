@@ -1,12 +1,14 @@
 """Configs and files of a run's folder that are damaged or hostile: a line that says so, in no time."""
 
+import os
 import random
 
 import pytest
 
 from project.config_files import documents, expand
 from project.errors import UserError
-from project.untrusted import parse_yaml, read_json
+from project.survive.files import write_file
+from project.untrusted import open_to_append, parse_yaml, read_json, write_text
 from tests.conftest import ROOT
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -90,3 +92,23 @@ def test_json_that_is_none_is_a_value_error(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"JSON|nested|decode|Expect|digits"):
             read_json(path)
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    """Somebody who may write into a run's folder must not get a file elsewhere changed by who looks at the run."""
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in ("file", "file.part", ".file.part", ".file.tmp"):
+        (folder / name).symlink_to(victim)
+    write_text(folder / "file", "new")
+    assert not (folder / "file").is_symlink()
+    (folder / "life").symlink_to(victim)
+    with pytest.raises(OSError, match="life"):
+        open_to_append(folder / "life")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(OSError, match="pipe"):
+        open_to_append(folder / "pipe")
+    write_file(folder / "file", lambda file: file.write(b"checkpoint"))
+    assert victim.read_text() == "precious"
+    assert (folder / "file").read_bytes() == b"checkpoint"

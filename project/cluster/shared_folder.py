@@ -13,6 +13,7 @@ from typing import Any
 
 from project.cluster.environment import named
 from project.cluster.place import node_of
+from project.untrusted import read_text, write_text
 
 Gather = Callable[[Any], list[Any]]
 Problem = tuple[str, list[int]]
@@ -55,7 +56,7 @@ def _holds(file: Path, text: str) -> bool:
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         with suppress(OSError):
-            if file.read_text() == text:
+            if read_text(file, 1000) == text:
                 return True
         time.sleep(0.1)
     return False
@@ -67,10 +68,10 @@ def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Prob
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         if not note.exists():
-            note.write_text(hosts[0])
+            write_text(note, hosts[0])
     try:
-        before = note.read_text()
-    except OSError:
+        before = read_text(note, 1000)
+    except (OSError, ValueError):
         before = ""
     other = next((host for host in gather(before) if node_of(host) not in ("", node_of(hosts[0]))), None)
     if other is None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from project.train.held import in_bytes as in_bytes
+from project.untrusted import write_text
 
 _WIDE = 150  # columns, where no terminal says how many there are
 
@@ -79,4 +80,4 @@ def write(findings: Sequence[Finding], file: Path, seconds: float) -> None:
         "seconds": round(seconds, 1),
         "findings": [asdict(found) for found in findings],
     }
-    file.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    write_text(file, json.dumps(content, indent=2, default=str) + "\n")

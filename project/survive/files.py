@@ -180,7 +180,8 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Fills a file under another name, forces it to the disk and gives it its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a write that was cut off
+        with temporary.open("xb") as file:  # which follows no link that somebody has put there
             fill(file)
             file.flush()
             os.fsync(file.fileno())

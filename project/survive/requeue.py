@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from project.cluster.slurm import job_name, scontrol
-from project.untrusted import read_text
+from project.untrusted import open_to_append, read_text
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Requeue:
                 return False
             with suppress(OSError):
                 self._marks.parent.mkdir(exist_ok=True)
-                with self._marks.open("a") as file:
+                with open_to_append(self._marks) as file:
                     file.write(f"{mark}\n")
             self._put = _scontrol("requeue", job_name()) is not None
         if self._put:

@@ -4,14 +4,13 @@ Nothing is imported that a login node would have to wait for.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
-from project.untrusted import parse_json
+from project.untrusted import parse_json, write_text
 
 FILE = "profile.json"
 FOLDER = "profiles"
@@ -38,9 +37,7 @@ class Asked:
 
     def put(self, folder: Path) -> None:
         """Asks for it; whole, or not at all."""
-        part = folder / f".{FILE}.{os.getpid()}"
-        part.write_text(json.dumps(asdict(self)))
-        part.replace(folder / FILE)
+        write_text(folder / FILE, json.dumps(asdict(self)))
 
     @staticmethod
     def of(text: str) -> "Asked":

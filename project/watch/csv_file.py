@@ -1,10 +1,12 @@
 """metrics.csv: one file over all starts of a run. Lightning's writer would delete what an earlier start has written."""
 
 import csv
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from project.untrusted import open_to_append, write_text
 
 Row = dict[str, Any]
 
@@ -40,7 +42,7 @@ class CsvFile:
             self._names += sorted(new)
             self._write([*self._read(), *self.metrics])
         else:
-            with self.path.open("a", newline="") as file:
+            with open_to_append(self.path) as file:
                 csv.DictWriter(file, self._names).writerows(self.metrics)
         self.metrics.clear()
 
@@ -53,14 +55,11 @@ class CsvFile:
         return [{name: value for name, value in row.items() if value} for row in rows if _is_whole(row)]
 
     def _write(self, rows: Sequence[Row]) -> None:
-        part = self.path.with_name(f".{self.path.name}.part")
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._names)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._names)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self.path, text.getvalue())
 
 
 def _is_whole(row: Row) -> bool:

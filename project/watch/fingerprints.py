@@ -26,6 +26,7 @@ from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.norms import batch_norms
 from project.train.strategy import gathered, left_to_each_rank
 from project.train.usual import shares_weights, spread
+from project.untrusted import open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
 from project.watch.module_outputs import ModuleOutputs
@@ -275,7 +276,7 @@ class Fingerprints(Callback):
             if not self._whole:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 cut_off_half_a_line(path)
-            with path.open("a") as file:
+            with open_to_append(path) as file:
                 file.write(text)
             self._whole, self._failing = True, False
         except OSError as error:

@@ -23,6 +23,7 @@ from project.cluster import code
 from project.cluster.place import image
 from project.errors import NonFiniteError, UserError
 from project.train.position import planned_steps
+from project.untrusted import open_to_append
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Life(Callback):
         try:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / FILE).open("a") as file:
+            with open_to_append(folder / FILE) as file:
                 file.write(line + "\n")
             self.wrote = True
         except OSError as error:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogg
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from project.errors import UserError
-from project.untrusted import read_json
+from project.untrusted import read_json, write_text
 from project.watch.steady import Csv, MLFlow, Wandb, said, without_password
 
 log = logging.getLogger(__name__)
@@ -166,10 +166,8 @@ def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
 
 def _keep(folder: Path, place: str, run_id: str) -> None:
     """Writes it down, whole or not at all."""
-    part = folder / f".{_FILE}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))
-        part.replace(folder / _FILE)
+        write_text(folder / _FILE, json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))
     except OSError as error:
         log.error("%s can't be written: %s. A run that goes on will begin a new run of %s.", folder / _FILE, error, place)

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from project.train.allocator import save_doings
+from project.untrusted import write_text
 
 _SHOWN = 15  # kinds of tensors
 
@@ -18,7 +19,7 @@ def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
     """STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = stem.with_name(f"{stem.name}.txt")
-    text.write_text("\n".join([*_held(trainer, module), ""]))
+    write_text(text, "\n".join([*_held(trainer, module), ""]))
     if trainer.strategy.root_device.type == "cuda":
         save_doings(stem.with_name(f"{stem.name}.pickle"))
     return text

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.train.allocator import note_doings
 from project.train.loop import fetching, fetching_now, leaves
+from project.untrusted import write_text
 from project.watch.memory import write_held
 from project.watch.recorded import RANGE, events_of, lines
 from project.watch.throughput import Throughput
@@ -232,9 +233,7 @@ class Recording(StepRanges):
             on_gpu = trainer.strategy.root_device.type == "cuda"
             events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
             said += lines(events, steps, on_gpu)
-        part = stem.with_name(f".{stem.name}.txt")
-        part.write_text("\n".join([*said, ""]))
-        part.replace(stem.with_name(f"{stem.name}.txt"))
+        write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*said, ""]))
         return said
 
 

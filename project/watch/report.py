@@ -5,13 +5,13 @@ And summary.json beside it, for programs.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from html import escape
 from pathlib import Path
 
 from project.errors import UserError
+from project.untrusted import write_text
 from project.watch.charts import COLOURS, Line, Mark
 from project.watch.history import SKIPPED, History, Life, date
 from project.watch.page import Chart, charts, html, of_the_module, section, table
@@ -56,19 +56,9 @@ _OF_RANKS = {
 
 def write(history: History) -> Path:
     """The page and the summary of a run, in its folder."""
-    _replace(history.folder / SUMMARY, json.dumps(history.summary(), indent=1))
-    _replace(path := history.folder / PAGE, page(history))
+    write_text(history.folder / SUMMARY, json.dumps(history.summary(), indent=1))
+    write_text(path := history.folder / PAGE, page(history))
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole at any moment: a warden may write it, too."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def page(history: History) -> str:

@@ -21,6 +21,7 @@ from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
 from project.survive.hang.leaving import Scene, flush, leave, within
 from project.survive.hang.warden import dumped, started
+from project.untrusted import write_text
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +189,9 @@ def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for one in ranks:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {one}.\n\n"
-        (folder / f"hang-rank{one.rank}.txt").write_text(f"{head}{one.stacks}\n")
+        write_text(folder / f"hang-rank{one.rank}.txt", f"{head}{one.stacks}\n")
     if entries := flights.recorded():
-        (folder / f"hang-rank{ranks[0].rank}-collectives.json").write_text(json.dumps(entries))
+        write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
 
 
 def _tell_torchrun(text: str, scene: Scene) -> None:
