@@ -136,6 +136,12 @@ class StepGraphs:
             self._goes_on = self._begins()
         return kind if self._goes_on and shapes and (known is None or known.shapes == shapes) else None
 
+    def look_at(self, outputs: dict[str, Any]) -> None:
+        """Finds in an eager step what a graph would give again as it was when it was recorded."""
+        for name, value in outputs.items():
+            if any(tensor is None for tensor in _tensors(value)):
+                self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
+
     def _begins(self) -> bool:
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False

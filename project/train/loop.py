@@ -414,6 +414,8 @@ class Steps(_TrainingEpochLoop):
 
         if graph is None:
             outputs = self._learn(batch, number, accumulates)
+            if self.graphs is not None:
+                self.graphs.look_at(outputs)
         else:
             outputs, batch = self._run(graph, batch, number, accumulates)
         self._processed(number, accumulates)
