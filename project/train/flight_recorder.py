@@ -30,5 +30,5 @@ def record() -> list[dict[str, Any]]:
 def ranks_of(group: str) -> tuple[int, ...]:
     """Returns the ranks of a group of this process, by the name that the recorder gives it; none, if it is gone."""
     with suppress(Exception):
-        return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(group)))
+        return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(group)))  # type: ignore[arg-type]
     return ()
