@@ -197,3 +197,12 @@ def test_a_rank_that_leaves_a_micro_batch_out_is_refused(folders):
     assert run.code == 1, run.output
     assert "training_step returned None on rank 1 in step 3, and the other ranks would wait" in run.output
     assert "Traceback" not in run.output
+
+
+def test_an_evaluation_with_fewer_samples_than_ranks_ends_all_with_one_message(folders):
+    words = ("fit", "--data=tests.own.PointsData", "--data.init_args.size=16", "--model=tests.own.Regression")
+    run = forked(folders("it"), *words, "--trainer.max_steps=1", ranks=8)
+    assert run.code == 1, run.output
+    assert "An evaluation of 7 sample(s) has none for some of the 8 ranks." in run.output
+    assert "Traceback" not in run.output
+    assert "The run hangs" not in run.output
