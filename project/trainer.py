@@ -294,6 +294,7 @@ class Trainer(pl.Trainer):
         by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
         self._wanted_val_interval = None if by_time else self.val_check_interval
         self._wanted_accumulation, self._wanted_global_batch = accumulate_grad_batches, global_batch_size
+        self._own_accumulation = self.accumulate_grad_batches  # any other value is one that somebody has set since
         self.global_batch: int | None = None
         """Samples behind one optimiser step, where they can be counted."""
         self._signal_connector = SIGNALS  # type: ignore[assignment]
@@ -677,7 +678,9 @@ class Trainer(pl.Trainer):
         """What the launcher and the number of ranks say, in the terms of the data and of Lightning's loops."""
         data: LightningDataModule | None = getattr(self, "datamodule", None)
         self._data_connector.start_over()
-        self.accumulate_grad_batches, self.global_batch = 1, None
+        self._heed_accumulation()
+        self._accumulate(1)
+        self.global_batch = None
         if isinstance(data, ImageData):
             if self.overfit_batches:  # type: ignore[attr-defined]
                 raise UserError(
@@ -698,14 +701,28 @@ class Trainer(pl.Trainer):
             if self._wanted_accumulation != "auto":
                 self._settled(self._wanted_accumulation, None)
 
+    def _heed_accumulation(self) -> None:
+        """Takes `trainer.accumulate_grad_batches = 4` as an argument that is given late, as Lightning's Trainer does."""
+        given = self.accumulate_grad_batches
+        if given != self._own_accumulation and not self._accumulates_by_epoch:
+            refuse_odd_numbers({"accumulate_grad_batches": given})
+            self._wanted_accumulation = self._data_connector.wanted = given
+
+    def _accumulate(self, micro_batches: int) -> None:
+        self.accumulate_grad_batches = self._own_accumulation = micro_batches
+
+    @property
+    def _accumulates_by_epoch(self) -> bool:
+        return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.callbacks)  # type: ignore[attr-defined]
+
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
         """Lightning counts the micro-batches of a rank."""
-        if accumulation > 1 and any(isinstance(one, GradientAccumulationScheduler) for one in self.callbacks):  # type: ignore[attr-defined]
+        if accumulation > 1 and self._accumulates_by_epoch:
             raise UserError(
                 f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {accumulation}. "
                 "HINT: leave out the callback, or have each rank take its share of the global batch as one micro-batch."
             )
-        self.accumulate_grad_batches = accumulation
+        self._accumulate(accumulation)
         if micro_batch is not None:  # a callback may accumulate more for an epoch
             self.global_batch = micro_batch * data_ranks(self).count * accumulation
         if isinstance(self._wanted_val_interval, int):

@@ -8,6 +8,7 @@ def examine(this: Examination) -> None:
     """All checks, in the order in which one needs what another has found."""
     hosts.versions(this)
     hosts.hardware(this)
+    hosts.gpus(this)
     links.interfaces(this)
     training.data(this)
     hosts.run_folder(this)

@@ -11,7 +11,7 @@ from project.doctor.dry_run import Row, about, numbers, rows, show
 from project.errors import UserError
 from project.train.batching import accumulation
 from project.train.first_batch import first_batch
-from project.train.foretold import Foretold, room
+from project.train.foretold import Foretold, held_by_others, room
 from project.train.held import Sharing
 from project.train.micro_batch import samples_of
 from project.train.on_paper import made_on_paper
@@ -55,6 +55,7 @@ def foretell(
     found = rows(foretold, sharing, numbers(ranks, devices * nodes), devices, many)
     named = settings.get("strategy")
     said = about(foretold, samples, sharing, named if isinstance(named, str) else strategy, str(trainer.precision))
+    said += [f"Of the device here, {others}."] if (others := held_by_others(strategy.root_device)) else []
     show(foretold, found, sharing, said, lambda here: room(strategy.root_device, here))
     return found
 

@@ -3,14 +3,15 @@
 import statistics
 import time
 
+import torch
 import torch.distributed as dist
 
-from project.cluster import environment, shared_folder
+from project.cluster import environment, gpu, shared_folder
 from project.cluster.cores import cores
 from project.cluster.environment import named
 from project.cluster.place import MORE_SHARED_MEMORY
 from project.doctor.examination import Examination
-from project.doctor.findings import Trouble, in_bytes
+from project.doctor.findings import Finding, Trouble, in_bytes
 
 _SKEW = 1.0  # seconds between two clocks
 _FEW_FILES = 1024
@@ -37,6 +38,32 @@ def hardware(this: Examination) -> None:
     shown = f"{len(set(this.hosts))} host(s), each {kind}"
     fix = "The fastest wait for the slowest: use one kind of machine, or expect the pace of the slowest."
     this.add("hardware", [Trouble(text, ranks, bad=False) for text, ranks in odd.items()], shown, fix)
+
+
+def gpus(this: Examination) -> None:
+    """What NVIDIA's library says of each rank's GPU. It knows of no Xid that came before: those are in dmesg."""
+    if this.run.device.type != "cuda":
+        return None
+    all_of_them = this.gather(_health(this.run.device))
+    known = {rank: one for rank, one in enumerate(all_of_them) if isinstance(one, gpu.Health)}
+    unknown = {rank: one for rank, one in enumerate(all_of_them) if isinstance(one, str)}
+    if not known:
+        return this.findings.append(Finding("GPUs", "skipped", f"not looked at: {unknown[0]}", gpu.EXTRA))
+    troubles = [Trouble(f"{named([rank], this.hosts)}: not looked at: {why}", [rank], False) for rank, why in unknown.items()]
+    for rank, one in known.items():
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank]) for text in one.unfit]
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in one.slow]
+    first = next(iter(known.values()))
+    shown = ", ".join(f"{name} {value:g}" for name, value in first.figures.items() if not isinstance(value, str))
+    fix = "Leave out a GPU with errors, or reset it (nvidia-smi -r); see cooling, power and nvidia-smi -q, and dmesg for Xid."
+    return this.add("GPUs", troubles, f"fit; the first: {shown}", fix, gpus={rank: one.figures for rank, one in known.items()})
+
+
+def _health(device: torch.device) -> gpu.Health | str:
+    try:
+        return gpu.health(gpu.Nvml(device))
+    except gpu.NoLibrary as reason:
+        return str(reason)
 
 
 def run_folder(this: Examination) -> None:

@@ -115,7 +115,8 @@ _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype
 
 def _attributes(owner: Any) -> dict[str, bytes]:
     """Returns the digests of its attributes, as far as they have values that can be compared."""
-    known = {name: value for name, value in vars(owner).items() if name not in _OF_LIGHTNING}
+    own: dict[str, Any] = getattr(owner, "__dict__", {})  # a list as a dataset has none
+    known = {name: value for name, value in own.items() if name not in _OF_LIGHTNING}
     return {name: digest for name, value in known.items() if (digest := _digest(value)) is not None}
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -136,6 +137,12 @@ class StepGraphs:
             self._goes_on = self._begins()
         return kind if self._goes_on and shapes and (known is None or known.shapes == shapes) else None
 
+    def look_at(self, outputs: dict[str, Any]) -> None:
+        """Finds in an eager step what a graph would give again as it was when it was recorded."""
+        for name, value in outputs.items():
+            if any(tensor is None for tensor in _tensors(value)):
+                self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
+
     def _begins(self) -> bool:
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False
@@ -158,9 +165,9 @@ class StepGraphs:
         learning = [id(parameter) for parameter in self._parameters if parameter.requires_grad]
         trainer = self._trainer
         modes = self.module.training, trainer.accumulate_grad_batches, trainer.gradient_clip_val, id(trainer.strategy.model)
-        states = (self._optimizer.state.get(parameter, {}) for parameter in self._parameters)
-        kept = [value.data_ptr() for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [tensor.data_ptr() for tensor in self._tensors], kept, groups, learning, modes, self._settings
+        states = chain.from_iterable(map(dict.values, self._optimizer.state.values()))
+        kept = [value.data_ptr() for value in states if isinstance(value, Tensor)]
+        return [*map(Tensor.data_ptr, self._tensors)], kept, groups, learning, modes, self._settings
 
     def run(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
         """Returns what `work` makes of the batch; the next micro-batch of its kind overwrites it."""

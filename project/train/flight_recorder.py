@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 
 def record() -> list[dict[str, Any]]:
@@ -24,3 +25,10 @@ def record() -> list[dict[str, Any]]:
         with suppress(Exception):  # this torch has no such recorder, or not for this backend
             entries += json.loads(dump()).get("entries", [])
     return entries
+
+
+def ranks_of(group: str) -> tuple[int, ...]:
+    """Returns the ranks of a group of this process, by the name that the recorder gives it; none, if it is gone."""
+    with suppress(Exception):
+        return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(group)))  # type: ignore[arg-type]
+    return ()

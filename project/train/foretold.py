@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
+from project.cluster import gpu
 from project.cluster.environment import limits
 from project.train.activations import Activations, activations
 from project.train.batching import accumulation
@@ -113,9 +114,14 @@ def _no_trace() -> Iterator[None]:
 def room(device: torch.device, ranks_here: int) -> int | None:
     """Bytes that a rank can have on its device; None where that is not known."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return gpu.memory(device).left
     left: int | None = limits(Path("."))["memory"]
     return None if left is None else left // max(1, ranks_here)
+
+
+def held_by_others(device: torch.device) -> str:
+    """What other processes hold of a GPU, in a few words, or ''."""
+    return str(gpu.memory(device)) if device.type == "cuda" else ""
 
 
 def steps_of(trainer: Trainer, samples: int) -> int:
@@ -147,12 +153,15 @@ def tell(trainer: Trainer, blocks: Sequence[str] | None, sharing: Sharing) -> No
     has = room(foretold.device, sharing.per_host)
     if has is None:
         return
+    held_there = held_by_others(foretold.device)
+    others = f" ({held_there})" if held_there else ""
     if will.total <= USABLE * has:
-        log.info("Its device has %s.", in_bytes(has))
+        log.info("Its device has %s%s.", in_bytes(has), others)
         return
     found = best_option(foretold, sharing)
     hint = "a smaller micro-batch, or more ranks" if found is None else f"{found[0]} makes it {in_bytes(found[1].total)}"
-    log.warning("Each rank will hold %s, and its device has %s. HINT: %s.", in_bytes(will.total), in_bytes(has), hint)
+    text = "Each rank will hold %s, and its device has %s%s. HINT: %s."
+    log.warning(text, in_bytes(will.total), in_bytes(has), others, hint)
 
 
 def not_reckoned(sharing: Sharing) -> str:

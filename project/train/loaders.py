@@ -86,7 +86,7 @@ class Loaders(_DataConnector):
 
     def _is_trial(self, stage: str) -> bool:
         trainer: Any = self.trainer
-        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage in ("train", "val")))
+        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage == "train"))
 
     @contextmanager
     def limits_of_loop(self, stage: str) -> Iterator[None]:
@@ -244,6 +244,11 @@ class Loaders(_DataConnector):
         whole = min(count, max(batches * size, least))
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
+        if 0 < whole < here.count and not exact:  # on all ranks, of which some would have samples, and wait for the others
+            raise UserError(
+                f"An evaluation of {whole} sample(s) has none for some of the {here.count} ranks. HINT: more samples, or fewer "
+                "ranks (python -m project validate, on one)."
+            )
         size = cut_for_all(whole, size, here.count) if exact else size
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, here.count, shuffled, least=1, cut=exact)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -25,6 +26,21 @@ Sums = dict[str, dict[str, Any]]
 the number of samples in it (`ranks`)."""
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
+
+
+def _without_copies(log: Callable[..., None]) -> Callable[..., None]:
+    """Lightning copies a number that is logged to the GPU, for which the host waits. A kernel writes the same number."""
+
+    @wraps(log)
+    def logged(self: LightningModule, name: str, value: Any, *args: Any, **how: Any) -> None:
+        if isinstance(value, (int, float)) and self.device.type == "cuda":
+            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self.device)
+        log(self, name, value, *args, **how)
+
+    return logged
+
+
+LightningModule.log = _without_copies(LightningModule.log)  # type: ignore[method-assign]
 
 
 class Results(_ResultCollection):

@@ -36,7 +36,7 @@ from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
-from project.train.usual import spread, unscale_before_hooks, why_not_ours
+from project.train.usual import refuse_to_accumulate, spread, unscale_before_hooks, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -281,6 +281,7 @@ class Steps(_TrainingEpochLoop):
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
         )
         why_not = why_not_ours(self.trainer, self._takes_batches)
+        refuse_to_accumulate(self.trainer)
         self._usual, self._out_of_time = why_not is None, None
         # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
         unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
@@ -414,6 +415,8 @@ class Steps(_TrainingEpochLoop):
 
         if graph is None:
             outputs = self._learn(batch, number, accumulates)
+            if self.graphs is not None:
+                self.graphs.look_at(outputs)
         else:
             outputs, batch = self._run(graph, batch, number, accumulates)
         self._processed(number, accumulates)

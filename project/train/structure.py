@@ -5,9 +5,11 @@ does not fit one with fewer groups, and a parameter that was unfrozen is frozen 
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any, TypedDict
 
 from lightning.pytorch import Trainer
+from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,16 @@ class Structure(TypedDict):
     trainable: list[str]
     groups: list[list[list[str]] | None]
     """For each optimiser, the names in each of its groups; None where it holds parameters that are not the module's."""
+
+
+Holder = tuple[dict[str, Tensor | None], str]
+"""Where a module has a parameter or a buffer of its own: in which dictionary, and under which name."""
+
+
+def holders(module: nn.Module, names: Iterable[str]) -> list[Holder]:
+    """Returns where tensors lie, for who reads them in each step: `getattr` on a module takes ten times as long."""
+    split = [(module.get_submodule(owner), name) for owner, _, name in (path.rpartition(".") for path in names)]
+    return [(owner._parameters if name in owner._parameters else owner._buffers, name) for owner, name in split]  # type: ignore[misc]
 
 
 def structure(trainer: Trainer) -> Structure:

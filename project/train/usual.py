@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.errors import UserError
@@ -69,6 +70,19 @@ def shares_weights(trainer: Trainer) -> bool:
 def _steps_once(optimizer: Optimizer) -> bool:
     """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def refuse_to_accumulate(trainer: Trainer) -> None:
+    """Raises where a step of several micro-batches is another one than a step of one, or fails in its midst."""
+    many, wrapped = trainer.accumulate_grad_batches, trainer.strategy.model
+    if many == 1:
+        return
+    step = f"A step has {many} micro-batches of each rank (accumulate_grad_batches)"
+    hint = "HINT: have each rank take its share of the global batch as one micro-batch"
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise UserError(f"{step}, and LBFGS evaluates the loss again and again: that of the last one alone. {hint}.")
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
+        raise UserError(f"{step}, and torch's DDP fails there with static_graph=True. {hint}, or leave out static_graph.")
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -120,7 +120,7 @@ class Checksums:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+    return [*zip(map(Tensor.data_ptr, tensors), map(Tensor.numel, tensors), strict=True)]
 
 
 def together(checksums: Tensor) -> Tensor:

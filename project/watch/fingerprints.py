@@ -25,6 +25,7 @@ from project.train.loop import repeated
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.norms import batch_norms
 from project.train.strategy import gathered, left_to_each_rank
+from project.train.structure import holders
 from project.train.usual import shares_weights, spread
 from project.untrusted import open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
@@ -52,11 +53,12 @@ class _Watched:
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
+        self._holders = holders(module, self.names)
         self._checksums: Checksums | None = None
         self._compute: Callable[[], Tensor]
 
     def checksums(self, trainer: Trainer) -> Tensor:
-        tensors = [getattr(owner, attribute) for owner, attribute in self.places]  # some are exchanged for others
+        tensors: Any = [holder[name] for holder, name in self._holders]  # some are exchanged for others
         if self._checksums is None or not self._checksums.fit(tensors):
             self._checksums = Checksums(tensors)
             self._compute = repeated(trainer, self._checksums)
@@ -177,7 +179,7 @@ class Fingerprints(Callback):
         assert self._watched is not None
         try:
             checksums = self._watched.checksums(trainer)
-        except AttributeError:  # one of the tensors is there no more
+        except (KeyError, TypeError):  # one of the tensors is there no more, or None
             self._watched = _Watched(module)
             checksums = self._watched.checksums(trainer)
         row = _Row(step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])

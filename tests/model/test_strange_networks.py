@@ -75,7 +75,7 @@ LBFGS = '{"class_path": "torch.optim.LBFGS", "init_args": {"lr": 0.1, "max_iter"
 
 
 def test_lbfgs_finds_weights_in_one_row(quick):
-    run = quick(*RUN, given("model.network", "Plain"), f"--model.optimizer={LBFGS}")
+    run = quick(*RUN, given("model.network", "Plain"), "--data.batch_size=24", f"--model.optimizer={LBFGS}")
     assert run.code == 0, run.output
 
 

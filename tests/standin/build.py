@@ -7,6 +7,7 @@ process groups of NCCL. It can't show how fast a kernel is, races between stream
 | --- | --- |
 | `STANDIN_GPUS` | how many GPUs this host has (1) |
 | `STANDIN_GIB` | the memory of each (80); an allocation over it fails |
+| `STANDIN_OTHERS_GIB` | what other processes hold of it (0) |
 | `STANDIN_NAME` | its name, as `torch.cuda.get_device_name` gives it |
 | `STANDIN_HANG` | `GPU:N`: at the N-th launch of a process on that GPU, it hangs |
 | `STANDIN_NCCL` | the folder in which ranks meet (/dev/shm); hosts that share it are one cluster |

@@ -109,6 +109,11 @@ size_t memory() {
   return static_cast<size_t>((gib ? atof(gib) : 80.0) * (1 << 30));
 }
 
+size_t held_by_others() {
+  const char* gib = getenv("STANDIN_OTHERS_GIB");
+  return static_cast<size_t>((gib ? atof(gib) : 0.0) * (1 << 30));
+}
+
 double milliseconds() {
   auto since = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double, std::milli>(since).count();
@@ -326,7 +331,7 @@ cudaError_t allocate(void** pointer, size_t size, cudaMemoryType type, const cha
   size = size ? size : 1;
   *pointer = nullptr;
   bool on_device = type == cudaMemoryTypeDevice;
-  if (on_device && allocated[current_device] + size > memory()) return fail(cudaErrorMemoryAllocation, call);
+  if (on_device && allocated[current_device] + size + held_by_others() > memory()) return fail(cudaErrorMemoryAllocation, call);
   void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (made == MAP_FAILED) return fail(cudaErrorMemoryAllocation, call);
   if (on_device && size <= kMostFilled) memset(made, 0xff, size);
@@ -410,7 +415,7 @@ API cudaError_t cudaHostUnregister(void* pointer) {
 
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = memory();
-  *free = *total - allocated[current_device];
+  *free = *total - held_by_others() - allocated[current_device];
   contexts[current_device] = true;
   return cudaSuccess;
 }

@@ -1,12 +1,16 @@
 """Whole runs on the stand-in for a GPU, and what its probes see of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import TINY, Cli
+from tests.own import write_texts
+from tests.standin.test_runs import GPT
+from tests.train.test_sharded import sharded
 
 FIT = ["fit", "--config", "configs/ddp.yaml", *TINY, "--trainer.max_epochs=4"]
 
@@ -40,6 +44,27 @@ def test_probes_see_launches_contexts_and_the_loss_scale(gpu: Cli, tmp_path: Pat
     assert cost["launches"] > cost["graphs"] >= 8  # micro-batches a step
     assert written(tmp_path, "contexts") == {"devices": [0], "own": 0}
     assert written(tmp_path, "scale")["1"] == 2.0**29
+
+
+def test_what_others_hold_of_a_gpu_is_not_counted_on(gpu: Cli, tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    run = gpu(
+        *GPT,
+        sharded(),
+        "--data.init_args.text=texts",
+        "--trainer.max_steps=1",
+        ranks=2,
+        STANDIN_GIB="8",
+        STANDIN_OTHERS_GIB="7.5",
+    )
+    assert run.code == 0, run.output
+    assert "Its device has 512 MiB (7.5 GiB of 8.0 GiB are held by others)." in run.output
+
+
+def test_the_doctor_says_which_extra_looks_at_gpus(gpu: Cli) -> None:
+    run = gpu("doctor", "--config", "configs/ddp.yaml", *TINY, "--fast=true")
+    assert run.code == 0, run.output
+    assert re.search(r"GPUs +. skipped +. not looked at: .*nvidia-ml-py", run.output)
 
 
 FAULTS = {

@@ -2,8 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.conftest import Cli
 from tests.own import write_texts
@@ -19,6 +24,34 @@ ONE_EPOCH = ("--data.source.init_args.train_size=2048", "--data.global_batch_siz
 COST = {"class_path": "tests.standin.probes.Cost", "init_args": {"first": 12, "last": 18}}
 STEADY = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.standin.steady.NoWaits"}, COST])
 TEXTS = ("--data.init_args.text=texts", *LONG, "--checkpoints.every_n_steps=1000", "--trainer.global_batch_size=24")
+
+
+class LogsNumbers(LightningModule):
+    """Logs numbers of Python, and gives one beside its loss."""
+
+    capturable = True
+
+    def __init__(self, within: bool = True) -> None:
+        super().__init__()
+        self.within, self.calls, self.network = within, 0, torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.calls += 1
+        if self.within:
+            self.log("number", 3.5 * self.global_step, on_step=True, on_epoch=True, prog_bar=True)
+            self.log_dict({"most": self.calls, "flag": self.calls > 3}, on_step=True, reduce_fx="max")
+        return {"loss": self.network(batch).square().mean(), "calls": self.calls}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("calls", outputs["calls"], on_step=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class PinnedRows(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(torch.ones(240, 4)), batch_size=6, pin_memory=True)
 
 
 def steady(folder: Path) -> dict[str, float]:
@@ -58,3 +91,28 @@ def test_what_a_bar_shows_is_the_loss_of_the_step_before(gpu: Cli, tmp_path: Pat
     numbers = {int(step): value for step, value in json.loads((tmp_path / "shown.json").read_text()).items()}
     logged = [value for _, value in run.events("train/loss")]
     assert [numbers[step] for step in range(2, 9)] == pytest.approx(logged[:7])
+
+
+NUMBERS = (
+    *("fit", "--model=tests.standin.test_steps.LogsNumbers", "--data=tests.standin.test_steps.PinnedRows"),
+    *("--trainer.accelerator=gpu", "--trainer.global_batch_size=12", "--trainer.max_epochs=1"),
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_number_that_is_logged_does_not_make_the_host_wait(gpu: Cli, ranks: int) -> None:
+    own = [{"class_path": "tests.standin.steady.NoWaits", "init_args": {"first": 12, "last": 18}}]
+    words = ("--trainer.log_every_n_steps=19", "--trainer.callbacks=" + json.dumps(own))
+    run = gpu(*NUMBERS, *words, ranks=ranks)
+    assert run.code == 0, run.output
+    assert run.events("number_step") == [(18, 3.5 * 18)]
+    assert run.events("number_epoch") == [(19, 3.5 * 9.5)]
+    assert run.events("most") == run.events("calls") == [(18, 38.0 / ranks)]
+    assert run.events("flag") == [(18, 1.0)]
+
+
+def test_a_number_beside_the_loss_is_not_repeated_by_a_graph(gpu: Cli) -> None:
+    run = gpu(*NUMBERS, "--model.init_args.within=false", "--trainer.capture=auto", "--trainer.log_every_n_steps=1")
+    assert run.code == 0, run.output
+    assert [value for _, value in run.events("calls")] == [2.0 * step for step in range(1, 21)]
+    assert "as training_step gives 'calls', which is not only tensors (int)" in run.output

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
+from project.errors import UserError
 from project.train import loaders
 from project.train.batching import accumulation
 
@@ -51,6 +52,21 @@ def test_a_step_that_follows_from_the_number_of_ranks_is_warned_of(tmp_path, cap
     trainer = Trainer(max_steps=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet, **settings)
     trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 64), batch_size=4))
     assert ("HINT: trainer.global_batch_size=4." in caplog.text) is warned
+
+
+def test_an_accumulation_that_is_set_later_is_taken(tmp_path):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet)
+    data = DataLoader(RandomDataset(32, 64), batch_size=4)
+    for many, steps in ((4, 4), (2, 12)):
+        trainer.accumulate_grad_batches = many
+        trainer.fit(BoringModel(), data)
+        assert (trainer.global_step, trainer.accumulate_grad_batches) == (steps, many)
+        trainer.fit_loop.max_epochs += 1
+        trainer.validate(BoringModel(), data, verbose=False)
+    trainer.accumulate_grad_batches = 0
+    with pytest.raises(UserError, match="accumulate_grad_batches is 1 at least"):
+        trainer.fit(BoringModel(), data)
 
 
 class Stream(IterableDataset):

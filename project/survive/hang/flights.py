@@ -12,7 +12,7 @@ from typing import Any
 
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import within
-from project.train.flight_recorder import record
+from project.train.flight_recorder import ranks_of, record
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _asking: list[threading.Thread] = []
@@ -27,28 +27,37 @@ def recorded() -> list[dict[str, Any]]:
     return [] if _asking[0].is_alive() else found
 
 
-def flight(entries: Iterable[Mapping[str, Any]]) -> Flight | None:
-    """The oldest collective of all ranks that has not ended on this one; or, where all have, the next that it will be asked
-    for. None: nothing was recorded."""
-    of_all = [one for one in entries if one["process_group"][1] == "default_pg" and not one["is_p2p"]]
-    nccl = [one for one in of_all if one["profiling_name"].startswith("nccl")]
+def flights(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
+    """How far the collectives of each group are, by its name: of each that has recorded any."""
+    of_groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        name, description = entry["process_group"]
+        if not entry["is_p2p"]:
+            of_groups.setdefault(ALL if description == ALL else name, []).append(entry)
+    members = {name: () if name == ALL else ranks_of(name) for name in of_groups}
+    return {name: _flight(those, members[name]) for name, those in of_groups.items() if name == ALL or members[name]}
+
+
+def _flight(entries: Sequence[Mapping[str, Any]], ranks: tuple[int, ...]) -> Flight:
+    """The oldest collective that has not ended on this rank; or, where all have, the next that it will be asked for."""
+    nccl = [one for one in entries if one["profiling_name"].startswith("nccl")]
     stages: dict[int, int] = {}
     names: dict[int, str] = {}
-    for one in nccl or of_all:
+    for one in nccl or entries:
         number = one["collective_seq_id"]
         stages[number] = max(stages.get(number, Flight.ABSENT), _stage(one))
         names[number] = f"{one['profiling_name']} number {number} of {one['input_sizes']}"
-    if not stages:
-        return None
     # One NCCL collective comes after the other: what was recorded as a part of another may never be seen to complete.
     # Gloo has several threads, and so the next may be done before the last.
     done = max((number for number, stage in stages.items() if nccl and stage == _COMPLETED), default=-1)
     open_ones = [number for number, stage in stages.items() if number > done and stage != _COMPLETED]
     if not open_ones:
-        return Flight(max(stages) + 1, Flight.ABSENT)
-    return Flight(min(open_ones), stages[min(open_ones)], names[min(open_ones)])
+        return Flight(max(stages) + 1, Flight.ABSENT, ranks=ranks)
+    return Flight(min(open_ones), stages[min(open_ones)], names[min(open_ones)], ranks)
 
 
+ALL = "default_pg"
+"""torch's description of the group of all ranks."""
 _COMPLETED = Flight.STARTED + 1
 
 
@@ -61,28 +70,61 @@ def _stage(entry: Mapping[str, Any]) -> int:
 def undecided(beats: Iterable[Heartbeat]) -> bool:
     """Whether a rank that still moves, or has only just stopped, has yet to say how far its collectives are."""
     known = list(beats)
-    return any(beat.flight for beat in known) and any(not beat.flight and not beat.waits for beat in known)
+    return any(beat.flights for beat in known) and any(not beat.flights and not beat.waits for beat in known)
 
 
 def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
-    """The ranks that the others wait for: those that are furthest behind."""
-    ranks, flights = sorted(beats), [beat.flight for beat in beats.values()]
-    known = [one for one in flights if one is not None]
-    if len(known) == len(flights):
+    """The ranks that the others wait for: those that wait for nobody in any group, or else those that are furthest behind."""
+    ranks, known = sorted(beats), [one for beat in beats.values() if (one := beat.flights.get(ALL))]
+    waits = {rank: _waits_for(rank, beats) for rank in ranks}
+    if awaited := {other for others in waits.values() for other in others}:
+        # Where each waits for another, they are in a circle: groups were entered in another order.
+        ranks = sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
+    elif len(known) == len(ranks):
         if len(set(known)) == 1 and known[0].stage == Flight.STARTED:
             return ranks  # all are in the same one, and it does not end
         last = min(one.place for one in known)
-        ranks = [rank for rank in ranks if (one := beats[rank].flight) and one.place == last]
+        ranks = [rank for rank in ranks if beats[rank].flights[ALL].place == last]
     at = min(beats[rank].at for rank in ranks)
     ranks = [rank for rank in ranks if beats[rank].at == at]
     # In the same hook, those that are in a collective wait for those that are not.
     return [rank for rank in ranks if not beats[rank].collective] or ranks
 
 
+def _waits_for(rank: int, beats: Mapping[int, Heartbeat]) -> set[int]:
+    """The ranks that have not got as far in a collective as this one, which is in it."""
+    others: set[int] = set()
+    for group, flight in beats[rank].flights.items():
+        if flight.stage != Flight.ABSENT:
+            members = [other for other in flight.ranks or beats if other in beats and beats[other].flights]
+            others |= {other for other in members if beats[other].flights.get(group, _NONE).place < flight.place}
+    return others
+
+
+_NONE = Flight(-1, Flight.ABSENT)  # of a group of which a rank has recorded nothing
+
+
+def awaiting(beats: Mapping[int, Heartbeat], late: Iterable[int]) -> str:
+    """Returns in which collective of a group a rank waits for these, in a few words; '' where it is one of all ranks."""
+    for rank, beat in sorted(beats.items()):
+        for flight in beat.flights.values():
+            if flight.ranks and flight.stage != Flight.ABSENT and _waits_for(rank, beats) & {*late} & {*flight.ranks}:
+                return f"rank {rank} is in {flight.name} of a group of ranks {', '.join(map(str, flight.ranks))}"
+    return ""
+
+
+def shared(beats: Sequence[Heartbeat]) -> Flight | None:
+    """Returns the collective in which all of these ranks are, if it is one."""
+    for group, flight in sorted(beats[0].flights.items(), key=lambda item: -item[1].stage):
+        if flight.name and all(beat.flights.get(group) == flight for beat in beats):
+            return flight
+    return None
+
+
 def said(beats: Sequence[Heartbeat]) -> str:
     """What the collectives of the ranks at fault say, in a sentence, or ''."""
-    first = beats[0].flight
-    if first is None or not first.name or any(beat.flight != first for beat in beats):
+    first = shared(beats)
+    if first is None:
         return ""
     if first.stage == Flight.SCHEDULED:
         return f"Its device has not got to {first.name}: it hangs in what it computes before"

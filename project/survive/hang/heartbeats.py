@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,11 +39,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Flight:
-    """How far a rank's collectives are: which is the oldest that has not ended, and how far that one is."""
+    """How far a rank's collectives of a group are: which is the oldest that has not ended, and how far that one is."""
 
     number: int
     stage: int
     name: str = ""
+    ranks: tuple[int, ...] = ()
+    """The group's; of the default group none are listed."""
 
     ABSENT: ClassVar[int] = 0
     """The rank's host has not asked for it."""
@@ -75,8 +77,8 @@ class Heartbeat:
     """And if it does something itself that may take long, as writing a checkpoint does."""
     collective: bool = False
     """Whether it waits in a collective; looked at only when it waits too long."""
-    flight: Flight | None = None
-    """How far its collectives are, if that is known; looked at when it waits."""
+    flights: dict[str, Flight] = field(default_factory=dict)
+    """How far its collectives are, by group, as far as that is known; looked at when it waits."""
 
     @property
     def waits(self) -> bool:
@@ -147,5 +149,5 @@ class Channel:
 
 
 def unpacked(content: dict[str, Any]) -> Heartbeat:
-    flight = content["flight"] and Flight(**content["flight"])
-    return Heartbeat(**{**content, "at": tuple(content["at"]), "flight": flight})
+    flights = {group: Flight(**{**known, "ranks": tuple(known["ranks"])}) for group, known in content["flights"].items()}
+    return Heartbeat(**{**content, "at": tuple(content["at"]), "flights": flights})

@@ -118,7 +118,7 @@ class Verdict:
             return reachability.HINT
         if first.quiet is not None:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
-        if first.beat.flight and first.beat.flight.stage == Flight.SCHEDULED:
+        if (flight := flights.shared([first.beat])) and flight.stage == Flight.SCHEDULED:
             return f"see dmesg (NVRM, Xid) and nvidia-smi on {first.host}: a GPU that hangs needs a reset, or another host."
         if flights.said([one.beat for one in self.guilty]):
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."

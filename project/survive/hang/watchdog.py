@@ -266,17 +266,17 @@ class Watchdog(Callback):
         phase, since, at = self._now
         idle, allowed = time.monotonic() - max(since, self._floor), self._allowed(phase)
         own, collective = allowed, False
-        flight = flights.flight(flights.recorded()) if idle > self.at_least else None
+        known = flights.flights(flights.recorded()) if idle > self.at_least else {}
         if idle > allowed:  # a closer look, which costs more
             frames = stacks.main_frames()
             if stacks.debugged(frames):
                 allowed = own = math.inf
-            elif stacks.in_collective(frames) or (flight and flight.stage == Flight.STARTED):
+            elif stacks.in_collective(frames) or any(one.stage == Flight.STARTED for one in known.values()):
                 collective = True
             elif stacks.in_checkpoint(frames):
                 phase, own = "checkpoint", max(allowed, self.startup)
         step, epoch = self._trainer.global_step, self._trainer.current_epoch
-        return Heartbeat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective, flight)
+        return Heartbeat(at, phase, step, epoch, time.time() - idle, idle, allowed, own, collective, known)
 
     def _listen(self, seconds: float) -> None:
         if self._channel is None:
@@ -333,7 +333,8 @@ class Watchdog(Callback):
             network = "" if silent else self._swallowed()
             guilty = [self._silent(rank, now) for rank in silent] or self._testimony(behind)
             others = [(self._members[rank], beat) for rank, (_, beat) in self._heard.items() if rank not in (silent or behind)]
-            self._verdict = Verdict(guilty, verdict.waiting(others), network)
+            where = "" if silent else flights.awaiting(beats, behind)
+            self._verdict = Verdict(guilty, "; ".join(filter(None, (verdict.waiting(others), where))), network)
 
     def _swallowed(self) -> str:
         """On rank 0: whether they wait because the longest packets get lost between the hosts."""

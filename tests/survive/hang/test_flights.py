@@ -16,7 +16,7 @@ from project.survive.hang import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
 from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.watchdog import Watchdog
-from tests.conftest import environment
+from tests.conftest import environment, forked
 
 Dump = list[dict[str, Any]]
 
@@ -30,7 +30,7 @@ def beat(monkeypatch: pytest.MonkeyPatch, rank: int, dump: Dump, at: tuple[int, 
     watchdog = Watchdog(at_least=5.0, startup=10.0)
     watchdog._trainer = SimpleNamespace(global_rank=rank, global_step=8, current_epoch=0)
     watchdog._now = ("backward and gradient sync", time.monotonic() - 2 * watchdog.startup, at)
-    sent = json.dumps(watchdog._beat().__dict__, default=lambda flight: flight.__dict__)
+    sent = json.dumps(watchdog._beat().__dict__, default=vars)
     return unpacked(json.loads(sent))
 
 
@@ -65,9 +65,22 @@ def test_the_rank_that_the_others_wait_for_is_named(monkeypatch):
     found = judged(monkeypatch, [beat(monkeypatch, rank, dump) for rank, dump in enumerate(GLOO)])
     assert found is not None
     assert [one.rank for one in found.guilty] == [1]
-    one, two, three = (flights.flight(dump) for dump in GLOO)
+    one, two, three = (flights.flights(dump)[flights.ALL] for dump in GLOO)
     assert one == three == Flight(8, Flight.STARTED, "gloo:all_reduce number 8 of [[36]]")
     assert two == Flight(8, Flight.ABSENT)
+
+
+def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 2 and 3 wait in groups in which rank 1 is not, or for a rank that waits itself."""
+    run = forked(tmp_path, ranks=4, program="tests.survive.hang.groups:main")
+    assert run.code == 0, run.output
+    beats = [unpacked(json.loads((tmp_path / f"beat-{rank}.json").read_text())) for rank in range(4)]
+    found = judged(monkeypatch, beats)
+    assert found is not None
+    assert [one.rank for one in found.guilty] == [1]
+    assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(found)
 
 
 def test_nobody_is_judged_before_all_have_said_how_far_they_are(monkeypatch):
@@ -76,7 +89,7 @@ def test_nobody_is_judged_before_all_have_said_how_far_they_are(monkeypatch):
 
 
 def test_without_a_record_nothing_is_known():
-    assert flights.flight([]) is None
+    assert flights.flights([]) == {}
 
 
 def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):

@@ -1,0 +1,105 @@
+"""What is left of a GPU's memory, who else holds some, and whether NVIDIA's library (NVML) finds the GPU fit."""
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+EXTRA = "Install nvidia-ml-py (the extra `gpu`): the doctor then looks at ECC errors, throttling, clocks, power and NVLink."
+_CONTEXT = 1 << 30  # bytes that this process may itself hold beside torch's: its context, libraries
+_SLOWED = {0x8: "slowed down by its hardware", 0x20: "too hot", 0x40: "far too hot", 0x80: "short of power"}
+"""Bits of NVML's reasons for a lower clock that are not usual; a power cap and idleness are."""
+
+
+class NoLibrary(Exception):
+    """Raised where NVML can't be asked; says why."""
+
+
+class Nvml:
+    """NVML, as seen from a device of torch. What a GPU or its driver does not support is None."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+        except ImportError:
+            raise NoLibrary("nvidia-ml-py is not installed") from None
+        try:
+            self._nvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA_VISIBLE_DEVICES may have other numbers
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._nvml.NVMLError as error:  # no driver, no permission, a slice of a GPU
+            raise NoLibrary(f"NVML: {error}") from None
+
+    def ask(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self._nvml, name)(self._handle, *args)
+        except (self._nvml.NVMLError, AttributeError):  # an older driver, or an older nvidia-ml-py
+            return None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a GPU, in bytes: what this process can have, and all that there is."""
+
+    left: int
+    total: int
+    holders: dict[int, int | None]
+    """Processes that hold some, as far as NVML shows them."""
+
+    def __str__(self) -> str:
+        """What others hold, in words; '' where that is little."""
+        if (taken := self.total - self.left) < _CONTEXT:
+            return ""
+        known = ", ".join(
+            f"process {pid}" + ("" if held is None else f": {held / 2**30:.1f} GiB") for pid, held in self.holders.items()
+        )
+        return f"{taken / 2**30:.1f} GiB of {self.total / 2**30:.1f} GiB are held by others{known and f' ({known})'}"
+
+
+def memory(device: torch.device) -> Memory:
+    free, total = torch.cuda.mem_get_info(device)
+    left = free + torch.cuda.memory_reserved(device)  # what torch has taken of it already is this process's own
+    try:
+        running = Nvml(device).ask("nvmlDeviceGetComputeRunningProcesses") if total - left >= _CONTEXT else None
+    except NoLibrary:
+        running = None
+    return Memory(left, total, {one.pid: one.usedGpuMemory for one in running or () if one.pid != os.getpid()})
+
+
+@dataclass(frozen=True)
+class Health:
+    """What NVML says of a GPU: figures, what makes it unfit, and what makes it slower than others."""
+
+    figures: dict[str, Any]
+    unfit: list[str]
+    slow: list[str]
+
+
+def health(nvml: Nvml) -> Health:
+    ask = nvml.ask
+    errors, rows = ask("nvmlDeviceGetTotalEccErrors", 1, 0), ask("nvmlDeviceGetRemappedRows")  # uncorrected, since the start
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    links = [state for link in range(18) if (state := ask("nvmlDeviceGetNvLinkState", link)) is not None]
+    power, most = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")  # milliwatts
+    clock, highest = ask("nvmlDeviceGetClockInfo", 1), ask("nvmlDeviceGetMaxClockInfo", 1)  # MHz, of its multiprocessors
+    figures = {
+        "uncorrected ECC errors": errors,
+        "temperature": ask("nvmlDeviceGetTemperature", 0),
+        "power": power and power / 1000,
+        "power limit": most and most / 1000,
+        "clock": clock,
+        "highest clock": highest,
+        "throttle reasons": reasons,
+        "NVLinks": links and f"{sum(links)} of {len(links)}",
+    }
+    unfit = [f"{errors} uncorrected ECC errors"] if errors else []
+    if rows and rows[2]:
+        unfit.append("rows of its memory wait to be exchanged at a reset")
+    if rows and rows[3]:
+        unfit.append("rows of its memory could not be exchanged")
+    slow = [text for bit, text in _SLOWED.items() if reasons and reasons & bit]
+    if any(links) and not all(links):
+        slow.append(f"{links.count(0)} of {len(links)} NVLinks are down")
+    return Health({name: value for name, value in figures.items() if value not in (None, [])}, unfit, slow)

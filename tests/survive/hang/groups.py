@@ -1,0 +1,52 @@
+"""Four ranks in groups of two, as tensor parallelism has them: rank 1 hangs before a collective of a group."""
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh
+
+from project.survive.hang.flights import flights
+from project.survive.hang.heartbeats import Flight, Heartbeat
+from project.train.flight_recorder import record
+from tests.cluster.machine import wait_until
+
+LATE = 1
+
+
+def main() -> None:
+    """Writes each rank's heartbeat to beat-RANK.json when all wait, and ends."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+    threading.Thread(target=_speak, args=(rank,)).start()
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    for step in range(3):
+        if step == 2 and rank == LATE:
+            threading.Event().wait()
+        dist.all_reduce(value, group=mesh["layers"].get_group())
+        dist.all_reduce(value, group=mesh["data"].get_group())
+
+
+def _speak(rank: int) -> None:
+    others = [Path(f"beat-{other}.json") for other in range(dist.get_world_size()) if other != LATE]
+
+    def settled() -> bool:
+        if rank == LATE:
+            return all(file.exists() for file in others)
+        return any(one.number == 3 and one.stage == Flight.STARTED for one in flights(record()).values())
+
+    wait_until(settled, 60, f"rank {rank} is not where it should be")
+    beat = Heartbeat((9, 0, 2), "forward", 8, 0, time.time() - 20, 20.0, 10.0, 10.0, flights=flights(record()))
+    unfinished = Path(f"{rank}.unfinished")
+    unfinished.write_text(json.dumps(asdict(beat)))
+    unfinished.rename(f"beat-{rank}.json")
+    wait_until(Path(f"beat-{LATE}.json").exists, 60, "a rank is missing")
+    os._exit(0)
