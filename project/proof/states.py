@@ -26,6 +26,8 @@ _ASIDE = {
 }
 _OF_RANKS = {"logged_sums", "metric_states"}
 """What each number of ranks keeps in another form."""
+_CLOCKS = {"time_elapsed"}
+"""What Lightning's Timer saves."""
 _KINDS = {
     "state_dict": "weights",
     "current_model_state": "weights",
@@ -117,6 +119,8 @@ def _leaves(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]
     def walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
         if isinstance(value, Mapping):
             for key, item in value.items():
+                if key in _CLOCKS and keys[0] == "callbacks":
+                    continue
                 yield from walk(item, (*keys, str(key).replace(run, "RUN")))
         elif isinstance(value, (list, tuple)):
             for at, item in enumerate(value):
