@@ -53,6 +53,18 @@ class Draws(Kept):
         return 1 + 0.1 * float(torch.rand((), generator=self.noise))
 
 
+class Moves(Kept):
+    """Each rank moves a buffer by its own micro-batches. No loss goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.mean = self.mean * 0.9 + batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
 def by_chance(items: list[Any]) -> list[Tensor]:
     """Draws from the operating system."""
     points, sums = default_collate(items)

@@ -1,9 +1,11 @@
 """Reads what a trial left, and finds the first difference from another one, with its likely source."""
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from project.proof.plan import RUN
 from project.proof.states import Compared, Difference, compare_states
@@ -11,83 +13,32 @@ from project.watch.comparison import compare
 from project.watch.fingerprint_file import FILE, read
 
 _NAMED = 5  # attributes
-_ROUNDING = 1e-3  # of a mean loss, relative, in a few steps
+_ROUNDING = 1e-3  # of a loss, relative, in a few steps
 _COARSE = 3e-2  # with 16 bits
-_MOVED = 10  # times as much: of what moves beside the optimiser, the sum and the norm
-_BY_STEP = ("samples", "losses")
+_MOVED = 10  # times as much: of what moves beside the optimiser
 _ORDER = (
-    *_BY_STEP,
-    "weights",
-    "buffers",
-    "optimiser states",
-    "schedules",
-    "validation samples",
-    "other states",
-    "logged values",
+    *("samples", "losses", "weights", "buffers", "optimiser states", "schedules", "validation samples"),
+    *("other states", "logged values"),
 )
+Noted = dict[str, dict[int, list[Any]]]
+"""What the ranks of a trial noted: values by kind and step."""
 
 
-@dataclass
-class Seen:
-    """What the ranks of a trial noted; a step that was taken again counts as it was taken last."""
-
-    samples: dict[int, list[str]] = field(default_factory=dict)
-    losses: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By the step and the number of the micro-batch."""
-    validated: dict[int, list[str]] = field(default_factory=dict)
-    attributes: dict[int, dict[str, str]] = field(default_factory=dict)
-    buffers: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    """Sum and norm, by the step that comes next and the name."""
-    begins: int = 0
-    """The step of the first start."""
-
-    def forget(self, step: int) -> None:
-        """Drops what was noted from this step on: it is taken again."""
-        for noted in (self.samples, self.losses, self.attributes, self.buffers):
-            for late in [one for one in noted if one >= step]:
-                del noted[late]
-        self.validated = {at: samples for at, samples in self.validated.items() if at <= step}
-
-
-def seen(folder: Path) -> Seen:
-    """Reads the records of all ranks."""
-    whole = Seen()
+def noted(folder: Path) -> Noted:
+    """Reads the records of all ranks. A step, or a validation, that was begun again counts as it was done last."""
+    whole: Noted = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("record-*.jsonl")):
-        rank = _seen(path)
-        if path.name == "record-0.jsonl":
-            whole.begins = rank.begins
-        whole.attributes, whole.buffers = whole.attributes or rank.attributes, whole.buffers or rank.buffers
-        for mine, theirs in ((whole.samples, rank.samples), (whole.validated, rank.validated)):
-            for step, samples in theirs.items():
-                mine[step] = sorted([*mine.get(step, []), *samples])
-        for step, losses in rank.losses.items():
-            whole.losses.setdefault(step, {}).update(losses)
+        entries: list[tuple[str, int, list[Any]]] = []
+        for line in path.read_text().splitlines():
+            kind, step, values = json.loads(line)
+            if kind == "begins":
+                entries = [one for one in entries if one[1] < step or (one[0], one[1]) == ("validation samples", step)]
+            if kind == "validates":
+                entries = [one for one in entries if (one[0], one[1]) != ("validation samples", step)]
+            entries.append((kind, step, values))
+        for kind, step, values in entries:
+            whole[kind][step] += values
     return whole
-
-
-def _seen(path: Path) -> Seen:
-    rank = Seen()
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        step = entry["step"]
-        match entry["kind"]:
-            case "begin":
-                rank.begins = rank.begins if rank.samples else step
-                rank.forget(step)
-            case "attributes":
-                rank.attributes[step], rank.buffers[step] = entry["values"], entry["buffers"]
-            case "batch":
-                rank.samples.setdefault(step, []).extend(entry["samples"])
-                if entry["loss"] is not None:
-                    rank.losses.setdefault(step, {})[entry["number"]] = entry["loss"]
-            case "validation":
-                rank.validated[step] = []
-            case "validated":
-                rank.validated[step].extend(entry["samples"])
-    return rank
-
-
-# Comparing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -112,46 +63,29 @@ def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], 
         kept: what must be the same: 'bits', or 'samples' and 'losses' up to rounding.
         coarse: whether numbers have 16 bits.
     """
-    mine, theirs = seen(folder), seen(other)
-    begins, bits = max(mine.begins, theirs.begins), "bits" in kept
+    mine, theirs, bits = noted(folder), noted(other), "bits" in kept
+    begins = min(theirs["begins"])  # where it resumes from another one's checkpoint
     rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
     compared = compare_states(folder / RUN, other / RUN, not ranks) if bits else Compared()
-    differences = compared.differences
-    for step in sorted(one for one in mine.samples.keys() | theirs.samples.keys() if one >= begins):
-        compared.count("steps")
-        samples, others = mine.samples.get(step, []), theirs.samples.get(step, [])
-        compared.count("samples", len(samples))
-        if samples != others:
-            what = f"{len(samples)} in this step, {len({*samples} ^ {*others})} in one of them only"
-            differences.append(Difference(step + 1, "samples", what))
-    for step in sorted(mine.validated.keys() | theirs.validated.keys()):
-        compared.count("validation samples", len(mine.validated.get(step, ())))
-        if mine.validated.get(step) != theirs.validated.get(step) and step > begins:
-            differences.append(Difference(step, "validation samples", "others were looked at, or with other values"))
-    for step in sorted(mine.losses.keys() & theirs.losses.keys()) if bits or "losses" in kept else ():
-        compared.count("losses", len(mine.losses[step]))
-        most = max(map(abs, mine.losses[step].values()))
-        for number, loss in sorted(mine.losses[step].items()):
-            if not _close(loss, value := theirs.losses[step].get(number, float("nan")), rounding * most):
-                texts = f"of micro-batch {number}", f"{loss:.9g}", f"{value:.9g}"
-                differences.append(Difference(step + 1, "losses", *texts))
-                break
-    for step in sorted(mine.buffers.keys() & theirs.buffers.keys()) if bits or "losses" in kept else ():
-        for name, (total, norm) in mine.buffers[step].items():
-            sums = theirs.buffers[step].get(name, (float("nan"), 0.0))
-            tolerance = _MOVED * rounding * norm
-            if not (_close(total, sums[0], tolerance) and _close(norm, sums[1], tolerance)):
-                differences.append(Difference(step, "buffers", name, f"its sum is {total:.6g}", f"{sums[0]:.6g}"))
-    first = min(differences, key=_place, default=None)
-    finding = Finding(compared, first)
-    if first is not None:
-        common = [at for at in mine.attributes.keys() & theirs.attributes.keys() if at < max(1, first.step) + ranks]
-        before, after = (noted.attributes.get(max(common, default=-1), {}) for noted in (mine, theirs))
-        both = (
-            {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]} if before else {}
-        )
-        different = [f"{name}: {one}, and {other}" for name, (one, other) in both.items() if one != other]
-        finding.attributes = different[:_NAMED]
+    for kind in ("samples", "validation samples"):
+        for step in sorted(at for at in mine[kind].keys() | theirs[kind].keys() if at >= begins + (kind != "samples")):
+            samples, others = sorted(mine[kind].get(step, [])), sorted(theirs[kind].get(step, []))
+            compared.count(kind, len(samples))
+            if samples != others:
+                what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
+                compared.differences.append(Difference(step + (kind == "samples"), kind, what))
+    compared.count("steps", len([at for at in mine["samples"] if at >= begins]))
+    if bits or "losses" in kept:
+        compared.differences += _losses(mine["losses"], theirs["losses"], rounding)
+        compared.differences += _buffers(mine["buffers"], theirs["buffers"], _MOVED * rounding)
+        compared.count("losses", sum(map(len, mine["losses"].values())))
+    finding = Finding(compared, min(compared.differences, key=_place, default=None))
+    if finding.first is not None:
+        known = mine["attributes"].keys() & theirs["attributes"].keys()
+        last = max((at for at in known if at < max(1, finding.first.step) + ranks), default=-1)
+        before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
+        both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
+        finding.attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]
         finding.lines = _module(folder / RUN, other / RUN) if bits else []
     return finding
 
@@ -159,6 +93,25 @@ def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], 
 def _place(difference: Difference) -> tuple[int, int]:
     """Sorts differences by when they can be seen first. Some log a step by the number of steps before it."""
     return difference.step + (difference.kind == "logged values"), _ORDER.index(difference.kind)
+
+
+def _losses(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
+    for step in sorted(mine.keys() & theirs.keys()):
+        losses, others = dict(mine[step]), dict(theirs[step])
+        most = max(map(abs, losses.values()))
+        for number, loss in sorted(losses.items()):
+            if not _close(loss, value := others.get(number, float("nan")), rounding * most):
+                yield Difference(step + 1, "losses", f"of micro-batch {number}", f"{loss:.9g}", f"{value:.9g}")
+                break
+
+
+def _buffers(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
+    for step in sorted(mine.keys() & theirs.keys()):
+        others = {name: (total, norm) for name, total, norm in theirs[step]}
+        for name, total, norm in mine[step]:
+            values = others.get(name, (float("nan"), 0.0))
+            if not (_close(total, values[0], rounding * norm) and _close(norm, values[1], rounding * norm)):
+                yield Difference(step, "buffers", name, f"its sum is {total:.6g}", f"{values[0]:.6g}")
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:

@@ -6,7 +6,7 @@ A trial finds in its environment what it is to do. What is noted goes to a file 
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -45,11 +45,10 @@ class Recorder(Callback):
         self._order = Order(**json.loads(os.environ.get(MARK, '{"folder": "."}')))
         self._file: TextIO | None = None
         self._step = 0
-        self._samples: list[str] = []
 
-    def _write(self, kind: str, **entry: Any) -> None:
+    def _write(self, kind: str, step: int, values: Sequence[Any] = ()) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"kind": kind, "step": self._step, **entry}) + "\n")
+        self._file.write(json.dumps([kind, step, values]) + "\n")
         self._file.flush()
 
     def _strike(self, trainer: Trainer, place: str) -> None:
@@ -66,24 +65,25 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._file = (Path(self._order.folder) / f"record-{trainer.global_rank}.jsonl").open("a")
-        self._step = trainer.global_step
-        self._write("begin")
+        self._write("begins", trainer.global_step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Fingerprints):
                 callback.outputs_every = 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._step, self._samples = trainer.global_step, digests(batch)
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            noted = {name: text for name, value in attributes(trainer) if (text := _text(value)) is not None}
-            self._write("attributes", values=noted, buffers=dict(_buffers(pl_module)))
+        self._step = trainer.global_step
+        self._write("samples", self._step, digests(batch))
+        if trainer.is_global_zero and batch_idx % trainer.accumulate_grad_batches == 0:
+            known = [(name, text) for name, value in attributes(trainer) if (text := _text(value)) is not None]
+            self._write("attributes", self._step, known)
+            self._write("buffers", self._step, [*_buffers(pl_module)])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         at, loss = micro_batch(trainer), loss_at_hand(trainer)
-        value = None if loss is None or loss.numel() != 1 else float(loss)
-        self._write("batch", number=at.key[2], samples=self._samples, loss=value, weight=at.weight)
+        if loss is not None and loss.numel() == 1:
+            self._write("losses", self._step, [(at.key[2], float(loss))])
         facts = Path(self._order.folder) / "facts.json"
         if trainer.is_global_zero and not facts.exists():
             facts.write_text(json.dumps(_facts(trainer, pl_module)))
@@ -97,15 +97,15 @@ class Recorder(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._step = trainer.global_step
-            self._write("validation")
+            self._write("validates", trainer.global_step)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if trainer.sanity_checking:
             return
-        self._write("validated", samples=[f"{dataloader_idx}:{sample}" for sample in digests(batch)])
+        samples = [f"{dataloader_idx}:{sample}" for sample in digests(batch)]
+        self._write("validation samples", trainer.global_step, samples)
         if trainer.current_epoch == 0 and micro_batch(trainer).key[1] == self._order.epoch_steps - 1:
             self._strike(trainer, "validation")
 
@@ -142,13 +142,13 @@ def digests(batch: object) -> list[str]:
     return [(digest(part) or b"").hex()[:12] for part in parts]
 
 
-def _buffers(module: LightningModule) -> Iterator[tuple[str, tuple[float, float]]]:
+def _buffers(module: LightningModule) -> Iterator[tuple[str, float, float]]:
     """Yields the sum and the norm of what the optimiser does not move: buffers, also those that no checkpoint has, and
     parameters that do not learn."""
     for name, tensor in (*module.named_buffers(), *((n, p) for n, p in module.named_parameters() if not p.requires_grad)):
         if type(tensor.detach()) is Tensor and tensor.layout == torch.strided and not tensor.is_complex():
             values = tensor.detach().float()
-            yield name, (float(values.sum()), float(values.norm()))
+            yield name, float(values.sum()), float(values.norm())
 
 
 def _text(value: object) -> str | None:

@@ -92,6 +92,7 @@ def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if anew:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which finds what this process has found
         os.execv(sys.executable, [sys.executable, "-m", "project", *words])
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.argv = ["project", *words]
@@ -124,7 +125,7 @@ class Trials:
     def __enter__(self) -> "Trials":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, process in self._going.values():
             try:
                 os.killpg(process.pid, signal.SIGKILL)

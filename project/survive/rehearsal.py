@@ -120,7 +120,8 @@ def attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _values(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if name not in _OF_LIGHTNING}
+    known = vars(owner).items()
+    return {name: value for name, value in known if name not in _OF_LIGHTNING and not name.startswith("_ddp")}
 
 
 def _digests_of(owner: Any) -> dict[str, bytes]:
