@@ -124,12 +124,13 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, A
         workers,
         f"there is no key {prefix}num_workers",
         "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is",
+        "" if automatic else "with manual optimisation batch_size is another one there, and so it is another run",
     )
     coarse = "16" in str(config["trainer"].get("precision"))
     return Plan((*base, *words), on, steps, trials, coarse, summary, cut)
 
 
-def _trials(kept: tuple[str, ...], unseen: str, workers: str, single: str, unsized: str) -> tuple[Trial, ...]:
+def _trials(kept: tuple[str, ...], unseen: str, workers: str, single: str, unsized: str, other: str) -> tuple[Trial, ...]:
     what = "" if "bits" in kept else f": {' and '.join(kept)}"
     loaders = (f"--{workers}=2",)
     return (
@@ -142,8 +143,8 @@ def _trials(kept: tuple[str, ...], unseen: str, workers: str, single: str, unsiz
         Trial("ranks-2", f"on 2 ranks{what}", (2,), kept=kept, skipped=unsized),
         Trial("ranks-3", f"on 3 ranks{what}", (3,), kept=kept, skipped=unsized),
         Trial("rank", "rank 1 of 2 killed, and resumed, as on 2 ranks", (2, 2), "step", like="ranks-2", skipped=unsized),
-        Trial("resized", f"killed on 2 ranks, and resumed on 3{what}", (2, 3), "epoch", kept=kept, skipped=unsized),
+        Trial("resized", f"killed on 2 ranks, and resumed on 3{what}", (2, 3), "epoch", kept=kept, skipped=unsized or other),
     )
 
 
-NAMES = tuple(trial.name for trial in _trials((), "", "", "", ""))
+NAMES = tuple(trial.name for trial in _trials((), "", "", "", "", ""))

@@ -104,12 +104,12 @@ def output(folder: str | Path) -> Path:
     return Path(folder) / "output.txt"
 
 
-def failure(folder: Path, what: str) -> str:
+def failure(folder: Path) -> list[str]:
     """Returns what a trial that failed said of it."""
     lines = [line for line in output(folder).read_text(errors="replace").splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
     shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
-    return "\n".join([f"{what}:", *(f"  {line}" for line in shown)])
+    return list(shown)
 
 
 # Trials --------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Trials:
         while self._going:
             self._ended()
         if not (folder / "facts.json").is_file():
-            raise UserError(failure(folder, "The configuration does not come to its first step"))
+            raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
         return folder
 
     def rows(self, plan: Plan) -> Iterator[Row]:
@@ -175,7 +175,7 @@ class Trials:
             if trial.name != FIRST:
                 yield row
             elif not row.holds:
-                raise UserError(row.what.replace("it ended", "The shortened run fails by itself: it ended", 1))
+                raise UserError("\n  ".join(["The shortened run fails by itself:", *row.lines]))
 
 
 def _lead(work: Callable[..., object], *arguments: Any) -> None:
@@ -199,7 +199,7 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
         if (-signal.SIGKILL in codes) if kill else not any(codes):
             continue
         code = next((code for code in codes if code), 0)
-        row.result, row.what = "fails", failure(folder, f"it ended with exit code {code}")
+        row.result, row.what, row.lines = "fails", f"it ended with exit code {code}", failure(folder)
         break
     else:
         if trial.name != FIRST:
