@@ -53,20 +53,20 @@ class Finding:
     """What the objects of the user keep in Python, and what differs before that step."""
 
 
-def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], coarse: bool = False) -> Finding:
+def compare_trials(folder: Path, other: Path, ranks_differ: bool, kept: Sequence[str], coarse: bool = False) -> Finding:
     """Compares a trial with the reference.
 
     Args:
         folder: of the reference.
         other: of the trial.
-        ranks: whether it ran on another number of ranks.
+        ranks_differ: whether it ran on another number of ranks.
         kept: what must be the same: 'bits', or 'samples' and 'losses' up to rounding.
         coarse: whether numbers have 16 bits.
     """
     mine, theirs, bits = noted(folder), noted(other), "bits" in kept
     begins = min(theirs["begins"])  # where it resumes from another one's checkpoint
     rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
-    compared = compare_states(folder / RUN, other / RUN, not ranks) if bits else Compared()
+    compared = compare_states(folder / RUN, other / RUN, not ranks_differ) if bits else Compared()
     for kind in ("samples", "validation samples"):
         for step in sorted(at for at in mine[kind].keys() | theirs[kind].keys() if at >= begins + (kind != "samples")):
             samples, others = sorted(mine[kind].get(step, [])), sorted(theirs[kind].get(step, []))
@@ -82,7 +82,7 @@ def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], 
     finding = Finding(compared, min(compared.differences, key=_place, default=None))
     if finding.first is not None:
         known = mine["attributes"].keys() & theirs["attributes"].keys()
-        last = max((at for at in known if at < max(1, finding.first.step) + ranks), default=-1)
+        last = max((at for at in known if at < max(1, finding.first.step) + ranks_differ), default=-1)
         before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
         both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
         finding.attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]

@@ -38,12 +38,12 @@ _HIDDEN = (
 )
 
 
-def hints(trial: str, ranks: int, finding: Finding, folder: Path) -> list[str]:
+def hints(trial: str, ranks_differ: bool, finding: Finding, folder: Path) -> list[str]:
     """Returns lines for people.
 
     Args:
         trial: its name.
-        ranks: how many it had.
+        ranks_differ: whether it had another number of them.
         finding: what differs.
         folder: of the trial.
     """
@@ -53,15 +53,15 @@ def hints(trial: str, ranks: int, finding: Finding, folder: Path) -> list[str]:
     lines += (order := _from_log(folder))
     if finding.attributes and kind not in ("samples", "validation samples"):
         generator = any(re.search(r"Generator|random\.|RandomState", one) for one in finding.attributes)
-        lines.append(_DRAW if generator else _COUNT if ranks > 1 else _SAVE)
+        lines.append(_DRAW if generator else _COUNT if ranks_differ else _SAVE)
     elif kind in ("samples", "validation samples"):
-        lines.append(_DEALT if order or ranks > 1 else _WORKERS if trial == "workers" else _CLOCK)
+        lines.append(_DEALT if order or ranks_differ else _WORKERS if trial == "workers" else _CLOCK)
     elif kind == "buffers":
-        lines.append(_MOVED if ranks > 1 else _SAVE)
+        lines.append(_MOVED if ranks_differ else _SAVE)
     elif kind == "other states":
         lines.append("HINT: what is saved there must be a function of the steps, and be taken back when the run resumes.")
     else:
-        lines.append(_RANKS if ranks > 1 else _HIDDEN)
+        lines.append(_RANKS if ranks_differ else _HIDDEN)
     return lines
 
 

@@ -71,7 +71,7 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
         # Not for long: what a rank has left behind (its warden) may hold the sentinel open.
         wait([process.sentinel for process in processes if process.exitcode is None], _PAUSE)
         if any(process.exitcode for process in processes):
-            until = min(until, time.monotonic() + (0 if order.kill else _GRACE))
+            until = min(until, time.monotonic() + _GRACE)
         if time.monotonic() >= until:
             for process in processes:
                 process.kill()
@@ -164,10 +164,10 @@ class Trials:
                 yield Row(f"{trial.title}: {trial.skipped}", "not tried")
                 continue
             while trial.name not in done:
-                for next_ in [one for one in waiting if one.name == FIRST or one.like in done]:
-                    if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(next_.ranks) <= free:
-                        waiting.remove(next_)
-                        self._start(next_.name, max(next_.ranks), _train, self.root, plan, next_)
+                for candidate in [one for one in waiting if one.name == FIRST or one.like in done]:
+                    if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(candidate.ranks) <= free:
+                        waiting.remove(candidate)
+                        self._start(candidate.name, max(candidate.ranks), _train, self.root, plan, candidate)
                 done |= self._ended()
             path = self.root / trial.name / "row.pickle"
             what = "it could not be compared"
@@ -203,11 +203,12 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
         break
     else:
         if trial.name != FIRST:
-            finding = compare_trials(root / trial.like, folder, len({*trial.ranks, 1}) > 1, trial.kept, plan.coarse)
+            ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
+            finding = compare_trials(root / trial.like, folder, ranks_differ, trial.kept, plan.coarse)
             row.compared = dict(finding.compared.counts)
             if finding.first is not None:
                 row.result, row.step = "differs", finding.first.step
                 row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
-                row.lines = [*finding.lines, *hints(trial.name, max(trial.ranks), finding, folder)]
+                row.lines = [*finding.lines, *hints(trial.name, ranks_differ, finding, folder)]
     row.seconds = time.monotonic() - began
     (folder / "row.pickle").write_bytes(pickle.dumps(row))
