@@ -19,9 +19,8 @@ def prove(quick: Cli, tmp_path: Path) -> Any:
     (tmp_path / "temporary").mkdir()
 
     def run(module: str, *words: str, **data: Any) -> Run:
-        return quick(
-            *_words(tmp_path, module, data), *words, program="project.__main__:main", TMPDIR=str(tmp_path / "temporary")
-        )
+        environment = {"TMPDIR": str(tmp_path / "temporary"), "PYTHONHASHSEED": "random"}
+        return quick(*_words(tmp_path, module, data), *words, program="project.__main__:main", **environment)
 
     return run
 
@@ -56,7 +55,7 @@ def test_the_promise_holds(prove, tmp_path):
     [
         ("Counts", "step", {}, "Counts.counter: 18, and not set"),
         ("Draws", "epoch", {}, "Draws.noise: torch.Generator"),
-        ("Kept", "twice", {"chance": True}, "look at the dataset, collate_fn"),
+        ("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn"),
         ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),
         ("Counts", "rank", {}, "All modules gave the same in micro-batch 0: it is what"),
         ("Moves", "ranks-2", {}, "in the buffers: mean: its sum is"),
