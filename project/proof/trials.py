@@ -32,6 +32,7 @@ _LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE
 _PATIENCE = 600.0  # seconds that a start may take
 _PAUSE = 0.1
 _GRACE = 30.0  # seconds that the other ranks have when one has failed
+_LEFT = 8.0  # when one was killed
 _FORK = get_context("fork")
 
 
@@ -71,7 +72,7 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
         # Not for long: what a rank has left behind (its warden) may hold the sentinel open.
         wait([process.sentinel for process in processes if process.exitcode is None], _PAUSE)
         if any(process.exitcode for process in processes):
-            until = min(until, time.monotonic() + _GRACE)
+            until = min(until, time.monotonic() + (_LEFT if order.kill else _GRACE))
         if time.monotonic() >= until:
             for process in processes:
                 process.kill()
