@@ -94,6 +94,9 @@ def test_settings_that_differ(run, capsys):
     assert "ettings" not in capsys.readouterr().out
 
 
+MONITOR = "DeviceStatsMonitor.on_train_batch_end/cpu_percent"
+
+
 def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
     """Their steps are the same. What differs lies in the checkpoints, as an average of the weights does, or was logged only."""
 
@@ -102,10 +105,11 @@ def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
         folder = tmp_path / "lightning_logs" / name
         (folder / "checkpoints").mkdir()
         callbacks = {"Mine{}": {"seen": seen, "best": str(folder / "best.ckpt")}, "Other": {"nothing": float("nan")}}
+        callbacks["Timer"] = {"time_elapsed": {"train": float(len(name))}}  # no two runs have the same
         checkpoint = {"state_dict": {"layer.weight": torch.full((2,), average)}, "callbacks": callbacks, "loops": name, **more}
         torch.save(checkpoint, folder / "checkpoints/step-000000002.ckpt")
         events = Events(str(folder))
-        events.log_metrics({"val_loss": validated, "speed/step_s": float(len(name))}, 2)
+        events.log_metrics({"val_loss": validated, "speed/step_s": float(len(name)), MONITOR: float(len(name))}, 2)
         events.finalize("success")
 
     kept("one")

@@ -1,81 +1,44 @@
 """Reads what a trial left, and finds the first difference from another one, with its likely source."""
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from project.proof.plan import RUN
 from project.proof.states import Compared, Difference, compare_states
 from project.watch.comparison import compare
 from project.watch.fingerprint_file import FILE, read
 
-RUN = "lightning_logs/prove"
 _NAMED = 5  # attributes
-_ROUNDING = 1e-3  # of a mean loss, relative, in a few steps
+_ROUNDING = 1e-3  # of a loss, relative, in a few steps
 _COARSE = 3e-2  # with 16 bits
-_BY_STEP = ("samples", "losses")
-_ORDER = (*_BY_STEP, "weights", "optimiser states", "schedules", "validation samples", "other states", "logged values")
+_MOVED = 10  # times as much: of what moves beside the optimiser
+_ORDER = (
+    *("samples", "losses", "weights", "buffers", "optimiser states", "schedules", "validation samples"),
+    *("other states", "logged values"),
+)
+Noted = dict[str, dict[int, list[Any]]]
+"""What the ranks of a trial noted: values by kind and step."""
 
 
-@dataclass
-class Seen:
-    """What the ranks of a trial noted; a step that was taken again counts as it was taken last."""
-
-    samples: dict[int, list[str]] = field(default_factory=dict)
-    losses: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """Loss and weight, by the step and the number of the micro-batch."""
-    validated: dict[int, list[str]] = field(default_factory=dict)
-    attributes: dict[int, dict[str, str]] = field(default_factory=dict)
-
-    def loss(self, step: int) -> float:
-        """Returns the mean loss of a step."""
-        pairs = self.losses[step].values()
-        return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
-
-    def forget(self, step: int) -> None:
-        """Drops what was noted from this step on: it is taken again."""
-        for noted in (self.samples, self.losses, self.attributes):
-            for late in [one for one in noted if one >= step]:
-                del noted[late]
-        self.validated = {at: samples for at, samples in self.validated.items() if at <= step}
-
-
-def seen(folder: Path) -> Seen:
-    """Reads the records of all ranks."""
-    whole = Seen()
+def noted(folder: Path) -> Noted:
+    """Reads the records of all ranks. A step, or a validation, that was begun again counts as it was done last."""
+    whole: Noted = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("record-*.jsonl")):
-        rank = _seen(path)
-        whole.attributes = whole.attributes or rank.attributes
-        for mine, theirs in ((whole.samples, rank.samples), (whole.validated, rank.validated)):
-            for step, samples in theirs.items():
-                mine[step] = sorted([*mine.get(step, []), *samples])
-        for step, losses in rank.losses.items():
-            whole.losses.setdefault(step, {}).update(losses)
+        entries: list[tuple[str, int, list[Any]]] = []
+        for line in path.read_text().splitlines():
+            kind, step, values = json.loads(line)
+            if kind == "begins":
+                entries = [one for one in entries if one[1] < step or (one[0], one[1]) == ("validation samples", step)]
+            if kind == "validates":
+                entries = [one for one in entries if (one[0], one[1]) != ("validation samples", step)]
+            entries.append((kind, step, values))
+        for kind, step, values in entries:
+            whole[kind][step] += values
     return whole
-
-
-def _seen(path: Path) -> Seen:
-    rank = Seen()
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        step = entry["step"]
-        match entry["kind"]:
-            case "begin":
-                rank.forget(step)
-            case "attributes":
-                rank.attributes[step] = entry["values"]
-            case "batch":
-                rank.samples.setdefault(step, []).extend(entry["samples"])
-                if entry["loss"] is not None:
-                    rank.losses.setdefault(step, {})[entry["number"]] = entry["loss"], entry["weight"]
-            case "validation":
-                rank.validated[step] = []
-            case "validated":
-                rank.validated[step].extend(entry["samples"])
-    return rank
-
-
-# Comparing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -90,48 +53,39 @@ class Finding:
     """What the objects of the user keep in Python, and what differs before that step."""
 
 
-def compare_trials(folder: Path, other: Path, ranks: bool, kept: Sequence[str], coarse: bool = False) -> Finding:
+def compare_trials(folder: Path, other: Path, ranks_differ: bool, kept: Sequence[str], coarse: bool = False) -> Finding:
     """Compares a trial with the reference.
 
     Args:
         folder: of the reference.
         other: of the trial.
-        ranks: whether it ran on another number of ranks.
+        ranks_differ: whether it ran on another number of ranks.
         kept: what must be the same: 'bits', or 'samples' and 'losses' up to rounding.
         coarse: whether numbers have 16 bits.
     """
-    mine, theirs = seen(folder), seen(other)
-    bits = "bits" in kept
-    compared = compare_states(folder / RUN, other / RUN, not ranks) if bits else Compared()
-    differences = compared.differences
-    for step in sorted(mine.samples.keys() | theirs.samples.keys()):
-        compared.count("steps")
-        if step not in mine.samples or step not in theirs.samples:
-            differences.append(Difference(step + 1, "samples", "this step was taken by one of them only"))
-        elif mine.samples[step] != theirs.samples[step]:
-            many = len(set(mine.samples[step]) ^ set(theirs.samples[step]))
-            differences.append(
-                Difference(step + 1, "samples", f"{len(mine.samples[step])} in this step, {many} in one of them only")
-            )
-        compared.count("samples", len(mine.samples.get(step, ())))
-    for step in sorted(mine.validated.keys() | theirs.validated.keys()):
-        compared.count("validation samples", len(mine.validated.get(step, ())))
-        if mine.validated.get(step) != theirs.validated.get(step):
-            differences.append(Difference(step, "validation samples", "others were looked at, or with other values"))
-    for step in sorted(mine.losses.keys() & theirs.losses.keys()) if bits or "losses" in kept else ():
-        compared.count("losses", len(mine.losses[step]) if bits else 1)
-        if difference := _losses(step, mine, theirs, bits, _COARSE if coarse else _ROUNDING):
-            differences.append(difference)
-    first = min(differences, key=_place, default=None)
-    finding = Finding(compared, first)
-    if first is not None:
-        common = [at for at in mine.attributes.keys() & theirs.attributes.keys() if at < max(1, first.step) + ranks]
-        before, after = (noted.attributes.get(max(common, default=-1), {}) for noted in (mine, theirs))
-        texts = (
-            {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]} if before else {}
-        )
-        different = [f"{name}: {one}, and {other}" for name, (one, other) in texts.items() if one != other]
-        finding.attributes = different[:_NAMED]
+    mine, theirs, bits = noted(folder), noted(other), "bits" in kept
+    begins = min(theirs["begins"])  # where it resumes from another one's checkpoint
+    rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
+    compared = compare_states(folder / RUN, other / RUN, not ranks_differ) if bits else Compared()
+    for kind in ("samples", "validation samples"):
+        for step in sorted(at for at in mine[kind].keys() | theirs[kind].keys() if at >= begins + (kind != "samples")):
+            samples, others = sorted(mine[kind].get(step, [])), sorted(theirs[kind].get(step, []))
+            compared.count(kind, len(samples))
+            if samples != others:
+                what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
+                compared.differences.append(Difference(step + (kind == "samples"), kind, what))
+    compared.count("steps", len([at for at in mine["samples"] if at >= begins]))
+    if bits or "losses" in kept:
+        compared.differences += _losses(mine["losses"], theirs["losses"], rounding)
+        compared.differences += _buffers(mine["buffers"], theirs["buffers"], _MOVED * rounding)
+        compared.count("losses", sum(map(len, mine["losses"].values())))
+    finding = Finding(compared, min(compared.differences, key=_place, default=None))
+    if finding.first is not None:
+        known = mine["attributes"].keys() & theirs["attributes"].keys()
+        last = max((at for at in known if at < max(1, finding.first.step) + ranks_differ), default=-1)
+        before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
+        both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
+        finding.attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]
         finding.lines = _module(folder / RUN, other / RUN) if bits else []
     return finding
 
@@ -141,16 +95,27 @@ def _place(difference: Difference) -> tuple[int, int]:
     return difference.step + (difference.kind == "logged values"), _ORDER.index(difference.kind)
 
 
-def _losses(step: int, mine: Seen, theirs: Seen, bits: bool, rounding: float) -> Difference | None:
-    if not bits:
-        loss, other = mine.loss(step), theirs.loss(step)
-        close = abs(loss - other) <= rounding * max(abs(loss), abs(other), 1e-6)
-        return None if close else Difference(step + 1, "losses", "of the step, its mean", f"{loss:.7g}", f"{other:.7g}")
-    for number, (loss, _) in sorted(mine.losses[step].items()):
-        other = theirs.losses[step].get(number, (float("nan"), 0.0))[0]
-        if loss != other and not (loss != loss and other != other):
-            return Difference(step + 1, "losses", f"of micro-batch {number}", f"{loss:.9g}", f"{other:.9g}")
-    return None
+def _losses(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
+    for step in sorted(mine.keys() & theirs.keys()):
+        losses, others = dict(mine[step]), dict(theirs[step])
+        most = max(map(abs, losses.values()))
+        for number, loss in sorted(losses.items()):
+            if not _close(loss, value := others.get(number, float("nan")), rounding * most):
+                yield Difference(step + 1, "losses", f"of micro-batch {number}", f"{loss:.9g}", f"{value:.9g}")
+                break
+
+
+def _buffers(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
+    for step in sorted(mine.keys() & theirs.keys()):
+        others = {name: (total, norm) for name, total, norm in theirs[step]}
+        for name, total, norm in mine[step]:
+            values = others.get(name, (float("nan"), 0.0))
+            if not (_close(total, values[0], rounding * norm) and _close(norm, values[1], rounding * norm)):
+                yield Difference(step, "buffers", name, f"its sum is {total:.6g}", f"{values[0]:.6g}")
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    return one == other or abs(one - other) <= tolerance or (one != one and other != other)
 
 
 def _module(folder: Path, other: Path) -> list[str]:

@@ -1,30 +1,36 @@
 """Shortens a run for `project prove`, and lists what is tried with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from project.cluster.settings import flat
 from project.config_files import option
 
-NAMES = ("twice", "step", "epoch", "validation", "workers", "ranks-2", "ranks-3")
 _STEPS, _EPOCHS, _MICRO_BATCHES = 4, 2, 6  # six micro-batches are as many on each of 1, 2 and 3 ranks
 _SAMPLES = 8  # in a micro-batch, at most
 _VALIDATED = 6  # micro-batches
+RUN = "lightning_logs/prove"
+FIRST = "first"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a shortened run is trained, and what of it must be as in the first one."""
+    """How a shortened run is trained, and what of it must be as in another one."""
 
     name: str
     title: str
-    words: tuple[str, ...] = ()
-    ranks: int = 1
+    ranks: tuple[int, ...] = (1,)
+    """Of each start: the last rank of all starts but the last one is killed."""
     kill: str = ""
-    again: bool = False
-    """Once more from its first checkpoint, when it has ended."""
+    """Where ('step', 'epoch', 'validation')."""
+    words: tuple[str, ...] = ()
+    anew: bool = False
+    """In a new Python, where objects lie elsewhere in memory, and strings may have other hashes."""
     kept: tuple[str, ...] = ("bits",)
+    """What must be the same: 'bits', or 'samples', and 'losses' up to rounding."""
+    like: str = FIRST
+    """With which trial it is compared."""
     skipped: str = ""
     """Why it is not tried."""
 
@@ -34,10 +40,15 @@ class Plan:
     """The shortened run."""
 
     words: tuple[str, ...]
+    on: Mapping[int, tuple[str, ...]]
+    """More words, by the number of ranks."""
     steps: int
     trials: tuple[Trial, ...]
     coarse: bool
+    """Numbers have 16 bits."""
     summary: str
+    samples: int | None = None
+    """Of the training set, so many are read, and the last step of an epoch is a shorter one; None: all of them."""
 
 
 def alone(words: Sequence[str]) -> list[str]:
@@ -56,7 +67,7 @@ def alone(words: Sequence[str]) -> list[str]:
     ]
 
 
-def shortened(base: Sequence[str], facts: dict[str, Any], config: dict[str, Any]) -> Plan:
+def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, Any]) -> Plan:
     """Chooses how many steps there are, of which size, and what can be tried.
 
     Args:
@@ -89,44 +100,51 @@ def shortened(base: Sequence[str], facts: dict[str, Any], config: dict[str, Any]
         f"--trainer.max_epochs={epochs}",
         f"--trainer.val_check_interval={between}",
     ]
-    workers = f"{prefix}num_workers"
-    if workers in keys:
-        words += [f"--{workers}=0"]
-    trials = _trials(exact, facts["validates"], automatic, sized, workers if workers in keys else "", prefix, size)
+    workers = f"{prefix}num_workers" if f"{prefix}num_workers" in keys else ""
+    words += [f"--{workers}=0"] if workers else []
     batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
+    cut = None
+    if size and size >= 4 and samples and samples > steps * many * size and facts["ends"] and steps > 1:
+        cut = (steps - 1) * many * size + many * size // 2 + 1
     kind = "to the last bit" if exact else "up to rounding, as trainer.exact is off"
     summary = (
         f"A shortened run: {epochs} epochs, in each {steps} step{'s' * (steps > 1)}{batch}, and a validation after every "
         f"{between}.\nOn other numbers of ranks: {kind}."
     )
-    coarse = "16" in str(config["trainer"].get("precision"))
-    return Plan((*base, *words), steps, trials, coarse, summary)
-
-
-def _trials(
-    exact: bool, validates: bool, automatic: bool, sized: bool, workers: str, prefix: str, size: int | None
-) -> tuple[Trial, ...]:
     kept: tuple[str, ...] = ("bits",) if exact else ("samples", "losses") if automatic else ("samples",)
-    unseen, single = "" if validates else "nothing is validated", "" if workers else f"there is no key {prefix}num_workers"
-    why = "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is"
-    on = [
-        Trial(
-            f"ranks-{ranks}",
-            f"on {ranks} ranks{'' if exact else ': ' + ' and '.join(kept)}",
-            ()
-            if automatic or why
-            else (f"--{prefix}batch_size={(size or 0) // ranks}", f"--trainer.limit_val_batches={_VALIDATED * ranks}"),
-            ranks,
-            kept=kept,
-            skipped=why,
-        )
+    on = {
+        ranks: ()
+        if automatic
+        else (f"--{prefix}batch_size={(size or 0) // ranks}", f"--trainer.limit_val_batches={_VALIDATED * ranks}")
         for ranks in (2, 3)
-    ]
+    }
+    trials = _trials(
+        kept,
+        "" if facts["validates"] else "nothing is validated",
+        workers,
+        f"there is no key {prefix}num_workers",
+        "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is",
+        "" if automatic else "with manual optimisation batch_size is another one there, and so it is another run",
+    )
+    coarse = "16" in str(config["trainer"].get("precision"))
+    return Plan((*base, *words), on, steps, trials, coarse, summary, cut)
+
+
+def _trials(kept: tuple[str, ...], unseen: str, workers: str, single: str, unsized: str, other: str) -> tuple[Trial, ...]:
+    what = "" if "bits" in kept else f": {' and '.join(kept)}"
+    loaders = (f"--{workers}=2",)
     return (
-        Trial("twice", "the same again", again=True),
-        Trial("step", "killed within an epoch, and resumed", kill="step"),
-        Trial("epoch", "killed at an epoch's end, and resumed", kill="epoch"),
-        Trial("validation", "killed in a validation, and resumed", kill="validation", skipped=unseen),
-        Trial("workers", "2 loader processes", (f"--{workers}=2",), skipped=single),
-        *on,
-    )  # fmt: skip
+        Trial("twice", "the same again, in a new process", anew=True),
+        Trial("again", "again from its first checkpoint"),
+        Trial("step", "killed within an epoch, and resumed", (1, 1), "step"),
+        Trial("epoch", "killed at an epoch's end, and resumed", (1, 1), "epoch"),
+        Trial("validation", "killed in a validation, and resumed", (1, 1), "validation", skipped=unseen),
+        Trial("workers", "2 loader processes", words=loaders, skipped="" if workers else single),
+        Trial("ranks-2", f"on 2 ranks{what}", (2,), kept=kept, skipped=unsized),
+        Trial("ranks-3", f"on 3 ranks{what}", (3,), kept=kept, skipped=unsized),
+        Trial("rank", "rank 1 of 2 killed, and resumed, as on 2 ranks", (2, 2), "step", like="ranks-2", skipped=unsized),
+        Trial("resized", f"killed on 2 ranks, and resumed on 3{what}", (2, 3), "epoch", kept=kept, skipped=unsized or other),
+    )
+
+
+NAMES = tuple(trial.name for trial in _trials((), "", "", "", "", ""))

@@ -1,142 +1,125 @@
 """Notes what each step of a trial saw, and kills the trial at a chosen place.
 
-A trial is forked, and finds in `TRIAL` what it is to do. What is noted goes to a file at once: it outlives a SIGKILL.
+A trial finds in its environment what it is to do. What is noted goes to a file at once: it outlives a SIGKILL.
 """
 
-import hashlib
 import json
 import os
-import random
 import signal
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from project.survive.checkpoints import checkpoints_of
+from project.survive.rehearsal import attributes, digest
+from project.train.evaluation import loaders_of
 from project.train.micro_batch import loss_at_hand, micro_batch
+from project.watch.fingerprints import Fingerprints
+
+MARK = "PROJECT_PROVE"
+_PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank of a trial is to do: where to write, and where to die ('look': in the
-    first micro-batch, 'step', 'validation', 'epoch'; '': nowhere)."""
+    """What a rank of a trial is to do: where to write, and where its last rank dies ('look': in the first micro-batch, 'step',
+    'validation', 'epoch'; '': nowhere)."""
 
-    folder: Path
+    folder: str
     kill: str = ""
     epoch_steps: int = 1
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the first trial finds out about a configuration."""
-
-    micro_batch: int | None
-    samples: int | None
-    automatic: bool
-    validates: bool
-
-
-TRIAL: Order | None = None
-"""Set in the forked process, before the program begins."""
+    samples: int | None = None
+    """Of the training set, as many are read."""
 
 
 class Recorder(Callback):
     """Writes record-RANK.jsonl and facts.json into the folder of a trial."""
 
     def __init__(self) -> None:
+        self._order = Order(**json.loads(os.environ.get(MARK, '{"folder": "."}')))
         self._file: TextIO | None = None
         self._step = 0
-        self._samples: list[str] = []
 
-    def _write(self, kind: str, **entry: Any) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **entry}) + "\n")
-            self._file.flush()
+    def _write(self, kind: str, step: int, values: Sequence[Any] = ()) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps([kind, step, values]) + "\n")
+        self._file.flush()
 
     def _strike(self, trainer: Trainer, place: str) -> None:
-        if TRIAL is None or TRIAL.kill != place:
+        if self._order.kill != place:
             return
         if checkpoints := checkpoints_of(trainer):
             checkpoints.wait()  # where the run resumes is not left to chance
-        trainer.strategy.barrier()  # no rank meets the end of another one
-        os.kill(os.getpid(), signal.SIGKILL)
+        trainer.strategy.barrier()  # no rank meets the end of another one too early
+        if trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        loaders_of(trainer).most_samples = self._order.samples
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if TRIAL is not None and self._file is None:
-            self._file = (TRIAL.folder / f"record-{trainer.global_rank}.jsonl").open("a")
-        self._write("begin", step=trainer.global_step)
+        self._file = (Path(self._order.folder) / f"record-{trainer.global_rank}.jsonl").open("a")
+        self._write("begins", trainer.global_step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Fingerprints):
+                callback.outputs_every = 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._step, self._samples = trainer.global_step, digests(batch)
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._write("attributes", step=self._step, values=dict(_attributes(trainer, pl_module)))
+        self._step = trainer.global_step
+        self._write("samples", self._step, digests(batch))
+        if trainer.is_global_zero and batch_idx % trainer.accumulate_grad_batches == 0:
+            known = [(name, text) for name, value in attributes(trainer) if (text := _text(value)) is not None]
+            self._write("attributes", self._step, known)
+            self._write("buffers", self._step, [*_buffers(pl_module)])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         at, loss = micro_batch(trainer), loss_at_hand(trainer)
-        value = None if loss is None or loss.numel() != 1 else float(loss)
-        self._write("batch", step=self._step, number=at.key[2], samples=self._samples, loss=value, weight=at.weight)
-        if TRIAL is None:
-            return
-        facts = TRIAL.folder / "facts.json"
+        if loss is not None and loss.numel() == 1:
+            self._write("losses", self._step, [(at.key[2], float(loss))])
+        facts = Path(self._order.folder) / "facts.json"
         if trainer.is_global_zero and not facts.exists():
-            facts.write_text(json.dumps(asdict(_facts(trainer, pl_module))))
+            facts.write_text(json.dumps(_facts(trainer, pl_module)))
         epoch, step, _ = at.key
         self._strike(trainer, "look")
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            if (epoch, step) == (0, TRIAL.epoch_steps - 1):
+            if (epoch, step) == (0, self._order.epoch_steps - 1):
                 self._strike(trainer, "step")
             if (epoch, step) == (1, 0):
                 self._strike(trainer, "epoch")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._write("validation", step=trainer.global_step)
+            self._write("validates", trainer.global_step)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if trainer.sanity_checking:
             return
-        self._write("validated", step=trainer.global_step, samples=[f"{dataloader_idx}:{one}" for one in digests(batch)])
-        if TRIAL is not None and trainer.current_epoch == 0 and micro_batch(trainer).key[1] == TRIAL.epoch_steps - 1:
+        samples = [f"{dataloader_idx}:{sample}" for sample in digests(batch)]
+        self._write("validation samples", trainer.global_step, samples)
+        if trainer.current_epoch == 0 and micro_batch(trainer).key[1] == self._order.epoch_steps - 1:
             self._strike(trainer, "validation")
 
 
-def _facts(trainer: Trainer, module: LightningModule) -> Facts:
+def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns what the first micro-batch shows of a configuration."""
     order, batch = micro_batch(trainer).order, trainer.global_batch  # type: ignore[attr-defined]
-    return Facts(
-        None if batch is None else batch // trainer.world_size // trainer.accumulate_grad_batches,
-        None if order is None else order.size,
-        module.automatic_optimization,
-        bool(trainer.enable_validation),
-    )
-
-
-# Samples -------------------------------------------------------------------------------------------------------------
-
-
-def _bits(value: object) -> bytes:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu()
-        plain = plain.to_dense() if plain.is_sparse else plain
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-
-
-def _short(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:12]
+    return {
+        "micro_batch": None if batch is None else batch // trainer.world_size // trainer.accumulate_grad_batches,
+        "samples": None if order is None else order.size,
+        "ends": order is not None and order.tail == "keep",
+        "automatic": module.automatic_optimization,
+        "validates": bool(trainer.enable_validation),
+    }
 
 
 def _leaves(value: object) -> Iterator[Any]:
@@ -153,50 +136,25 @@ def _leaves(value: object) -> Iterator[Any]:
 def digests(batch: object) -> list[str]:
     """Returns a checksum of each sample of a batch; one of all of it, where it can't be taken apart."""
     leaves = list(_leaves(batch))
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)}
-    if len(lengths) != 1:
-        return [_short(*map(_bits, leaves))] if leaves else []
     cut = [leaf for leaf in leaves if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)]
-    return [_short(*(_bits(leaf[at]) for leaf in cut)) for at in range(lengths.pop())]
+    lengths = {len(leaf) for leaf in cut}
+    parts = [[leaf[at] for leaf in cut] for at in range(lengths.pop())] if len(lengths) == 1 else [leaves][: len(leaves)]
+    return [(digest(part) or b"").hex()[:12] for part in parts]
 
 
-# Attributes ----------------------------------------------------------------------------------------------------------
-
-
-_KNOWN = vars(LightningModule()).keys() | vars(nn.Module()).keys()
-_PLAIN = (int, float, str, bool, bytes, type(None))
-
-
-def _attributes(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, str]]:
-    """Yields what the user's objects keep in Python: numbers, generators and tensors that are no buffers."""
-    owners: list[tuple[str, object]] = [
-        (f"{type(one).__name__}{f' ({name})' * bool(name)}", one) for name, one in module.named_modules()
-    ]
-    others = [*trainer.callbacks, trainer.datamodule]  # type: ignore[attr-defined]
-    owners += [(type(one).__name__, one) for one in others if not type(one).__module__.startswith("project.")]
-    for owner, one in owners:
-        for name, value in list(getattr(one, "__dict__", {}).items()):
-            if name not in _KNOWN and not name.startswith("_ddp") and (text := _text(value)) is not None:
-                yield f"{name} of {owner}", text
+def _buffers(module: LightningModule) -> Iterator[tuple[str, float, float]]:
+    """Yields the sum and the norm of what the optimiser does not move: buffers, also those that no checkpoint has, and
+    parameters that do not learn."""
+    for name, tensor in (*module.named_buffers(), *((n, p) for n, p in module.named_parameters() if not p.requires_grad)):
+        if type(tensor.detach()) is Tensor and tensor.layout == torch.strided and not tensor.is_complex():
+            values = tensor.detach().float()
+            yield name, float(values.sum()), float(values.norm())
 
 
 def _text(value: object) -> str | None:
     """Returns a short text for a value that can be compared; None for others."""
-    if isinstance(value, _PLAIN):
-        return repr(value) if len(repr(value)) < 40 else _short(repr(value).encode())
-    if isinstance(value, torch.Generator):
-        return f"torch.Generator {_short(_bits(value.get_state()))}"
-    if isinstance(value, random.Random):
-        return f"random.Random {_short(repr(value.getstate()).encode())}"
-    if isinstance(value, np.random.Generator):
-        return f"numpy Generator {_short(repr(value.bit_generator.state).encode())}"
-    if isinstance(value, np.random.RandomState):
-        return f"numpy RandomState {_short(repr(value.get_state(legacy=False)).encode())}"
-    if isinstance(value, (Tensor, np.ndarray)):
-        return f"{type(value).__name__} {_short(_bits(value))}"
-    if isinstance(value, (list, tuple, dict, set)) and len(value) <= 1000:
-        items = value.items() if isinstance(value, dict) else value
-        texts = [_text(tuple(item) if isinstance(value, dict) else item) for item in items]
-        if all(text is not None for text in texts):
-            return f"{type(value).__name__} of {len(value)}: {_short(repr(texts).encode())}"
-    return None
+    if isinstance(value, _PLAIN) and len(repr(value)) < 40:
+        return repr(value)
+    known = digest(value)
+    kind = type(value)
+    return None if known is None else f"{kind.__module__.partition('.')[0]}.{kind.__name__} {known.hex()[:12]}"

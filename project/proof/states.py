@@ -26,6 +26,9 @@ _ASIDE = {
 }
 _OF_RANKS = {"logged_sums", "metric_states"}
 """What each number of ranks keeps in another form."""
+_CLOCKS = {"time_elapsed"}
+"""What Lightning's Timer saves."""
+_MONITOR = "DeviceStatsMonitor."
 _KINDS = {
     "state_dict": "weights",
     "current_model_state": "weights",
@@ -117,6 +120,8 @@ def _leaves(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]
     def walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
         if isinstance(value, Mapping):
             for key, item in value.items():
+                if key in _CLOCKS and keys[0] == "callbacks":
+                    continue
                 yield from walk(item, (*keys, str(key).replace(run, "RUN")))
         elif isinstance(value, (list, tuple)):
             for at, item in enumerate(value):
@@ -176,5 +181,5 @@ def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
 
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
     events = Events(folder)
-    tags = [tag for tag in events.read() if of_the_module(tag)]
+    tags = [tag for tag in events.read() if of_the_module(tag) and not tag.startswith(_MONITOR)]
     return {tag: {one.step: float(one.value) for one in events.scalars(tag)} for tag in tags}

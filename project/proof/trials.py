@@ -1,17 +1,30 @@
-"""Forks the ranks of a trial from this process, which has loaded all libraries and started no thread."""
+"""Trains a configuration several times, side by side where there are cores, in processes that are forked from this one.
 
-import multiprocessing
-import multiprocessing.connection
+This one has loaded all libraries, and started no thread: who has threads must not fork.
+"""
+
+import json
 import os
+import pickle
+import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
+from project.cluster.cores import cores
 from project.early_start import free_port
-from project.proof import recorder
+from project.errors import UserError
+from project.proof.evidence import compare_trials
+from project.proof.hints import hints
+from project.proof.plan import FIRST, RUN, Plan, Trial
+from project.proof.recorder import MARK, Order
 from project.survive.orphans import end_with_parent
 
 PROGRAM = "project.cli:main"
@@ -19,49 +32,184 @@ _LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE
 _PATIENCE = 600.0  # seconds that a start may take
 _PAUSE = 0.1
 _GRACE = 30.0  # seconds that the other ranks have when one has failed
-_FORK = multiprocessing.get_context("fork")
+_LEFT = 8.0  # when one was killed
+_FORK = get_context("fork")
 
 
-def _rank(words: Sequence[str], order: recorder.Order, environment: dict[str, str]) -> None:
-    end_with_parent()
-    with (order.folder / "output.txt").open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = open(os.devnull)  # noqa: SIM115
-    for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
-        del os.environ[name]
-    os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    recorder.TRIAL = order
-    sys.argv = ["project", *words]
-    resolve_name(PROGRAM)()
+@dataclass
+class Row:
+    """What came of a trial."""
+
+    title: str
+    result: str
+    """'the same', 'differs', 'fails' or 'not tried'."""
+    seconds: float = 0.0
+    compared: dict[str, int] = field(default_factory=dict)
+    step: int | None = None
+    what: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return self.result in ("the same", "not tried")
 
 
-def launch(words: Sequence[str], order: recorder.Order, ranks: int = 1) -> int:
-    """Runs `python -m project WORDS` on so many ranks, and returns the exit code: 0, or that of a rank that failed."""
+# Starts --------------------------------------------------------------------------------------------------------------
+
+
+def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = False) -> list[int]:
+    """Runs `python -m project WORDS` on so many ranks, and returns their exit codes."""
+    Path(order.folder).mkdir(exist_ok=True)
+    output(order.folder).write_text("")
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
-    words = (*words, f"--trainer.devices={ranks}")
-    processes = [_FORK.Process(target=_rank, args=(words, order, one)) for one in environments]
+    words = (*words, f"--trainer.default_root_dir={order.folder}", f"--trainer.devices={ranks}")
+    processes = [_FORK.Process(target=_rank, args=(words, order, one, anew)) for one in environments]
     for process in processes:
         process.start()
     until = time.monotonic() + _PATIENCE
     while any(process.exitcode is None for process in processes):
         # Not for long: what a rank has left behind (its warden) may hold the sentinel open.
-        multiprocessing.connection.wait([one.sentinel for one in processes if one.exitcode is None], _PAUSE)
+        wait([process.sentinel for process in processes if process.exitcode is None], _PAUSE)
         if any(process.exitcode for process in processes):
-            until = min(until, time.monotonic() + _GRACE)
+            until = min(until, time.monotonic() + (_LEFT if order.kill else _GRACE))
         if time.monotonic() >= until:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.join()
-    return next((code for process in processes if (code := process.exitcode)), 0)
+    return [process.exitcode or 0 for process in processes]
 
 
-def output(folder: Path) -> str:
-    """Returns what the ranks of a trial printed."""
-    path = folder / "output.txt"
-    return path.read_text(errors="replace") if path.is_file() else ""
+def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew: bool) -> None:
+    end_with_parent()
+    with output(order.folder).open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+        del os.environ[name]
+    os.environ.update({**environment, MARK: json.dumps(asdict(order))})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if anew:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which finds what this process has found
+        os.execv(sys.executable, [sys.executable, "-m", "project", *words])
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.argv = ["project", *words]
+    resolve_name(PROGRAM)()
+
+
+def output(folder: str | Path) -> Path:
+    """Returns the file of what the ranks print."""
+    return Path(folder) / "output.txt"
+
+
+def failure(folder: Path) -> list[str]:
+    """Returns what a trial that failed said of it."""
+    lines = [line for line in output(folder).read_text(errors="replace").splitlines() if line.strip()]
+    errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
+    shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
+    return list(shown)
+
+
+# Trials --------------------------------------------------------------------------------------------------------------
+
+
+class Trials:
+    """Processes of trials, which fork their ranks, and compare. All that they have started ends with the context."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._going = dict[str, tuple[int, Any]]()
+
+    def __enter__(self) -> "Trials":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, process in self._going.values():
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                process.kill()
+            process.join()
+
+    def _start(self, name: str, ranks: int, work: Callable[..., object], *arguments: Any) -> None:
+        process = _FORK.Process(target=_lead, args=(work, *arguments))
+        process.start()
+        self._going[name] = ranks, process
+
+    def _ended(self) -> set[str]:
+        """Waits a moment, and returns the names of those that have ended."""
+        wait([process.sentinel for _, process in self._going.values()], _PAUSE)
+        names = {name for name, (_, process) in self._going.items() if process.exitcode is not None}
+        self._going = {name: of for name, of in self._going.items() if name not in names}
+        return names
+
+    def look(self, words: Sequence[str]) -> Path:
+        """Trains to the first micro-batch, and returns the folder of what it has shown."""
+        folder = self.root / "look"
+        self._start("look", 1, launch, words, Order(str(folder), "look"))
+        while self._going:
+            self._ended()
+        if not (folder / "facts.json").is_file():
+            raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
+        return folder
+
+    def rows(self, plan: Plan) -> Iterator[Row]:
+        """Yields a row for each trial in turn. The first run must work by itself."""
+        waiting, done = [Trial(FIRST, ""), *(trial for trial in plan.trials if not trial.skipped)], set[str]()
+        free = max(1, int(cores()))
+        for trial in (waiting[0], *plan.trials):
+            if trial.skipped:
+                yield Row(f"{trial.title}: {trial.skipped}", "not tried")
+                continue
+            while trial.name not in done:
+                for candidate in [one for one in waiting if one.name == FIRST or one.like in done]:
+                    if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(candidate.ranks) <= free:
+                        waiting.remove(candidate)
+                        self._start(candidate.name, max(candidate.ranks), _train, self.root, plan, candidate)
+                done |= self._ended()
+            path = self.root / trial.name / "row.pickle"
+            what = "it could not be compared"
+            row = pickle.loads(path.read_bytes()) if path.is_file() else Row(trial.title, "fails", what=what)
+            if trial.name != FIRST:
+                yield row
+            elif not row.holds:
+                raise UserError("\n  ".join(["The shortened run fails by itself:", *row.lines]))
+
+
+def _lead(work: Callable[..., object], *arguments: Any) -> None:
+    """Runs in a process of its own, with a group of its own: who ends it ends all that it started."""
+    os.setpgid(0, 0)
+    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    work(*arguments)
+
+
+def _train(root: Path, plan: Plan, trial: Trial) -> None:
+    """Trains, compares, and leaves row.pickle."""
+    began, folder = time.monotonic(), root / trial.name
+    row = Row(trial.title, "the same")
+    words = [*plan.words, *trial.words]
+    if trial.name == "again":
+        words.append(f"--resume={min((root / FIRST / RUN / 'checkpoints').glob('step-*.ckpt'))}")
+    for at, ranks in enumerate(trial.ranks):
+        kill = trial.kill if at + 1 < len(trial.ranks) else ""
+        codes = launch([*words, *plan.on.get(ranks, ())], Order(str(folder), kill, plan.steps, plan.samples), ranks, trial.anew)
+        if (-signal.SIGKILL in codes) if kill else not any(codes):
+            continue
+        code = next((code for code in codes if code), 0)
+        row.result, row.what, row.lines = "fails", f"it ended with exit code {code}", failure(folder)
+        break
+    else:
+        if trial.name != FIRST:
+            ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
+            finding = compare_trials(root / trial.like, folder, ranks_differ, trial.kept, plan.coarse)
+            row.compared = dict(finding.compared.counts)
+            if finding.first is not None:
+                row.result, row.step = "differs", finding.first.step
+                row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
+                row.lines = [*finding.lines, *hints(trial.name, ranks_differ, finding, folder)]
+    row.seconds = time.monotonic() - began
+    (folder / "row.pickle").write_bytes(pickle.dumps(row))

@@ -54,7 +54,7 @@ class Rehearsal(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._before = {name: _attributes(owner) for name, owner in _owners(trainer)}
+            self._before = {name: _digests_of(owner) for name, owner in _owners(trainer)}
             self._ends_at = trainer.global_step + _AFTER
 
     def on_train_batch_end(
@@ -79,8 +79,8 @@ class Rehearsal(Callback):
         for name, owner in _owners(trainer):
             state = checkpoint.get("callbacks", {}).get(owner.state_key) if isinstance(owner, Callback) else None
             known = {*_digests(state)} if isinstance(owner, Callback) else saved
-            for attribute, digest in _attributes(owner).items():
-                if name in before and before[name].get(attribute) != digest and digest not in known:
+            for attribute, found in _digests_of(owner).items():
+                if name in before and before[name].get(attribute) != found and found not in known:
                     moved.append(f"{name}.{attribute}")
         if moved:
             log.warning(
@@ -113,46 +113,64 @@ def _is_of_a_library(owner: object) -> bool:
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
 
 
-def _attributes(owner: Any) -> dict[str, bytes]:
-    """Returns the digests of its attributes, as far as they have values that can be compared."""
+def attributes(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yields all values that users' objects have, with their names."""
+    for name, owner in _owners(trainer):
+        yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
+
+
+def _values(owner: Any) -> dict[str, Any]:
     own: dict[str, Any] = getattr(owner, "__dict__", {})  # a list as a dataset has none
-    known = {name: value for name, value in own.items() if name not in _OF_LIGHTNING}
-    return {name: digest for name, value in known.items() if (digest := _digest(value)) is not None}
+    return {name: value for name, value in own.items() if name not in _OF_LIGHTNING and not name.startswith("_ddp")}
+
+
+def _digests_of(owner: Any) -> dict[str, bytes]:
+    """Returns the digests of its attributes, as far as they have values that can be compared."""
+    return {name: found for name, value in _values(owner).items() if (found := digest(value)) is not None}
 
 
 def _digests(value: Any) -> Iterator[bytes]:
     """Yields the digest of a value, and of all that is in it."""
-    if (digest := _digest(value)) is not None:
-        yield digest
+    if (found := digest(value)) is not None:
+        yield found
     inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for one in inner:
         yield from _digests(one)
 
 
-def _digest(value: Any) -> bytes | None:
+def digest(value: Any) -> bytes | None:
     """Returns what is the same for equal values, whether an array, a tensor or a list has them; None where nobody can say."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy() if value.dtype != torch.bfloat16 else value.detach().float().cpu().numpy()
+    if isinstance(value, Tensor) and (value := _array(value)) is None:
+        return None
     if isinstance(value, (bool, int, float, np.number)):
         return sha256(repr(float(value)).encode()).digest()
     if isinstance(value, np.ndarray):
         if value.nbytes > _LARGEST or value.dtype == object:
             return None
-        return _digest(value.tolist()) if value.size < _MOST else sha256(value.tobytes()).digest()
+        return digest(value.tolist()) if value.size < _MOST else sha256(value.tobytes()).digest()
     if isinstance(value, torch.Generator):
-        return _digest(value.get_state())
+        return digest(value.get_state())
     if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, str, bytes)) or value is None:
         return sha256(pickle.dumps(value)).digest()
     if isinstance(value, nn.Module):
-        return _digest(value.state_dict())
+        return digest(value.state_dict())
     if isinstance(value, Set):
-        return _joined(sorted(map(_digest, islice(value, _MOST)), key=lambda digest: digest or b""))
+        return _joined(sorted(map(digest, islice(value, _MOST)), key=lambda found: found or b""))
     if isinstance(value, Mapping):
         value = [part for name, one in value.items() for part in (str(name), one)]
     if not isinstance(value, Sequence):
         return None
     ends = [*value[:_MOST], *value[-_MOST:]] if len(value) > 2 * _MOST else value
-    return _joined([_digest(len(value)), *map(_digest, ends)])
+    return _joined([digest(len(value)), *map(digest, ends)])
+
+
+def _array(tensor: Tensor) -> Any:
+    """Returns the values of a tensor; None where it has none that NumPy could hold."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized and not tensor.is_nested:
+        known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+        return (tensor if known else tensor.float()).cpu().resolve_conj().resolve_neg().numpy()
+    return None if tensor.layout == torch.strided or tensor.is_nested else _array(tensor.to_dense())
 
 
 def _joined(digests: Iterable[bytes | None]) -> bytes | None:

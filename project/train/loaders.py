@@ -62,6 +62,8 @@ class Loaders(_DataConnector):
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
         """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
+        self.most_samples: int | None = None
+        """Of a training set, as many are read; None: all of them."""
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
 
@@ -217,8 +219,9 @@ class Loaders(_DataConnector):
             self._batch_size = size
         here = data_ranks(trainer)
         seed = _seed(loader, trainer)
+        count = len(loader.dataset)  # type: ignore[arg-type]
         order = Order(
-            len(loader.dataset),  # type: ignore[arg-type]
+            count if self.most_samples is None else min(count, self.most_samples),
             size,
             here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,

@@ -104,6 +104,8 @@ class Fingerprints(Callback):
 
     def __init__(self, exact: bool = False, ranks_differ: WhenRanksDiffer = "stop") -> None:
         self.exact, self.ranks_differ = exact, ranks_differ
+        self.outputs_every = _SELDOM
+        """What each module gives is recorded after so many steps."""
         self._forget()
 
     def _forget(self) -> None:
@@ -168,7 +170,7 @@ class Fingerprints(Callback):
         # Where a module steps several optimisers, its steps are counted in twos, say.
         if step // self._every != before // self._every:
             self._write_all(trainer)
-        if step // _SELDOM != before // _SELDOM:
+        if step // self.outputs_every != before // self.outputs_every:
             self._look_again(pl_module)
             self._modules_due = True
 

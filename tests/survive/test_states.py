@@ -187,12 +187,14 @@ class Careless(Regression):
         super().__init__()
         self.steps, self.saved, self.seen = 0, 0, [torch.zeros(())]
         self.generator = torch.Generator()
+        self.graph, self.scale = torch.eye(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)  # NumPy has neither
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self.steps += 1
         self.saved -= 1
         self.seen.append(batch["point"].mean())
         torch.rand((), generator=self.generator)
+        self.graph = self.graph * 2
         return self.loss(batch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -224,7 +226,7 @@ class Aware(Counting):
 def test_what_changes_and_lies_in_no_state_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware(), Steady(1), Steady(2)])
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
-    assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Aware.calls"
+    assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Careless.graph, Aware.calls"
 
 
 class Poisoned(Regression):
