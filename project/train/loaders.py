@@ -77,7 +77,8 @@ class Loaders(_DataConnector):
     # The user's limits ------------------------------------------------------------------------------------------------
 
     def note_limits(self, *stages: str) -> None:
-        """Notes what trainer.limit_*_batches are now. A run that only tries the code, or overfits, is cut by Lightning."""
+        """Notes what trainer.limit_*_batches are now. Lightning cuts a run that only tries the code, and the training of one that
+        overfits."""
         trainer: Any = self.trainer
         for stage in stages or ("train", "val", "test", "predict"):
             limit: Limit = getattr(trainer, f"limit_{stage}_batches")
@@ -86,7 +87,7 @@ class Loaders(_DataConnector):
 
     def _is_trial(self, stage: str) -> bool:
         trainer: Any = self.trainer
-        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage in ("train", "val")))
+        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage == "train"))
 
     @contextmanager
     def limits_of_loop(self, stage: str) -> Iterator[None]:

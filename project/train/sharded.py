@@ -135,7 +135,7 @@ class Sharded(OwnPart):
     def setup_environment(self) -> None:
         """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
         super().setup_environment()
-        if self.cpu_offload and self.world_size > 1 and "gloo" not in (backend := dist.get_backend()):
+        if self.cpu_offload and "gloo" not in (backend := dist.get_backend()):
             raise UserError(
                 f"strategy=sharded: cpu_offload needs gloo beside NCCL, and the ranks are connected by {backend} alone, for an "
                 "earlier fit of this process or by process_group_backend. HINT: a process of its own, and no other backend."
