@@ -42,6 +42,7 @@ from project.train.unspreadable import (
     refuse_copies,
     refuse_no_values,
     refuse_own_steps,
+    refuse_pruning,
     refuse_what_cant_be,
 )
 
@@ -166,6 +167,7 @@ class Sharded(OwnPart):
             self.model = self._layer_sync.apply(self.model)
         if training:
             refuse_own_steps(trainer.lightning_module)
+            refuse_pruning(trainer)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = averages(trainer)
             if training and self.is_global_zero:

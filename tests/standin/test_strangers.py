@@ -140,3 +140,13 @@ def test_fsdp_is_refused_by_name(gpu_pool: Any, tmp_path: Path) -> None:
     code, output = gpu_pool.run(tmp_path, *words, gpus=2)
     assert code == 2, output
     assert "trainer.strategy=fsdp has no network of which a checkpoint could be made here. HINT: " in output
+
+
+def test_states_of_callbacks_come_to_no_other_gpu(gpu: Cli, tmp_path: Path) -> None:
+    """The best score of ModelCheckpoint lies on a rank's own GPU, and goes into the checkpoint of all."""
+    best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss/dataloader_idx_0"}}
+    contexts = {"class_path": "tests.standin.probes.Contexts"}
+    words = (*OWN, "--model=tests.own.Regression", "--trainer.callbacks=" + json.dumps([best, contexts]))
+    run = gpu(*words, ranks=2)
+    assert run.code == 0, run.output
+    assert [json.loads((tmp_path / f"contexts-{rank}.json").read_text())["devices"] for rank in range(2)] == [[0], [1]]

@@ -20,12 +20,28 @@ PLAIN = (*OWN, "--model=tests.own.Regression")
 STATIC = json.dumps({"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}})
 
 
-class Searching(Regression):
-    """LBFGS, whose line search ends where the loss says so; without dropout."""
+class Thawing(Regression):
+    """Its first layer learns from the second epoch on, in the group of the others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.network[1].p = 0.0
+    def on_train_epoch_start(self) -> None:
+        self.network[0].requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+
+class Searching(Regression):
+    """LBFGS, whose line search ends where the loss says so."""
+
+    evaluations = 0
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        self.evaluations += 1
+        return super().loss(batch)
+
+    def on_train_end(self) -> None:
+        found = [self.evaluations, *(parameter.double().sum().item() for parameter in self.parameters())]
+        Path(f"search-{self.global_rank}.json").write_text(json.dumps(found))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=1, max_iter=4, line_search_fn="strong_wolfe")
@@ -66,13 +82,13 @@ def test_a_static_graph_accumulates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["Searching", "SearchingByItself"])
-def test_ranks_search_by_the_loss_of_all(tmp_path: Path, module: str) -> None:
-    """By its own loss a rank would ask more often than the others, which would wait for it."""
-    words = (*OWN, f"--model=tests.train.test_strategies.{module}")
-    alone = trained(tmp_path / "alone", *words, "--data.init_args.batch_size=12")
-    shared = trained(tmp_path / "shared", *words, "--data.init_args.batch_size=6", ranks=2)
-    assert values(shared, "val_loss")[:2] == pytest.approx(values(alone, "val_loss")[:2], rel=0.2)
-    assert len(values(shared, "val_loss")) == len(values(alone, "val_loss"))
+def test_ranks_search_by_the_loss_of_all(quick: Cli, tmp_path: Path, module: str) -> None:
+    """By its own loss a rank would ask more often than the others, or take another step."""
+    words = (f"--model=tests.train.test_strategies.{module}", "--data.init_args.batch_size=6")
+    run = quick(*OWN, *words, "--trainer.ranks_differ=warn", "--watchdog.at_least=20", ranks=2)
+    assert run.code == 0, run.output
+    ours, theirs = ((tmp_path / f"search-{rank}.json").read_text() for rank in range(2))
+    assert ours == theirs
 
 
 def test_lbfgs_takes_no_part_of_a_step(quick: Cli) -> None:
@@ -102,3 +118,31 @@ def test_a_library_that_is_not_there_is_named(quick: Cli) -> None:
     assert run.code == 1, run.output
     assert "The trainer's settings don't work here: Requirement 'torch_xla" in run.output
     assert "Traceback" not in run.output
+
+
+def test_unused_parameters_are_told_in_a_line(quick: Cli) -> None:
+    run = quick(*OWN, "--model=tests.own.Duel", "--data.init_args.batch_size=6", ranks=2)
+    assert run.code == 1, run.output
+    assert "`strategy='ddp_find_unused_parameters_true'`" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
+    prunes = [{"class_path": "ModelPruning", "init_args": {"pruning_fn": "l1_unstructured", "amount": 0.3}}]
+    run = quick(*PLAIN, "--trainer.strategy=sharded", f"--trainer.callbacks={json.dumps(prunes)}", ranks=2)
+    assert run.code == 1, run.output
+    assert "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors" in run.output
+
+
+def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
+    run = quick(*OWN, "--model=tests.train.test_strategies.Thawing")
+    assert run.code == 0, run.output
+
+
+def test_an_epoch_with_a_shorter_last_step_is_validated_after_it(quick: Cli, tmp_path: Path) -> None:
+    """Of 25 micro-batches the last is a step by itself; here it would be validated before that one."""
+    accumulates = {"class_path": "GradientAccumulationScheduler", "init_args": {"scheduling": {0: 2}}}
+    words = [word for word in PLAIN if "global_batch_size" not in word]
+    run = quick(*words, "--trainer.callbacks=" + json.dumps([accumulates]))
+    assert run.code == 0, run.output
+    assert [step for step, _ in curves(tmp_path)["val_loss/dataloader_idx_0"]] == [13, 26]
