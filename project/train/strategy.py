@@ -112,7 +112,7 @@ class OrderedDDP(DistributedDataParallel):
         """Leaves gradients to each rank within. Those of a static graph are added up nevertheless: torch learns the graph in
         the first backward pass, and fails where it adds up nothing in it; and a step after a restart must be as any other.
         """
-        with nullcontext() if self.static_graph else super().no_sync():  # type: ignore[no-untyped-call]
+        with nullcontext() if self.static_graph else super().no_sync():
             yield
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
