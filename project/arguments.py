@@ -60,4 +60,5 @@ def culprit(given: Mapping[str, Any], error: str) -> str:
     if "Timer(duration" in error:
         return f"trainer.max_time={given['max_time']}: "
     words = {name: value for name, value in given.items() if isinstance(value, str) and value}
-    return next((f"trainer.{name}={one}: " for name, one in words.items() if re.search(rf"\b{re.escape(one)}\b", error)), "")
+    whole = {name: rf"(?<![\w.]){re.escape(value)}(?!\.?\w)" for name, value in words.items()}  # not the 1 of a version 1.13
+    return next((f"trainer.{name}={words[name]}: " for name, pattern in whole.items() if re.search(pattern, error)), "")

@@ -30,13 +30,13 @@ from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, rank_said
 from project.cluster.place import host
 from project.complaints import condensed
-from project.config import HelpAll, Parser, SaveConfig, UsageError, brought, refuse_odd_sections, save_config
+from project.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
 from project.config_files import EVALUATING, RUNS, expand, folder_of, run_config
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.doctor.foretelling import modules_on_paper
 from project.engines.command import command
-from project.errors import NonFiniteError, UserError, as_user_error
+from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
 from project.export.export import SETTINGS, exportable
 from project.model import ImageClassifier
 from project.runs import open_beside, open_run, run_of, saved_config, weights
@@ -47,6 +47,7 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.verification import Verification
 from project.sweep import with_trial
 from project.train.deferred import builder
+from project.train.strategies import refuse_processes_within
 from project.trainer import Trainer
 from project.untrusted import write_text
 from project.watch import loggers
@@ -247,6 +248,7 @@ class ProjectCLI(LightningCLI):
         early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
+        refuse_processes_within(trainer.strategy, "and this program goes on where they end")
         trainer.configuration = configuration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoints):
@@ -461,11 +463,11 @@ def main() -> None:
             code = _report_of_run(error, ProjectCLI.running)
             say = log.debug  # the error is the last word
             raise SystemExit(code) from None
-        if (isinstance(error, (LaunchError, UsageError)) and rank > 0) or early_start.undecided():
+        if (isinstance(error, (LaunchError, SettingError)) and rank > 0) or early_start.undecided():
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
-        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
+        raise SystemExit(WRONG if isinstance(error, SettingError) else 1) from None
     finally:
         ran, ProjectCLI.running = ProjectCLI.running, None
         if ran is not None:

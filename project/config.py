@@ -18,11 +18,11 @@ from lightning_utilities.core.enums import StrEnum
 
 from project.complaints import complaint
 from project.config_files import documents, option
-from project.errors import UserError
+from project.errors import SettingError
 from project.untrusted import compose_yaml, read_yaml, write_text
 
 
-class UsageError(UserError):
+class UsageError(SettingError):
     """The command line or a config does not fit together."""
 
 

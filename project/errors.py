@@ -13,6 +13,10 @@ class UserError(ValueError):
     """
 
 
+class SettingError(UserError):
+    """A setting that can't work, on this machine or another: the program ends with exit code 2."""
+
+
 def as_user_error(error: Exception, text: str) -> UserError:
     """Returns a UserError that is of an error's class, too: who expects a FileNotFoundError, or Lightning's
     MisconfigurationException, catches it as before. One of a class that is not made of a text is a UserError alone.

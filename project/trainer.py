@@ -95,6 +95,7 @@ from project.train.position import out_of_time
 from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
 from project.train.sharded import Sharded
+from project.train.strategies import refuse_strategy
 from project.train.strategy import gathered, share_exactly, share_in_order
 from project.untrusted import write_text
 from project.watch.console import Progress, name_speaker
@@ -280,10 +281,11 @@ class Trainer(pl.Trainer):
                 enable_model_summary=enable_model_summary,
                 **kwargs,
             )
-        except (ValueError, TypeError, MisconfigurationException) as error:
+        except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
             given = {**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}
             named = culprit(given, str(error))
             raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
+        refuse_strategy(self, bool(launch.world_size), saves=bool(checkpoints_of(self)))
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))

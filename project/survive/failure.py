@@ -52,6 +52,8 @@ _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
 
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
+# Errors of a setting, with its name, that Lightning raises as those of a bug.
+_OF_A_SETTING = re.compile(r"`strategy='ddp_find_unused_parameters_true'`|does not allow for gradient clipping")
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))")
 
@@ -64,7 +66,9 @@ def kind(error: BaseException) -> Kind:
     """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
-    if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or _NO_COMPILER.search(str(error)):
+    if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or any(
+        pattern.search(str(error)) for pattern in (_NO_COMPILER, _OF_A_SETTING)
+    ):
         return "mendable"
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_of_a_connection(error)):
         return "mendable" if "EADDRINUSE" in str(error) else "lost"

@@ -114,15 +114,17 @@ class NonFinite(Callback):
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
             )
-        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out in an epoch that the run resumes
+        self._give_momentum(trainer)  # also in the middle of an epoch that the run resumes
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for optimizer in trainer.optimizers:  # a parameter may learn from this epoch on
+    def _give_momentum(self, trainer: Trainer) -> None:
+        for optimizer in trainer.optimizers:
             give_zero_momentum(optimizer)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # whose callbacks may have unfrozen a parameter when the epoch began
+            self._give_momentum(trainer)
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
             self._step.late = self._late and self._is_late(trainer)

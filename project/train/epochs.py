@@ -82,7 +82,8 @@ class Epochs(_FitLoop):
             ) from error
         many = self.trainer.accumulate_grad_batches  # known since the loaders are
         if isinstance(interval, float) and isinstance(self.trainer.val_check_batch, int) and isinstance(self.max_batches, int):
-            self.trainer.val_check_batch = max(1, int(self.max_batches // many * interval)) * many
+            steps = max(1, int(self.max_batches // many * interval)) * many
+            self.trainer.val_check_batch = self.max_batches if interval == 1 else steps  # the last step may be a shorter one
 
     def setup_data(self) -> None:
         with loaders_of(self.trainer).limits_of_loop("train"):

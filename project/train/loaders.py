@@ -79,7 +79,8 @@ class Loaders(_DataConnector):
     # The user's limits ------------------------------------------------------------------------------------------------
 
     def note_limits(self, *stages: str) -> None:
-        """Notes what trainer.limit_*_batches are now. A run that only tries the code, or overfits, is cut by Lightning."""
+        """Notes what trainer.limit_*_batches are now. Lightning cuts a run that only tries the code, and the training of one
+        that overfits."""
         trainer: Any = self.trainer
         for stage in stages or ("train", "val", "test", "predict"):
             limit: Limit = getattr(trainer, f"limit_{stage}_batches")

@@ -36,7 +36,7 @@ from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.sharded import Sharded
 from project.train.spread import clip_parts, total_norm
-from project.train.usual import refuse_to_accumulate, spread, unscale_before_hooks, why_not_ours
+from project.train.usual import all_step_once, refuse_part_of_step, spread, unscale_before_hooks, why_not_ours
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +281,6 @@ class Steps(_TrainingEpochLoop):
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
         )
         why_not = why_not_ours(self.trainer, self._takes_batches)
-        refuse_to_accumulate(self.trainer)
         self._usual, self._out_of_time = why_not is None, None
         # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
         unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
@@ -295,6 +294,9 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
+        refuse_part_of_step(self.trainer)
+        if self.trainer.world_size > 1 and "optimizer_step" not in vars(strategy) and not all_step_once(self.trainer):
+            strategy.optimizer_step = partial(self._with_loss_of_all, strategy.optimizer_step)
         no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
         if torch.is_anomaly_enabled():
             no_graph = no_graph or "trainer.detect_anomaly has the host look at each gradient"
@@ -508,8 +510,20 @@ class Steps(_TrainingEpochLoop):
         self.loss = loss.detach()
         return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
+    def _with_loss_of_all(self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], **settings: Any) -> Any:
+        """Gives an optimiser that asks for the loss again the mean over the ranks, of which it has the gradient: by its own a
+        rank would end a search earlier than the others, which would wait for it."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            weighed = loss * self.micro_batch.weight if isinstance(loss, Tensor) else loss
+            return self.trainer.strategy.reduce(weighed, reduce_op="mean") if isinstance(loss, Tensor) else loss
+
+        return step(optimizer, evaluate, **settings)
+
     def teardown(self) -> None:
-        self.trainer.strategy.__dict__.pop("backward", None)
+        for replaced in ("backward", "optimizer_step"):
+            self.trainer.strategy.__dict__.pop(replaced, None)
         self._told, self.graphs, self._refused, self._automatic = {}, None, False, False
         self._looked_at_compiled = False
         super().teardown()

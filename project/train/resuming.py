@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
+from project.parts import changed
 from project.train import metrics
 from project.train.data_ranks import data_ranks
 from project.train.evaluation import loaders_of
@@ -292,6 +293,7 @@ def _of_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[dict[str, Any] | N
     ranks = data_ranks(trainer)
     if ranks.count == 1:
         return None
+    mine = changed(mine, _on_the_host)  # another rank would read a tensor of this one's device onto it
     held = io.BytesIO()
     torch.save(mine, held)
     digests = ranks.gathered(hashlib.sha256(held.getvalue()).hexdigest())
@@ -301,3 +303,7 @@ def _of_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[dict[str, Any] | N
     first, own = ranks.rank == 0, mine if digests[ranks.rank] != digests[0] else None
     dist.gather_object(own, states if first else None, group=ranks.group, group_dst=0)
     return states
+
+
+def _on_the_host(value: Any, name: str) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -42,6 +42,7 @@ from project.train.unspreadable import (
     refuse_copies,
     refuse_no_values,
     refuse_own_steps,
+    refuse_pruning,
     refuse_what_cant_be,
 )
 
@@ -135,7 +136,7 @@ class Sharded(OwnPart):
     def setup_environment(self) -> None:
         """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
         super().setup_environment()
-        if self.cpu_offload and self.world_size > 1 and "gloo" not in (backend := dist.get_backend()):
+        if self.cpu_offload and "gloo" not in (backend := dist.get_backend()):
             raise UserError(
                 f"strategy=sharded: cpu_offload needs gloo beside NCCL, and the ranks are connected by {backend} alone, for an "
                 "earlier fit of this process or by process_group_backend. HINT: a process of its own, and no other backend."
@@ -166,6 +167,7 @@ class Sharded(OwnPart):
             self.model = self._layer_sync.apply(self.model)
         if training:
             refuse_own_steps(trainer.lightning_module)
+            refuse_pruning(trainer)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = averages(trainer)
             if training and self.is_global_zero:

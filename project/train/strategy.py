@@ -107,6 +107,14 @@ class OrderedDDP(DistributedDataParallel):
         """Whether other parameters learn than when it was made; asked at each step, and so of those that were there then."""
         return [one.requires_grad for one in self._known] != self._learned
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves gradients to each rank within. Those of a static graph are added up nevertheless: torch learns the graph in
+        the first backward pass, and fails where it adds up nothing in it; and a step after a restart must be as any other.
+        """
+        with nullcontext() if self.static_graph else super().no_sync():
+            yield
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
         self._hooks.append((state, hook))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -70,6 +70,15 @@ def refuse_no_values(model: nn.Module) -> None:
                 f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
                 "strategy's deferred: false, which builds the network whole on each rank."
             )
+
+
+def refuse_pruning(trainer: pl.Trainer) -> None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise UserError(
+            "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors, and each rank has a shard of "
+            "them. HINT: strategy: ddp."
+        )
 
 
 def refuse_own_steps(module: pl.LightningModule) -> None:

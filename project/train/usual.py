@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.errors import UserError
@@ -40,7 +39,7 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
         f"{type(precision).__name__} is in charge of the precision": type(precision)
         not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
         f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
-        "the optimiser may ask for the loss again": not all(map(_steps_once, optimizers)),
+        "the optimiser may ask for the loss again": not all_step_once(trainer),
         f"{name}.training_step takes the batches by itself (dataloader_iter)": takes_batches,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -72,17 +71,24 @@ def _steps_once(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
-def refuse_to_accumulate(trainer: Trainer) -> None:
-    """Raises where a step of several micro-batches is another one than a step of one, or fails in its midst."""
-    many, wrapped = trainer.accumulate_grad_batches, trainer.strategy.model
-    if many == 1:
-        return
-    step = f"A step has {many} micro-batches of each rank (accumulate_grad_batches)"
-    hint = "HINT: have each rank take its share of the global batch as one micro-batch"
-    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise UserError(f"{step}, and LBFGS evaluates the loss again and again: that of the last one alone. {hint}.")
-    if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
-        raise UserError(f"{step}, and torch's DDP fails there with static_graph=True. {hint}, or leave out static_graph.")
+def all_step_once(trainer: Trainer) -> bool:
+    """Returns whether each optimiser asks for one gradient, and for no loss."""
+    return all(map(_steps_once, trainer.optimizers))
+
+
+def refuse_part_of_step(trainer: Trainer) -> None:
+    """Refuses LBFGS where a step has several micro-batches: Lightning evaluates the last of them anew, and adds its gradient to
+    those before, which are of other weights.
+
+    Raises:
+        UserError: names the batch_size with which a step has one micro-batch.
+    """
+    many = trainer.accumulate_grad_batches
+    if many > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise UserError(
+            f"LBFGS evaluates the loss of a step again and again, and a step has {many} micro-batches on each rank, of which "
+            f"only the last is there then. HINT: set the loader's batch_size {many} times as large, or take another optimiser."
+        )
 
 
 def is_fused(optimizer: Optimizer) -> bool:

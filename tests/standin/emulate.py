@@ -102,8 +102,9 @@ _aliases: dict[Any, Tensor] = {}
 _MOST_ALIASES = 20_000
 
 
+@torch.inference_mode(False)
 def alias(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the memory of one on a GPU; what lies on the CPU as it is."""
+    """A CPU tensor over the memory of one on a GPU; what lies on the CPU as it is. It outlives the mode that it is made in."""
     if not tensor.is_cuda or tensor.layout != torch.strided:
         return tensor
     size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype

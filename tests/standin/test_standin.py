@@ -68,6 +68,14 @@ def losses(net: nn.Module, device: str, kind: torch.dtype | None = None, steps: 
 
 
 @on_gpus()
+def test_what_was_first_seen_in_inference_mode_is_written_after_it() -> None:
+    values = torch.ones(4, device=GPU)
+    with torch.inference_mode():
+        assert values.sum() == 4
+    equal(torch.maximum(values, 2 * values, out=values), torch.full((4,), 2.0))
+
+
+@on_gpus()
 def test_a_network_trains_as_on_the_cpu() -> None:
     cpu, gpu = network(), network().to(GPU)
     assert losses(gpu, GPU) == pytest.approx(losses(cpu, "cpu"), rel=1e-5)

@@ -127,3 +127,26 @@ def test_a_network_that_is_sharded_goes_on_in_the_same_process(gpu_pool: Any, tm
         assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in found["average"]
         assert found["fails"] == "ArithmeticError: of the module"
         assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in found["offload"]
+
+
+def test_nor_does_its_memory_move_to_the_host_on_one_gpu(gpu_pool: Any, tmp_path: Path) -> None:
+    code, output = gpu_pool.run(tmp_path, program="tests.standin.twice:alone")
+    assert code == 0, output
+    assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in (tmp_path / "alone.txt").read_text()
+
+
+def test_fsdp_is_refused_by_name(gpu_pool: Any, tmp_path: Path) -> None:
+    words = (*OWN, "--model=tests.own.Regression", "--trainer.strategy=fsdp", "--trainer.devices=2")
+    code, output = gpu_pool.run(tmp_path, *words, gpus=2)
+    assert code == 2, output
+    assert "trainer.strategy=fsdp has no network of which a checkpoint could be made here. HINT: " in output
+
+
+def test_states_of_callbacks_come_to_no_other_gpu(gpu: Cli, tmp_path: Path) -> None:
+    """The best score of ModelCheckpoint lies on a rank's own GPU, and goes into the checkpoint of all."""
+    best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss/dataloader_idx_0"}}
+    contexts = {"class_path": "tests.standin.probes.Contexts"}
+    words = (*OWN, "--model=tests.own.Regression", "--trainer.callbacks=" + json.dumps([best, contexts]))
+    run = gpu(*words, ranks=2)
+    assert run.code == 0, run.output
+    assert [json.loads((tmp_path / f"contexts-{rank}.json").read_text())["devices"] for rank in range(2)] == [[0], [1]]

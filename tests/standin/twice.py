@@ -57,6 +57,13 @@ def error(call: Callable[[], Any]) -> str:
     return ""
 
 
+def alone() -> None:
+    """On one GPU: what an earlier fit has connected by NCCL alone is no place for what lies on the host."""
+    settings: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "fingerprints": False}
+    Trainer(strategy=Sharded(reduce_dtype="bf16"), **settings).fit(Normed())
+    Path("alone.txt").write_text(error(lambda: Trainer(strategy=Sharded(cpu_offload=True), **settings).fit(Normed())))
+
+
 def main() -> None:
     LAUNCHED.update(
         {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}

@@ -4,14 +4,13 @@ import json
 import re
 import signal
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
 
 from project.survive.hang.verdict import EXIT_CODE
 from tests.conftest import forked
-from tests.own import Regression, write_texts
+from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
 
 OFTEN = ("--run=it", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--checkpoints.every_n_steps=2")
@@ -207,40 +206,3 @@ def test_an_evaluation_with_fewer_samples_than_ranks_ends_all_with_one_message(f
     assert "An evaluation of 7 sample(s) has none for some of the 8 ranks." in run.output
     assert "Traceback" not in run.output
     assert "The run hangs" not in run.output
-
-
-class WithLbfgs(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-STATIC = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}}
-POINTS = ("fit", "--data=tests.own.PointsData", "--data.init_args.size=48", *OFTEN, "--trainer.max_epochs=1")
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (
-            ("--model=tests.own.Regression", f"--trainer.strategy={json.dumps(STATIC)}"),
-            "torch's DDP fails there with static_graph",
-        ),
-        (("--model=tests.train.test_own.WithLbfgs",), "LBFGS evaluates the loss again and again"),
-    ],
-)
-def test_what_can_not_accumulate_is_refused_before_the_first_step(folders, words, what):
-    refused = forked(folders("two"), *POINTS, *words, "--trainer.global_batch_size=8", ranks=2)
-    assert refused.code == 1
-    assert f"A step has 2 micro-batches of each rank (accumulate_grad_batches), and {what}" in refused.output
-    assert "Traceback" not in refused.output
-    taken = forked(folders("one"), *POINTS, *words, "--trainer.global_batch_size=4", ranks=2)
-    assert taken.code == 0, taken.output
-
-
-def test_a_run_that_overfits_validates_on_the_same_samples_on_any_number_of_ranks(folders):
-    words = (*POINTS, "--model=tests.own.Regression", "--trainer.global_batch_size=8", "--trainer.overfit_batches=2")
-    runs = [forked(folders(ranks), *words, ranks=ranks) for ranks in (1, 2)]
-    assert [run.code for run in runs] == [0, 0], runs[1].output
-    (at, one), (same_at, two) = (curves(run.folder)["val_loss/dataloader_idx_1"][0] for run in runs)
-    assert at == same_at
-    assert one == pytest.approx(two)

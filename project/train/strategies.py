@@ -1,0 +1,37 @@
+"""Lightning's strategies that can't train here are refused by name."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from project.errors import SettingError
+
+
+def refuse_processes_within(strategy: Strategy, why: str) -> None:
+    """Refuses strategies that start the ranks as parts of this process, as ddp_spawn, ddp_fork and ddp_notebook do.
+
+    Raises:
+        SettingError: says why not here.
+    """
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        raise SettingError(
+            f"trainer.strategy has this process start the ranks (ddp_spawn, ddp_fork and ddp_notebook do), {why}. HINT: "
+            "trainer.strategy=ddp."
+        )
+
+
+def refuse_strategy(trainer: pl.Trainer, launched: bool, saves: bool) -> None:
+    """Refuses what fails later, with an error that does not name the strategy.
+
+    Args:
+        trainer: is made, and connected with nobody yet.
+        launched: whether a launcher has started the ranks.
+        saves: whether the checkpoints are this project's, which hold whole tensors by the module's own names.
+    """
+    if launched:
+        refuse_processes_within(trainer.strategy, "and a launcher has started them already")
+    if saves and trainer.world_size > 1 and isinstance(trainer.strategy, FSDPStrategy):
+        raise SettingError(
+            "trainer.strategy=fsdp has no network of which a checkpoint could be made here. HINT: trainer.strategy=sharded "
+            "spreads it by torch's newer FSDP2; from Python, FSDPStrategy trains with a ModelCheckpoint of Lightning's."
+        )

@@ -1,0 +1,152 @@
+"""Settings of Lightning's that meet several ranks: the same numbers, or a refusal that names them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import Cli, forked
+from tests.own import Regression
+from tests.survive.test_resume import curves
+
+OWN = (
+    *("fit", "--data=tests.own.PointsData", "--data.init_args.size=50", "--trainer.max_epochs=2", "--run=it"),
+    *("--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1", "--trainer.global_batch_size=12"),
+)
+PLAIN = (*OWN, "--model=tests.own.Regression")
+STATIC = json.dumps({"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}})
+
+
+class Thawing(Regression):
+    """Its first layer learns from the second epoch on, in the group of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.network[0].requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+
+class Searching(Regression):
+    """LBFGS, whose line search ends where the loss says so."""
+
+    evaluations = 0
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        self.evaluations += 1
+        return super().loss(batch)
+
+    def on_train_end(self) -> None:
+        found = [self.evaluations, *(parameter.double().sum().item() for parameter in self.parameters())]
+        Path(f"search-{self.global_rank}.json").write_text(json.dumps(found))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class SearchingByItself(Searching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+def values(folder: Path, tag: str) -> list[float]:
+    return [value for name, points in curves(folder).items() if name.startswith(tag) for _, value in points]
+
+
+def trained(folder: Path, *words: str, ranks: int = 1) -> Path:
+    folder.mkdir()
+    run = forked(folder, *words, ranks=ranks)
+    assert run.code == 0, run.output
+    return folder
+
+
+def test_a_static_graph_accumulates(tmp_path: Path) -> None:
+    usual = trained(tmp_path / "usual", *PLAIN, ranks=2)
+    static = trained(tmp_path / "static", *PLAIN, f"--trainer.strategy={STATIC}", ranks=2)
+    assert values(static, "val_loss") == pytest.approx(values(usual, "val_loss"), rel=1e-6)
+
+
+@pytest.mark.parametrize("module", ["Searching", "SearchingByItself"])
+def test_ranks_search_by_the_loss_of_all(quick: Cli, tmp_path: Path, module: str) -> None:
+    """By its own loss a rank would ask more often than the others, or take another step."""
+    words = (f"--model=tests.train.test_strategies.{module}", "--data.init_args.batch_size=6")
+    run = quick(*OWN, *words, "--trainer.ranks_differ=warn", "--watchdog.at_least=20", ranks=2)
+    assert run.code == 0, run.output
+    ours, theirs = ((tmp_path / f"search-{rank}.json").read_text() for rank in range(2))
+    assert ours == theirs
+
+
+def test_lbfgs_takes_no_part_of_a_step(quick: Cli) -> None:
+    run = quick(*OWN, "--model=tests.train.test_strategies.Searching")
+    assert run.code == 1
+    assert "LBFGS evaluates the loss of a step again and again, and a step has 6 micro-batches" in run.output
+    assert "HINT: set the loader's batch_size 6 times as large" in run.output
+
+
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_a_run_that_overfits_validates_on_the_same_samples(tmp_path: Path, exact: str) -> None:
+    words = (*PLAIN, "--trainer.overfit_batches=2", f"--trainer.exact={exact}", "--trainer.num_sanity_val_steps=0")
+    alone, shared = (trained(tmp_path / str(ranks), *words, ranks=ranks) for ranks in (1, 2))
+    assert values(shared, "val_loss") == pytest.approx(values(alone, "val_loss"), rel=0.05 if exact == "false" else 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_ranks_within_the_program_are_refused(quick: Cli, strategy: str) -> None:
+    run = quick(*PLAIN, f"--trainer.strategy={strategy}", "--trainer.devices=1")
+    assert run.code == 2, run.output
+    assert "--trainer.strategy: trainer.strategy has this process start the ranks (ddp_spawn, " in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_library_that_is_not_there_is_named(quick: Cli) -> None:
+    run = quick(*PLAIN, "--trainer.strategy=xla", "--trainer.devices=1")
+    assert run.code == 1, run.output
+    assert "The trainer's settings don't work here: Requirement 'torch_xla" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_unused_parameters_are_told_in_a_line(quick: Cli) -> None:
+    run = quick(*OWN, "--model=tests.own.Duel", "--data.init_args.batch_size=6", ranks=2)
+    assert run.code == 1, run.output
+    assert "`strategy='ddp_find_unused_parameters_true'`" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
+    prunes = [{"class_path": "ModelPruning", "init_args": {"pruning_fn": "l1_unstructured", "amount": 0.3}}]
+    run = quick(*PLAIN, "--trainer.strategy=sharded", f"--trainer.callbacks={json.dumps(prunes)}", ranks=2)
+    assert run.code == 1, run.output
+    assert "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors" in run.output
+
+
+def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
+    run = quick(*OWN, "--model=tests.train.test_strategies.Thawing")
+    assert run.code == 0, run.output
+
+
+def test_an_epoch_with_a_shorter_last_step_is_validated_after_it(quick: Cli, tmp_path: Path) -> None:
+    """Of 25 micro-batches the last is a step by itself; here it would be validated before that one."""
+    accumulates = {"class_path": "GradientAccumulationScheduler", "init_args": {"scheduling": {0: 2}}}
+    words = [word for word in PLAIN if "global_batch_size" not in word]
+    run = quick(*words, "--trainer.callbacks=" + json.dumps([accumulates]))
+    assert run.code == 0, run.output
+    assert [step for step, _ in curves(tmp_path)["val_loss/dataloader_idx_0"]] == [12, 25]  # after 13 and 26 of them
