@@ -367,7 +367,13 @@ class Steps(_TrainingEpochLoop):
     def _on_after_fetch(self) -> None:
         self.trainer.profiler.stop(_FETCHING)
 
+    def _begin_step(self) -> None:
+        """The position is between two steps, and nothing of the next one has been read: loaders know where they are."""
+        if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
+            self._tell("on_step_begins")
+
     def _fetch(self, data_fetcher: Any) -> Any:
+        self._begin_step()
         self.before_fetch()
         if not self._all_dealt:
             self.moments.fetch(self.batch_progress.current.ready)
@@ -384,6 +390,7 @@ class Steps(_TrainingEpochLoop):
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if self._takes_batches:
+            self._begin_step()
             self.before_fetch()  # whenever it does so
             self.after_fetch()
             super().advance(data_fetcher)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
 from project.train import metrics
+from project.train.attributes import Attributes, attributes, changed
 from project.train.data_ranks import data_ranks
 from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
@@ -34,13 +35,27 @@ from project.train.spread import taken_apart
 
 log = logging.getLogger(__name__)
 
-_LOADERS, _BUFFERS, _THREADS = "states_of_loaders", "unsaved_buffers", "threads"
+_LOADERS, _BUFFERS, _THREADS, _VALUES = "states_of_loaders", "unsaved_buffers", "threads", "unsaved_values"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def restored_values(trainer: Trainer) -> Mapping[str, bytes]:
+    """Returns digests of what the checkpoint knew of, and did not hold; nothing where no run is resumed."""
+    connector = trainer._checkpoint_connector
+    assert isinstance(connector, Resuming)
+    return connector.values
+
+
+def note_values(trainer: Trainer, values: Attributes) -> None:
+    """Of those who were not there when the fit began (training sets): what they are before the first step."""
+    connector = trainer._checkpoint_connector
+    assert isinstance(connector, Resuming)
+    connector._values_as_built = {**values, **connector._values_as_built}
 
 
 class Resuming(_CheckpointConnector):
@@ -52,6 +67,10 @@ class Resuming(_CheckpointConnector):
     """Those that lie in no state_dict, before any step."""
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
+    _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
+    """What the user's objects keep in Python, before any step."""
+    values: Mapping[str, bytes] = MappingProxyType({})
+    """Digests of such values that the checkpoint knew of, and did not hold."""
     weights_only: bool | None = None
     """What this verb was told. Lightning does not say it where a sharded network is restored."""
 
@@ -81,6 +100,8 @@ class Resuming(_CheckpointConnector):
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
+            if values := changed(self.trainer, self._values_as_built, checkpoint):
+                checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
 
@@ -194,6 +215,8 @@ class Resuming(_CheckpointConnector):
         trainer = self.trainer
         self._buffers_as_built = {name: buffer.detach().cpu().clone() for name, buffer in self._unsaved_buffers().items()}
         self._put_buffers()
+        self._values_as_built = attributes(trainer)
+        self.values = self._loaded_checkpoint.get(_VALUES, {}) if trainer.state.fn == "fit" else {}
         self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)
