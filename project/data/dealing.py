@@ -97,7 +97,7 @@ def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, SeededDataset):
-        vars(info)["dataset"] = info.dataset.dataset  # the user's own, whose attributes a worker_init_fn may set
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, whose attributes a worker_init_fn may set
     Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
     if theirs is not None:
         theirs(number)
@@ -204,8 +204,8 @@ class SeededDataset(Dataset[Any]):
             _Watched.count = 3
             log.warning(
                 "%s: changed in a loader process, which has a copy of its own: with other processes or ranks, and after a "
-                "restart, it is another one. A cache of what is only read does no harm. HINT: draw from the generators of torch, "
-                "random and numpy.random, which are seeded for each micro-batch.",
+                "restart, it is another one. A cache of what is only read does no harm. HINT: draw from torch, random and "
+                "numpy.random, whose generators are seeded for each micro-batch.",
                 ", ".join(moved),
             )
 

@@ -6,7 +6,6 @@ So it is seen that a counter, a generator or an object of the user has changed, 
 import io
 import itertools
 import os
-import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -75,10 +74,10 @@ class Digests:
         if isinstance(value, (bool, int, float, np.integer, np.floating)):
             exact = isinstance(value, int) and abs(value) >= 1 << 53  # a float could not hold it
             return sha256(repr(value if exact else float(value)).encode()).digest()
-        if isinstance(value, torch.Generator):
-            return self._digest(value.get_state(), deep)
-        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, str, bytes)) or value is None:
-            return sha256(pickle.dumps(value)).digest()
+        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            return self._digest(_state(value), deep + 2)
+        if isinstance(value, (str, bytes)) or value is None:
+            return sha256(repr(value).encode()).digest()
         if isinstance(value, nn.Module):
             return self._digest(value.state_dict(), deep)
         if isinstance(value, Set):
@@ -134,6 +133,17 @@ class Digests:
                 continue
         digests = [self._digest(item, deep - 1) for item in (*cells, *(value.__defaults__ or ()))]
         return _joined([digest for digest in digests if digest is not None])
+
+
+def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
+    """Returns what a user would save of a generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
 
 
 def _joined(digests: Iterable[Digest]) -> Digest:

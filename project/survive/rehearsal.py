@@ -39,7 +39,7 @@ class Rehearsal(Callback):
         self._before, self._named = None, set()
         self._at_start = attributes(trainer) if restored_values(trainer) else {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._before = attributes(trainer)
             note_values(trainer, self._before)

@@ -106,7 +106,7 @@ def _values(owner: Any) -> dict[str, Any]:
     }
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
     if isinstance(owner, Metric):  # whose states are saved by themselves
-        aside = aside | _OF_METRICS | {*owner._defaults}
+        aside = aside | _OF_METRICS | {*owner.metric_state}
     return {name: value for name, value in {**shared, **getattr(owner, "__dict__", {})}.items() if name not in aside}
 
 

@@ -1,6 +1,8 @@
 """States that users have where they like: a resumed run goes on with all of them, or says which it can't have."""
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from project import Trainer
 from project.errors import UserError
+from project.survive.checkpoints import Checkpoints
 from tests.own import Points, Regression
 
 
@@ -239,3 +242,144 @@ def test_a_step_that_is_left_out_does_not_count_in_the_mean_of_its_epoch(tmp_pat
     trainer = fit(tmp_path, Poisoned(), points(), steps=6, nonfinite="skip", **settings)
     assert trainer.callback_metrics["loss"].isfinite()
     assert trainer.callback_metrics["count"] == 20
+
+
+def every(steps: int) -> Checkpoints:
+    return Checkpoints(every_n_steps=steps, keep_last=99)
+
+
+def test_a_checkpoint_within_an_epoch_has_the_place_of_a_loader_before_its_next_batch(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(), Stream(), steps=4, callbacks=[every(2)])
+    (tmp_path / "checkpoints/step-000000004.ckpt").unlink()
+    fit(tmp_path, Regression(), second := Stream(), steps=6, resume=True, callbacks=[every(2)])
+    assert second.given == [3, 4, 5, 6]
+
+
+class Mixed(Dataset[Any]):
+    """Draws from a generator of its own, which its data module saves."""
+
+    def __init__(self) -> None:
+        self.points, self.generator, self.drawn = Points(24), np.random.default_rng(1), list[float]()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.drawn.append(self.generator.random())
+        return self.points[index]
+
+
+class MixedData(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = Mixed()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.mixed, batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.mixed.generator.bit_generator.state, "drawn": self.mixed.drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mixed.generator.bit_generator.state = state_dict["generator"]
+        self.mixed.drawn = state_dict["drawn"]
+
+
+def test_a_generator_that_the_data_saves_goes_on_and_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), whole := MixedData(), steps=5, callbacks=[every(2)])
+    (tmp_path / "checkpoints/step-000000005.ckpt").unlink()
+    fit(tmp_path, Regression(), again := MixedData(), steps=5, resume=True, callbacks=[every(2)])
+    assert again.mixed.drawn == whole.mixed.drawn
+    assert len(whole.mixed.drawn) == 20
+    assert "checkpoint holds" not in caplog.text
+    assert "does not hold" not in caplog.text
+
+
+class Buffer:
+    """Any object of the user."""
+
+    def __init__(self) -> None:
+        self.kept = deque[float](maxlen=500)
+
+
+class Lookahead(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.taken = getattr(self, "taken", 0) + 1
+        return super().step(closure)
+
+
+CALLS = [0]
+
+
+class Hiding(Regression):
+    """Keeps what it has seen where nobody looks."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replay = Buffer()
+        self.inner = itertools.cycle(range(3))
+        self.temperature = 1.0
+        self.weights = [*self.parameters()]
+        count = itertools.count()
+
+        def look(*_: Any) -> None:
+            next(count)
+
+        next(self.children()).register_forward_hook(look)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        CALLS[0] += 1
+        Hiding.calls += 1
+        next(self.inner)
+        self.replay.kept.extend(range(100))
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.temperature *= 0.9
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=0.1)
+
+
+def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Hiding(), points(), steps=8)
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    named = {name.rpartition(".")[2] for name in line.partition(": ")[0].split(", ")}
+    assert named == {"replay", "inner", "calls", "look (a hook)", "taken", "CALLS"}
+
+    caplog.clear()
+    Hiding.calls, CALLS[0] = 0, 0
+    fit(tmp_path, Hiding(), points(), steps=10, resume=True)
+    (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
+    assert "Hiding.temperature" in line
+    assert "Hiding.weights" not in line
+
+
+class Shifting(Dataset[Any]):
+    """Draws from a generator that each loader process has a copy of; a worker_init_fn reaches the dataset itself."""
+
+    def __init__(self) -> None:
+        self.points, self.generator = Points(24), np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator.random()
+        return self.points[index]
+
+
+def _begin(number: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    assert isinstance(info.dataset, Shifting)
+
+
+def test_what_a_dataset_changes_in_a_loader_process_is_named(tmp_path: Path) -> None:
+    logging.getLogger("project").addHandler(handler := logging.FileHandler(tmp_path / "log"))
+    try:
+        fit(tmp_path, Regression(), DataLoader(Shifting(), batch_size=4, num_workers=1, worker_init_fn=_begin))
+    finally:
+        logging.getLogger("project").removeHandler(handler)
+    assert (tmp_path / "log").read_text().count("Shifting.generator: changed in a loader process") == 1

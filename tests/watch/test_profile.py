@@ -182,7 +182,7 @@ def test_one_process_answers_at_once():
     question = Asks()
     stop = StopTogether(SimpleNamespace(noted=None), question)  # type: ignore[arg-type]
     trainer = SimpleNamespace(accumulate_grad_batches=1, callbacks=[])
-    for step in range(3):
+    for _ in range(3):
         stop.on_step_begins(trainer, None)  # type: ignore[arg-type]
     assert question.answered == 1
 
