@@ -31,12 +31,13 @@ class Rehearsal(Callback):
         self._at_start: Attributes = {}
         self._ends_at = 0
         self._named = set[str]()
+        self._has_looked_within = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
-        self._before, self._named = None, set()
+        self._before, self._named, self._has_looked_within = None, set(), False
         self._at_start = attributes(trainer) if restored_values(trainer) else {}
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -45,6 +46,24 @@ class Rehearsal(Callback):
             note_values(trainer, self._before)
             self._ends_at = trainer.global_step + _AFTER
             self._compare_with_saved(trainer, self._before)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The first step's second micro-batch begins: what is another one already goes by the micro-batches of a rank."""
+        if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
+            self._has_looked_within = True
+            now = attributes(trainer)
+            moved = [
+                f"{name}.{attribute}"
+                for name, values in now.items()
+                for attribute, digest in values.items()
+                if name in self._before and self._before[name].get(attribute) != digest
+            ]
+            if moved and trainer.is_global_zero:
+                log.warning(
+                    "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "
+                    "another one. HINT: change it in on_before_optimizer_step, by what all ranks have.",
+                    ", ".join(moved),
+                )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

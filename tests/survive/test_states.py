@@ -383,3 +383,79 @@ def test_what_a_dataset_changes_in_a_loader_process_is_named(tmp_path: Path) -> 
     finally:
         logging.getLogger("project").removeHandler(handler)
     assert (tmp_path / "log").read_text().count("Shifting.generator: changed in a loader process") == 1
+
+
+class Average(Callback):
+    """An average of the weights, which it saves, and moves after each micro-batch."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        weight = next(pl_module.parameters()).detach()
+        self.mean = weight.clone() if self.mean is None else 0.9 * self.mean + 0.1 * weight
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "steps": self.steps}
+
+
+def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "many", Regression(), points(), callbacks=[Average()], global_batch_size=8)
+    (line,) = [record.getMessage() for record in caplog.records if "changes with each micro-batch" in record.getMessage()]
+    assert line.partition(": ")[0] == "Average.mean"
+    caplog.clear()
+    fit(tmp_path / "one", Regression(), points(), callbacks=[Average()], global_batch_size=4)
+    assert "changes with each micro-batch" not in caplog.text
+
+
+class Twice(torch.optim.SGD):
+    """Asks for the loss twice, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Sharp(Regression):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), lr=0.01)
+
+
+def test_a_loss_that_is_asked_for_twice_is_that_of_one_micro_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "many", Sharp(), points(), global_batch_size=8)
+    assert caplog.text.count("Twice asks for the loss more than once in a step of 2 micro-batches") == 1
+    caplog.clear()
+    fit(tmp_path / "one", Sharp(), points(), global_batch_size=4)
+    assert "asks for the loss" not in caplog.text
+
+
+class Noisy(Regression):
+    """Looks at its gradient after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            gradient: Any = parameter.grad
+            gradient.add_(0.1)
+
+
+def test_gradients_that_are_not_there_yet_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="on_after_backward needs gradients, which are there after the last micro-batch"):
+        fit(tmp_path, Noisy(), points(), exact=True, global_batch_size=8)
+
+
+class Sampled(Regression):
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_loss", self.loss({**batch, "point": batch["point"] + torch.randn_like(batch["point"])}))
+
+    def val_dataloader(self) -> Any:
+        return points()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_evaluation_that_draws_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool) -> None:
+    fit(tmp_path, Sampled(), points(), exact=exact, global_batch_size=4)
+    assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
