@@ -107,7 +107,9 @@ def _values(owner: Any) -> dict[str, Any]:
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
     if isinstance(owner, Metric):  # whose states are saved by themselves
         aside = aside | _OF_METRICS | {*owner.metric_state}
-    return {name: value for name, value in {**shared, **getattr(owner, "__dict__", {})}.items() if name not in aside}
+    kept = {**shared, **getattr(owner, "__dict__", {})}
+    replaced = {name for name, value in kept.items() if callable(value) and callable(getattr(type(owner), name, None))}
+    return {name: value for name, value in kept.items() if name not in aside | replaced}  # no methods that others put there
 
 
 def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
