@@ -459,3 +459,19 @@ class Sampled(Regression):
 def test_an_evaluation_that_draws_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool) -> None:
     fit(tmp_path, Sampled(), points(), exact=exact, global_batch_size=4)
     assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
+
+
+class Exchanging(Regression):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Exchanging(), points(), steps=8)
+    assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
+    with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
+        fit(tmp_path, Exchanging(), points(), steps=9, resume=True)
