@@ -56,13 +56,15 @@ class DealtLoader(DataLoader[Any]):
         """Tensors lie where a library takes the same way through them each time."""
 
     def __iter__(self) -> Any:
-        return self._note(self._batches())  # the loader's processes start now, and not with the first batch
+        return self._note()
 
     def _batches(self) -> Iterator[Any]:
         self.generator.manual_seed(chance(self.seed, (self.keys.epoch, 0, _PROCESSES)))
         return super().__iter__()
 
-    def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _note(self) -> Iterator[Any]:
+        # With the first batch, and not before: on_train_epoch_start may change what the loader's processes have a copy of.
+        batches = self._batches()
         for key in self.keys:
             with chance_kept() if self._draws else nullcontext():  # others in this process draw numbers, too
                 batch = next(batches, _END)
@@ -76,16 +78,34 @@ class DealtLoader(DataLoader[Any]):
 class SeededLoader(DealtLoader):
     """Seeds random numbers around the samples that it reads. Its `dataset` is the user's own, which a callback may change."""
 
+    _copied: dict[str, bytes | None] | None = None
     watched = False
     """The first of its processes says what its copy of the dataset keeps."""
 
     def _batches(self) -> Iterator[Any]:
         own = self.dataset
+        self._look_at_copies(own)
         vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
         try:
             return super()._batches()
         finally:
             vars(self)["dataset"] = own
+
+    def _look_at_copies(self, dataset: Any) -> None:
+        """Processes that outlive an epoch keep the dataset that they began with."""
+        if not (self.watched and self.persistent_workers):
+            return
+        digests = Digests()
+        now = {name: digests.of(value) for name, value in getattr(dataset, "__dict__", {}).items()}
+        before, self._copied = self._copied or now, self._copied or now
+        names = [name for name, digest in now.items() if digest is not None and before.get(name) != digest]
+        if names:
+            self.watched = False
+            log.warning(
+                "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
+                "persistent_workers=False.",
+                ", ".join(f"{type(dataset).__name__}.{name}" for name in names),
+            )
 
 
 def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:

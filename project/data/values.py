@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from hashlib import sha256
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -107,6 +108,8 @@ class Digests:
     def _of_object(self, value: Any, deep: int) -> Digest:
         if isinstance(value, itertools.count):
             return repr(value).encode()
+        if isinstance(value, SynchronizedBase):  # multiprocessing.Value and Array, shared with loader processes
+            return sha256(bytes(value.get_obj())).digest()
         if isinstance(value, MethodType):
             return self._digest(value.__self__, deep - 1)
         if isinstance(value, partial):

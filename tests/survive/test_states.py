@@ -475,3 +475,42 @@ def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, capl
     assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
     with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
         fit(tmp_path, Exchanging(), points(), steps=9, resume=True)
+
+
+class Growing(Dataset[Any]):
+    """Gives points whose size follows from the epoch that it is told."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return {**Points(24)[index], "epoch": self.epoch}
+
+
+class Telling(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset, self.seen = Growing(), list[tuple[int, int]]()
+
+    def on_train_epoch_start(self) -> None:
+        self.dataset.epoch = self.current_epoch + 1
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.seen += [(self.current_epoch + 1, int(epoch)) for epoch in batch["epoch"]]
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_processes_have_what_the_start_of_an_epoch_has_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, persistent: bool
+) -> None:
+    def loader(module: Telling) -> DataLoader[Any]:
+        return DataLoader(module.dataset, batch_size=4, num_workers=1, persistent_workers=persistent)
+
+    fit(tmp_path, first := Telling(), loader(first), steps=8)
+    fit(tmp_path, second := Telling(), loader(second), steps=10, resume=True)
+    assert all(now == told for now, told in second.seen)
+    assert all(now == told for now, told in first.seen) is not persistent
+    assert ("Growing.epoch: changed, and the loader's processes keep" in caplog.text) is persistent
