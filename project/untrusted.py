@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import yaml
 
+from project.errors import UserError
+
 LARGEST = 64 << 20  # bytes; a manifest has some thousand, a log of a long run some million
 _VALUES = 100_000  # that a YAML may stand for, with its aliases written out
 _DEPTH = 100
@@ -48,14 +50,14 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise UserError("it is nested too deeply") from None
 
 
 def read_json(path: Path, limit: int = LARGEST) -> dict[str, Any]:
     """Reads a JSON file that holds an object."""
     found = parse_json(read_text(path, limit))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise UserError(f"{path} holds no JSON object")
     return found
 
 

@@ -288,8 +288,8 @@ class MicroBatchLoader(DealtLoader):
         super().__init__(keys, seed, **settings)
         self.unread = unread
 
-    def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in super()._note(batches):
+    def _note(self) -> Iterator[Any]:
+        for batch in super()._note():
             self.unread.update(dict.fromkeys(batch.pop("unread", ())))
             yield batch
 

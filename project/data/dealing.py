@@ -6,6 +6,7 @@ is replaced is the sampler, as Lightning replaces it by a DistributedSampler.
 """
 
 import errno
+import logging
 import os
 import random
 import signal
@@ -19,11 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
+from project.data.values import Digests
 from project.data.worker_signals import end_at_exit, follow_rank
 from project.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _END = object()
 _PROCESSES = 1 << 45  # no micro-batch has this number
@@ -52,13 +56,15 @@ class DealtLoader(DataLoader[Any]):
         """Tensors lie where a library takes the same way through them each time."""
 
     def __iter__(self) -> Any:
-        return self._note(self._batches())  # the loader's processes start now, and not with the first batch
+        return self._note()
 
     def _batches(self) -> Iterator[Any]:
         self.generator.manual_seed(chance(self.seed, (self.keys.epoch, 0, _PROCESSES)))
         return super().__iter__()
 
-    def _note(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _note(self) -> Iterator[Any]:
+        # With the first batch, and not before: on_train_epoch_start may change what the loader's processes have a copy of.
+        batches = self._batches()
         for key in self.keys:
             with chance_kept() if self._draws else nullcontext():  # others in this process draw numbers, too
                 batch = next(batches, _END)
@@ -72,13 +78,34 @@ class DealtLoader(DataLoader[Any]):
 class SeededLoader(DealtLoader):
     """Seeds random numbers around the samples that it reads. Its `dataset` is the user's own, which a callback may change."""
 
+    _copied: dict[str, bytes | None] | None = None
+    watched = False
+    """The first of its processes says what its copy of the dataset keeps."""
+
     def _batches(self) -> Iterator[Any]:
         own = self.dataset
-        vars(self)["dataset"] = SeededDataset(own)  # for the iterator that is made here, and for nobody who asks later
+        self._look_at_copies(own)
+        vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
         try:
             return super()._batches()
         finally:
             vars(self)["dataset"] = own
+
+    def _look_at_copies(self, dataset: Any) -> None:
+        """Processes that outlive an epoch keep the dataset that they began with."""
+        if not (self.watched and self.persistent_workers):
+            return
+        digests = Digests()
+        now = {name: digests.of(value) for name, value in getattr(dataset, "__dict__", {}).items()}
+        before, self._copied = self._copied or now, self._copied or now
+        names = [name for name, digest in now.items() if digest is not None and before.get(name) != digest]
+        if names:
+            self.watched = False
+            log.warning(
+                "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
+                "persistent_workers=False.",
+                ", ".join(f"{type(dataset).__name__}.{name}" for name in names),
+            )
 
 
 def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
@@ -88,6 +115,9 @@ def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
     """
     follow_rank()
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SeededDataset):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, whose attributes a worker_init_fn may set
     Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
     if theirs is not None:
         theirs(number)
@@ -140,31 +170,64 @@ class _MicroBatches:
             yield samples
 
 
-class SeededDataset(Dataset[Any]):
-    """The user's dataset. What it draws at random is a function of the micro-batch, in whatever process it is read."""
+class _Watched:
+    """How often the dataset of this process has been looked at: a loader may have new processes in each epoch."""
 
-    def __init__(self, dataset: Any) -> None:
+    count = 0
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset. What it draws at random is a function of the micro-batch, in whatever process it is read.
+
+    `watched`: in the first of a loader's processes it is named what the dataset has changed of itself.
+    """
+
+    def __init__(self, dataset: Any, watched: bool = False) -> None:
         self.dataset = dataset
+        self._watched = watched
+        self._kept: dict[str, bytes | None] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # not there yet, while it is unpickled
+        if name in ("dataset", "_watched", "_kept") or name.startswith("__"):  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, Samples):
             return self.dataset[index]
+        self._watch()
         seed_generators(index.seed)  # and of what a `collate_fn` draws after that
         return self._one(index, index[0])
 
     def __getitems__(self, samples: Samples) -> Any:
+        self._watch()
         seed_generators(samples.seed)
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(samples))
         return [self._one(samples, number) for number in samples]
+
+    def _watch(self) -> None:
+        """Called before each micro-batch. From the first to the third (a `collate_fn` comes after a dataset) all must stay."""
+        info = get_worker_info() if self._watched else None
+        if info is None or info.id or _Watched.count > 2:
+            return
+        digests, kept = Digests(), getattr(self.dataset, "__dict__", {})
+        now = {name: digests.of(value) for name, value in kept.items()}
+        before, self._kept = self._kept or now, self._kept or now
+        _Watched.count += 1
+        name = type(self.dataset).__name__
+        moved = [f"{name}.{key}" for key, digest in now.items() if digest is not None and before.get(key) != digest]
+        if moved:
+            _Watched.count = 3
+            log.warning(
+                "%s: changed in a loader process, which has a copy of its own: with other processes or ranks, and after a "
+                "restart, it is another one. A cache of what is only read does no harm. HINT: draw from torch, random and "
+                "numpy.random, whose generators are seeded for each micro-batch.",
+                ", ".join(moved),
+            )
 
     def _one(self, samples: Samples, number: int) -> Any:
         if samples.each:

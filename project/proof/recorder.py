@@ -16,8 +16,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from project.data.values import Digests
 from project.survive.checkpoints import checkpoints_of
-from project.survive.rehearsal import attributes, digest
+from project.train.attributes import values
 from project.train.evaluation import loaders_of
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.watch.fingerprints import Fingerprints
@@ -74,7 +75,7 @@ class Recorder(Callback):
         self._step = trainer.global_step
         self._write("samples", self._step, digests(batch))
         if trainer.is_global_zero and batch_idx % trainer.accumulate_grad_batches == 0:
-            known = [(name, text) for name, value in attributes(trainer) if (text := _text(value)) is not None]
+            known = [(name, text) for name, value in values(trainer) if (text := _text(value)) is not None]
             self._write("attributes", self._step, known)
             self._write("buffers", self._step, [*_buffers(pl_module)])
 
@@ -139,7 +140,7 @@ def digests(batch: object) -> list[str]:
     cut = [leaf for leaf in leaves if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)]
     lengths = {len(leaf) for leaf in cut}
     parts = [[leaf[at] for leaf in cut] for at in range(lengths.pop())] if len(lengths) == 1 else [leaves][: len(leaves)]
-    return [(digest(part) or b"").hex()[:12] for part in parts]
+    return [(Digests().of(part) or b"").hex()[:12] for part in parts]
 
 
 def _buffers(module: LightningModule) -> Iterator[tuple[str, float, float]]:
@@ -155,6 +156,6 @@ def _text(value: object) -> str | None:
     """Returns a short text for a value that can be compared; None for others."""
     if isinstance(value, _PLAIN) and len(repr(value)) < 40:
         return repr(value)
-    known = digest(value)
+    known = None if isinstance(value, Iterator) else Digests().of(value)  # where an iterator stands nobody can ask it
     kind = type(value)
     return None if known is None else f"{kind.__module__.partition('.')[0]}.{kind.__name__} {known.hex()[:12]}"

@@ -22,7 +22,7 @@ from project.watch.page import of_the_module
 _ASIDE = {
     *("configuration", "global_batch", "pytorch-lightning_version", "loops", "position", "hyper_parameters", "hparams_name"),
     *("hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "callback_metrics"),
-    *("states_of_ranks", "schedules_as_built"),
+    *("states_of_ranks", "schedules_as_built", "unsaved_values"),
 }
 _OF_RANKS = {"logged_sums", "metric_states"}
 """What each number of ranks keeps in another form."""

@@ -144,9 +144,7 @@ class StopTogether(Callback):
                 seconds, given, setting.format(max(60, round(2 * seconds))),
             )  # fmt: skip
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (checkpoints := checkpoints_of(trainer)) is not None:
             self._warn_of_a_short_lead(checkpoints.seconds)
         number, overdue, asked = self._compare(trainer, checkpoints)

@@ -157,17 +157,7 @@ class Moments:
         before, self._states = self._states, None
         if before is None or self._within:
             return
-        now = _states()
-        drawn = [
-            name
-            for name, same in (
-                ("torch", torch.equal(before[0], now[0])),
-                ("random", before[1] == now[1]),
-                ("numpy", before[2] == now[2]),
-            )
-            if not same
-        ]
-        if not drawn:
+        if not (drawn := _drawn(before)):
             return
         self._looks = False  # once
         what = (
@@ -180,6 +170,13 @@ class Moments:
         log.warning("%s%s. HINT: %s", what[0].upper(), what[1:], hint)
 
 
+def _drawn(before: States) -> list[str]:
+    """Returns the names of the generators from which somebody has drawn."""
+    now = _states()
+    same = {"torch": torch.equal(before[0], now[0]), "random": before[1] == now[1], "numpy": before[2] == now[2]}
+    return [name for name, stayed in same.items() if not stayed]
+
+
 def _states() -> States:
     numpy: Any = np.random.get_state()
     return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
@@ -187,6 +184,10 @@ def _states() -> States:
 
 class ChanceByMicroBatch(Callback):
     """Seeds the generators within a step, where it is the ranks' common one, and before each micro-batch of an evaluation."""
+
+    _drawn_from: States | None = None
+    """The generators' states when the first micro-batch of an evaluation began."""
+    _has_looked = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -211,5 +212,18 @@ class ChanceByMicroBatch(Callback):
         if (found := evaluated(trainer)) is not None:
             loader, position = found
             seed_all(loader, position, _EVALUATED)
+            if not self._has_looked and not trainer.fit_loop.epoch_loop.exact:
+                self._has_looked, self._drawn_from = True, _states()
 
-    on_test_batch_start = on_validation_batch_start
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        before, self._drawn_from = self._drawn_from, None
+        if before is not None and (drawn := _drawn(before)) and trainer.is_global_zero:
+            log.warning(
+                "An evaluation draws random numbers (%s), which follow from the micro-batch: on another number of ranks its "
+                "micro-batches, and so its metrics, are others. HINT: trainer.exact=true has the same ones on any number.",
+                ", ".join(drawn),
+            )
+
+    on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end

@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -130,6 +131,20 @@ def look_at_compiled(module: LightningModule, exact: bool) -> None:
         raise UserError(f"trainer.exact can't be kept: {why}. HINT: {hint}")
     if module.trainer.is_global_zero:
         log.warning("%s. HINT: %s", why, hint)
+
+
+@contextmanager
+def gradients_come_last() -> Iterator[None]:
+    """Around `on_after_backward` of a micro-batch that is not the last of its step: `param.grad` is None there."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if "NoneType" not in str(error):
+            raise
+        raise UserError(
+            "trainer.exact can't be kept: on_after_backward needs gradients, which are there after the last micro-batch of a "
+            f"step, when they have been added up, and not before ({error}). HINT: on_before_optimizer_step, once a step."
+        ) from error
 
 
 class MovedWeights:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -57,6 +58,7 @@ class Loaders(_DataConnector):
         self._sizes: list[int] = []  # of the training sets that the run had before
         self._within = False  # it goes on within an epoch
         self._made: list[DealtLoader] = []  # for training, in this verb
+        self._left: list[Any] = []  # and those that are left as they are, of this epoch
         self._counted = False
         self._said: set[str] = set()
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
@@ -73,8 +75,16 @@ class Loaders(_DataConnector):
 
     @property
     def read_here(self) -> list[Any]:
-        """The training sets that this process reads itself, and no loader process."""
-        return [loader.dataset for loader in self._made if not loader.num_workers]
+        """What this process reads samples with itself, and no loader process: training sets, and what puts them together;
+        of a loader that is left as it is its samplers, too."""
+        read = [part for loader in self._made if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
+        for loader in self._left:
+            if not hasattr(loader, "state_dict"):
+                parts = vars(loader) if hasattr(loader, "__dict__") else {}
+                names = "batch_sampler", "sampler", *(() if parts.get("num_workers") else ("dataset", "collate_fn"))
+                read += [loader, *(parts[name] for name in names if name in parts)]
+        functions = [getattr(part, "__self__", part) for part in read]  # a method's own object
+        return [*{id(part): part for part in functions if part is not None and not isinstance(part, FunctionType)}.values()]
 
     # The user's limits ------------------------------------------------------------------------------------------------
 
@@ -116,7 +126,7 @@ class Loaders(_DataConnector):
     def start_over(self) -> None:
         """Another fit, or another verb."""
         self.note_limits()
-        self._start, self._counted, self._made, self._sizes = (0, 0), False, [], []
+        self._start, self._counted, self._made, self._left, self._sizes = (0, 0), False, [], [], []
         self._in_use, self._batch_size = (-1, []), None
 
     @property
@@ -232,6 +242,7 @@ class Loaders(_DataConnector):
         )
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact
+        dealt.watched = trainer.is_global_zero and not trainer.current_epoch
         self._made.append(dealt)
         return self._put(dealt)
 
@@ -272,6 +283,9 @@ class Loaders(_DataConnector):
         limit = self.limits[stage]
         if mode == RunningStage.TRAINING:
             stage = "train"
+            if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+                self._left = []
+            self._left.append(loader)
             self._settle(getattr(loader, "batch_size", None))
             limit = self.limits[stage]
             if isinstance(limit, int):

@@ -29,7 +29,7 @@ from project.train.capture import Kind, Repeated, StepGraphs, is_capturable, ref
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
-from project.train.exactness import MovedWeights, look_at_compiled, refuse_none, refuse_other_loop
+from project.train.exactness import MovedWeights, gradients_come_last, look_at_compiled, refuse_none, refuse_other_loop
 from project.train.logged import Results
 from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
@@ -92,9 +92,23 @@ class _Weighed:
     """Gives what Lightning's own way through a micro-batch makes of a step's output the micro-batch's weight."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._last, self._warned = trainer, None, False  # type: Trainer, MicroBatch | None, bool
+
+    def _warn_of_another_look(self) -> None:
+        """Warns where an optimiser asks for the loss of a micro-batch again, and means that of the step."""
+        at, trainer = micro_batch(self._trainer), self._trainer
+        many = trainer.accumulate_grad_batches
+        if at is self._last and many > 1 and not self._warned and trainer.is_global_zero:
+            self._warned = True
+            log.warning(
+                "%s asks for the loss more than once in a step of %d micro-batches, and is given the last one's: the step "
+                "depends on the number of ranks. HINT: trainer.accumulate_grad_batches=1, and a batch_size %d times as large.",
+                *(type(trainer.optimizers[0]).__name__, many, many),
+            )
+        self._last = at
 
     def from_training_step_output(self, output: Any, micro_batches: int) -> ClosureResult:
+        self._warn_of_another_look()
         result = ClosureResult.from_training_step_output(output, micro_batches)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loop: Any = self._trainer.fit_loop.epoch_loop
@@ -370,7 +384,13 @@ class Steps(_TrainingEpochLoop):
     def _on_after_fetch(self) -> None:
         self.trainer.profiler.stop(_FETCHING)
 
+    def _begin_step(self) -> None:
+        """The position is between two steps, and nothing of the next one has been read: loaders know where they are."""
+        if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
+            self._tell("on_step_begins")
+
     def _fetch(self, data_fetcher: Any) -> Any:
+        self._begin_step()
         self.before_fetch()
         if not self._all_dealt:
             self.moments.fetch(self.batch_progress.current.ready)
@@ -387,6 +407,7 @@ class Steps(_TrainingEpochLoop):
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if self._takes_batches:
+            self._begin_step()
             self.before_fetch()  # whenever it does so
             self.after_fetch()
             super().advance(data_fetcher)
@@ -581,7 +602,8 @@ class Steps(_TrainingEpochLoop):
             self._gradients.end()
             if not accumulates:
                 self._gradients.finish()
-        self._tell("on_after_backward")
+        with gradients_come_last() if self.exact and accumulates else nullcontext():
+            self._tell("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from project.errors import UserError
 from project.parts import changed
 from project.train import metrics
+from project.train.attributes import Attributes, attributes, changed_attributes
 from project.train.data_ranks import data_ranks
 from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
@@ -35,13 +36,27 @@ from project.train.spread import taken_apart
 
 log = logging.getLogger(__name__)
 
-_LOADERS, _BUFFERS, _THREADS = "states_of_loaders", "unsaved_buffers", "threads"
+_LOADERS, _BUFFERS, _THREADS, _VALUES = "states_of_loaders", "unsaved_buffers", "threads", "unsaved_values"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def restored_values(trainer: Trainer) -> Mapping[str, bytes]:
+    """Returns digests of what the checkpoint knew of, and did not hold; nothing where no run is resumed."""
+    connector = trainer._checkpoint_connector
+    assert isinstance(connector, Resuming)
+    return connector.values
+
+
+def note_values(trainer: Trainer, values: Attributes) -> None:
+    """Of those who were not there when the fit began (training sets): what they are before the first step."""
+    connector = trainer._checkpoint_connector
+    assert isinstance(connector, Resuming)
+    connector._values_as_built = {**values, **connector._values_as_built}
 
 
 class Resuming(_CheckpointConnector):
@@ -53,6 +68,11 @@ class Resuming(_CheckpointConnector):
     """Those that lie in no state_dict, before any step."""
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
+    _optimizers_as_built = ""
+    _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
+    """What the user's objects keep in Python, before any step."""
+    values: Mapping[str, bytes] = MappingProxyType({})
+    """Digests of such values that the checkpoint knew of, and did not hold."""
     weights_only: bool | None = None
     """What this verb was told. Lightning does not say it where a sharded network is restored."""
 
@@ -76,14 +96,28 @@ class Resuming(_CheckpointConnector):
             else:
                 checkpoint["metric_states"] = metrics.states(self.trainer, self.trainer.lightning_module)
         if self._as_built is not None and not weights_only:
+            self._warn_of_other_optimizers()
             assert self._made_of is not None
             refuse_made_later(checkpoint["state_dict"], self._made_of)
             checkpoint["schedules_as_built"] = self._as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
+            if values := changed_attributes(self.trainer, self._values_as_built, checkpoint):
+                checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
+
+    def _warn_of_other_optimizers(self) -> None:
+        now = _names(self.trainer)
+        if now != self._optimizers_as_built:
+            if self.trainer.is_global_zero:
+                log.warning(
+                    "The optimiser is %s now, and configure_optimizers made %s: a resumed run could not take over its state. "
+                    "HINT: make both there, or begin another run with these weights.",
+                    *(now, self._optimizers_as_built),
+                )
+            self._optimizers_as_built = now
 
     def _own_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns what may differ between the ranks: the states of callbacks, of the data and of its loaders."""
@@ -195,6 +229,9 @@ class Resuming(_CheckpointConnector):
         trainer = self.trainer
         self._buffers_as_built = {name: buffer.detach().cpu().clone() for name, buffer in self._unsaved_buffers().items()}
         self._put_buffers()
+        self._values_as_built = attributes(trainer)
+        self.values = self._loaded_checkpoint.get(_VALUES, {}) if trainer.state.fn == "fit" else {}
+        self._optimizers_as_built = _names(trainer)
         self._as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         _check_length(trainer)
@@ -208,7 +245,13 @@ class Resuming(_CheckpointConnector):
             theirs = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
             for group, restored in zip(optimizer.param_groups, theirs, strict=False):
                 restored.update({name: group[name] for name in _HOW if name in group})
-        super().restore_optimizers()
+        try:
+            super().restore_optimizers()
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"The checkpoint's states of optimisers do not fit {_names(self.trainer)} ({error}): the run had others, "
+                "or other parameters. HINT: have configure_optimizers make those that the run had."
+            ) from error
 
     def restore_lr_schedulers(self) -> None:
         saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]
@@ -240,6 +283,10 @@ class Resuming(_CheckpointConnector):
             log.info(
                 "The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown
             )
+
+
+def _names(trainer: Trainer) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
 
 
 def _check_length(trainer: Trainer) -> None:

@@ -122,7 +122,8 @@ class Dashboard(Callback):
             self._described = True
             for board in boards(trainer):
                 board.write(lambda writer: self._describe(trainer, writer))
-        self._look(trainer, pl_module, optimizer, self._step + 1)
+        if trainer.global_step >= self._step:  # an optimiser that asks for the loss again comes by more than once
+            self._look(trainer, pl_module, optimizer, trainer.global_step + 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int

@@ -162,7 +162,7 @@ def test_when_the_time_has_come_all_save_once(monkeypatch):
     stop._group = lambda: "a group"
     trainer = SimpleNamespace(callbacks=[due], accumulate_grad_batches=1)
     for _ in range(30):
-        stop.on_train_batch_start(trainer, None, None, 0)
+        stop.on_step_begins(trainer, None)
         stop._at_once(trainer, None)  # so that they compare notes at every step
     assert due.saves == 1
 

@@ -1,6 +1,8 @@
 """States that users have where they like: a resumed run goes on with all of them, or says which it can't have."""
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from project import Trainer
 from project.errors import UserError
+from project.survive.checkpoints import Checkpoints
 from tests.own import Points, Regression
 
 
@@ -247,3 +250,275 @@ def test_a_step_that_is_left_out_does_not_count_in_the_mean_of_its_epoch(tmp_pat
     trainer = fit(tmp_path, Poisoned(), points(), steps=6, nonfinite="skip", **settings)
     assert trainer.callback_metrics["loss"].isfinite()
     assert trainer.callback_metrics["count"] == 20
+
+
+def every(steps: int) -> Checkpoints:
+    return Checkpoints(every_n_steps=steps, keep_last=99)
+
+
+def test_a_checkpoint_within_an_epoch_has_the_place_of_a_loader_before_its_next_batch(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(), Stream(), steps=4, callbacks=[every(2)])
+    (tmp_path / "checkpoints/step-000000004.ckpt").unlink()
+    fit(tmp_path, Regression(), second := Stream(), steps=6, resume=True, callbacks=[every(2)])
+    assert second.given == [3, 4, 5, 6]
+
+
+class Mixed(Dataset[Any]):
+    """Draws from a generator of its own, which its data module saves."""
+
+    def __init__(self) -> None:
+        self.points, self.generator, self.drawn = Points(24), np.random.default_rng(1), list[float]()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.drawn.append(self.generator.random())
+        return self.points[index]
+
+
+class MixedData(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = Mixed()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.mixed, batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.mixed.generator.bit_generator.state, "drawn": self.mixed.drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mixed.generator.bit_generator.state = state_dict["generator"]
+        self.mixed.drawn = state_dict["drawn"]
+
+
+def test_a_generator_that_the_data_saves_goes_on_and_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), whole := MixedData(), steps=5, callbacks=[every(2)])
+    (tmp_path / "checkpoints/step-000000005.ckpt").unlink()
+    fit(tmp_path, Regression(), again := MixedData(), steps=5, resume=True, callbacks=[every(2)])
+    assert again.mixed.drawn == whole.mixed.drawn
+    assert len(whole.mixed.drawn) == 20
+    assert "checkpoint holds" not in caplog.text
+    assert "does not hold" not in caplog.text
+
+
+class Buffer:
+    """Any object of the user."""
+
+    def __init__(self) -> None:
+        self.kept = deque[float](maxlen=500)
+
+
+class Lookahead(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.taken = getattr(self, "taken", 0) + 1
+        return super().step(closure)
+
+
+CALLS = [0]
+
+
+class Hiding(Regression):
+    """Keeps what it has seen where nobody looks."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replay = Buffer()
+        self.inner = itertools.cycle(range(3))
+        self.temperature = 1.0
+        self.weights = [*self.parameters()]
+        count = itertools.count()
+
+        def look(*_: Any) -> None:
+            next(count)
+
+        next(self.children()).register_forward_hook(look)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        CALLS[0] += 1
+        Hiding.calls += 1
+        next(self.inner)
+        self.replay.kept.extend(range(100))
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.temperature *= 0.9
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=0.1)
+
+
+def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Hiding(), points(), steps=8)
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    named = {name.rpartition(".")[2] for name in line.partition(": ")[0].split(", ")}
+    assert named == {"replay", "inner", "calls", "look (a hook)", "taken", "CALLS"}
+
+    caplog.clear()
+    Hiding.calls, CALLS[0] = 0, 0
+    fit(tmp_path, Hiding(), points(), steps=10, resume=True)
+    (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
+    assert "Hiding.temperature" in line
+    assert "Hiding.weights" not in line
+
+
+class Shifting(Dataset[Any]):
+    """Draws from a generator that each loader process has a copy of; a worker_init_fn reaches the dataset itself."""
+
+    def __init__(self) -> None:
+        self.points, self.generator = Points(24), np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator.random()
+        return self.points[index]
+
+
+def _begin(number: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    assert isinstance(info.dataset, Shifting)
+
+
+def test_what_a_dataset_changes_in_a_loader_process_is_named(tmp_path: Path) -> None:
+    logging.getLogger("project").addHandler(handler := logging.FileHandler(tmp_path / "log"))
+    try:
+        fit(tmp_path, Regression(), DataLoader(Shifting(), batch_size=4, num_workers=1, worker_init_fn=_begin))
+    finally:
+        logging.getLogger("project").removeHandler(handler)
+    assert (tmp_path / "log").read_text().count("Shifting.generator: changed in a loader process") == 1
+
+
+class Average(Callback):
+    """An average of the weights, which it saves, and moves after each micro-batch."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        weight = next(pl_module.parameters()).detach()
+        self.mean = weight.clone() if self.mean is None else 0.9 * self.mean + 0.1 * weight
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "steps": self.steps}
+
+
+def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "many", Regression(), points(), callbacks=[Average()], global_batch_size=8)
+    (line,) = [record.getMessage() for record in caplog.records if "changes with each micro-batch" in record.getMessage()]
+    assert line.partition(": ")[0] == "Average.mean"
+    caplog.clear()
+    fit(tmp_path / "one", Regression(), points(), callbacks=[Average()], global_batch_size=4)
+    assert "changes with each micro-batch" not in caplog.text
+
+
+class Twice(torch.optim.SGD):
+    """Asks for the loss twice, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Sharp(Regression):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), lr=0.01)
+
+
+def test_a_loss_that_is_asked_for_twice_is_that_of_one_micro_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "many", Sharp(), points(), global_batch_size=8)
+    assert caplog.text.count("Twice asks for the loss more than once in a step of 2 micro-batches") == 1
+    caplog.clear()
+    fit(tmp_path / "one", Sharp(), points(), global_batch_size=4)
+    assert "asks for the loss" not in caplog.text
+
+
+class Noisy(Regression):
+    """Looks at its gradient after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            gradient: Any = parameter.grad
+            gradient.add_(0.1)
+
+
+def test_gradients_that_are_not_there_yet_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="on_after_backward needs gradients, which are there after the last micro-batch"):
+        fit(tmp_path, Noisy(), points(), exact=True, global_batch_size=8)
+
+
+class Sampled(Regression):
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_loss", self.loss({**batch, "point": batch["point"] + torch.randn_like(batch["point"])}))
+
+    def val_dataloader(self) -> Any:
+        return points()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_evaluation_that_draws_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool) -> None:
+    fit(tmp_path, Sampled(), points(), exact=exact, global_batch_size=4)
+    assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
+
+
+class Exchanging(Regression):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Exchanging(), points(), steps=8)
+    assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
+    with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
+        fit(tmp_path, Exchanging(), points(), steps=9, resume=True)
+
+
+class Growing(Dataset[Any]):
+    """Gives points whose size follows from the epoch that it is told."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return {**Points(24)[index], "epoch": self.epoch}
+
+
+class Telling(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset, self.seen = Growing(), list[tuple[int, int]]()
+
+    def on_train_epoch_start(self) -> None:
+        self.dataset.epoch = self.current_epoch + 1
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.seen += [(self.current_epoch + 1, int(epoch)) for epoch in batch["epoch"]]
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_processes_have_what_the_start_of_an_epoch_has_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, persistent: bool
+) -> None:
+    def loader(module: Telling) -> DataLoader[Any]:
+        return DataLoader(module.dataset, batch_size=4, num_workers=1, persistent_workers=persistent)
+
+    fit(tmp_path, first := Telling(), loader(first), steps=8)
+    fit(tmp_path, second := Telling(), loader(second), steps=10, resume=True)
+    assert all(now == told for now, told in second.seen)
+    assert all(now == told for now, told in first.seen) is not persistent
+    assert ("Growing.epoch: changed, and the loader's processes keep" in caplog.text) is persistent

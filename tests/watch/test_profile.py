@@ -182,8 +182,8 @@ def test_one_process_answers_at_once():
     question = Asks()
     stop = StopTogether(SimpleNamespace(noted=None), question)  # type: ignore[arg-type]
     trainer = SimpleNamespace(accumulate_grad_batches=1, callbacks=[])
-    for step in range(3):
-        stop.on_train_batch_start(trainer, None, None, step)  # type: ignore[arg-type]
+    for _ in range(3):
+        stop.on_step_begins(trainer, None)  # type: ignore[arg-type]
     assert question.answered == 1
 
 

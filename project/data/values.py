@@ -1,0 +1,158 @@
+"""Digests of what Python code keeps: equal values have equal ones, whether an array, a tensor or a list holds them.
+
+So it is seen that a counter, a generator or an object of the user has changed, without a copy and without code of the user.
+"""
+
+import io
+import itertools
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from hashlib import sha256
+from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_LARGEST = 1 << 24  # bytes of a value that is looked at
+_MOST = 64  # items of a list that are looked at, at each of its ends
+_DEEPEST = 6
+_VALUES = 20_000  # that are looked at behind one attribute
+_LIBRARIES = frozenset(
+    ("torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "project", "numpy", "rich", "tqdm")
+)
+_OF_NUMPY = (torch.float16, torch.float32, torch.float64)
+Digest = bytes | None
+
+
+def is_of_a_library(kind: type) -> bool:
+    """Whether a class is Python's, torch's, Lightning's or this project's: such objects are not looked into."""
+    root = kind.__module__.partition(".")[0]
+    return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
+
+
+class Digests:
+    """Digests values, down to the attributes of the user's own objects.
+
+    Args:
+        apart: what is looked at elsewhere (the module's layers and weights, say), and is nobody's value.
+    """
+
+    def __init__(self, apart: Iterable[object] = ()) -> None:
+        self._apart = {id(thing) for thing in apart}
+        self._left = 0
+
+    def of(self, value: Any) -> Digest:
+        """Returns a digest; None where nobody can say whether the value is another one."""
+        self._left = _VALUES
+        return self._digest(value, _DEEPEST)
+
+    def within(self, value: Any) -> Iterator[bytes]:
+        """Yields the digest of a value, and of all that is in it."""
+        if (digest := self.of(value)) is not None:
+            yield digest
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, (list, tuple)):
+            inner = value
+        for item in inner:
+            yield from self.within(item)
+
+    def _digest(self, value: Any, deep: int) -> Digest:
+        self._left -= 1
+        if id(value) in self._apart:
+            return b"apart"
+        if deep < 0 or self._left < 0:
+            return None
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._of_numbers(value, deep)
+        if isinstance(value, (bool, int, float, np.integer, np.floating)):
+            exact = isinstance(value, int) and abs(value) >= 1 << 53  # a float could not hold it
+            return sha256(repr(value if exact else float(value)).encode()).digest()
+        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            return self._digest(_state(value), deep + 2)
+        if isinstance(value, (str, bytes)) or value is None:
+            return sha256(repr(value).encode()).digest()
+        if isinstance(value, nn.Module):
+            return self._digest(value.state_dict(), deep)
+        if isinstance(value, Set):
+            return _joined(sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST)))
+        if isinstance(value, Mapping):
+            return self._of_items([part for name, item in [*value.items()] for part in (str(name), item)], deep)
+        return self._of_items(value, deep) if isinstance(value, Sequence) else self._of_object(value, deep)
+
+    def _of_numbers(self, value: Tensor | np.ndarray, deep: int) -> Digest:
+        if isinstance(value, Tensor):
+            plain = value.layout == torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+            if not plain or value.nbytes > _LARGEST:
+                return None
+            value = value.detach().cpu()
+            if value.is_floating_point() and value.dtype not in _OF_NUMPY:
+                value = value.float()
+            value = value.resolve_conj().resolve_neg().numpy()
+        if value.nbytes > _LARGEST or value.dtype == object:
+            return None
+        if value.size < _MOST and value.dtype.kind in "biuf":
+            return self._digest(value.tolist(), deep)
+        return sha256(value.tobytes()).digest()
+
+    def _of_items(self, value: Sequence[Any], deep: int) -> Digest:
+        length, ends = len(value), [*islice(value, 2 * _MOST)]
+        if length > len(ends):  # a deque has no slices
+            ends[_MOST:] = islice(reversed(value), _MOST)
+        return _joined([self._digest(length, deep), *(self._digest(item, deep - 1) for item in ends)])
+
+    def _of_object(self, value: Any, deep: int) -> Digest:
+        if isinstance(value, itertools.count):
+            return repr(value).encode()
+        if isinstance(value, SynchronizedBase):  # multiprocessing.Value and Array, shared with loader processes
+            return sha256(bytes(value.get_obj())).digest()
+        if isinstance(value, MethodType):
+            return self._digest(value.__self__, deep - 1)
+        if isinstance(value, partial):
+            return self._digest((value.func, value.args, value.keywords), deep - 1)
+        if isinstance(value, FunctionType):
+            return self._of_function(value, deep)
+        kept = getattr(value, "__dict__", None)
+        if isinstance(value, type) or is_of_a_library(type(value)) or not isinstance(kept, dict):
+            # Where an iterator stands nobody can ask it. A file is one, too.
+            return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
+        parts = [(name, self._digest(item, deep - 1)) for name, item in [*kept.items()]]
+        return _joined([part for name, digest in parts if digest is not None for part in (name.encode(), digest)])
+
+    def _of_function(self, value: FunctionType, deep: int) -> Digest:
+        """A function changes with what it has closed over, and with its default arguments."""
+        root = str(value.__module__).partition(".")[0]
+        if root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}:
+            return None
+        cells = []
+        for cell in value.__closure__ or ():
+            try:
+                cells.append(cell.cell_contents)
+            except ValueError:  # nothing is in it yet
+                continue
+        digests = [self._digest(item, deep - 1) for item in (*cells, *(value.__defaults__ or ()))]
+        return _joined([digest for digest in digests if digest is not None])
+
+
+def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
+    """Returns what a user would save of a generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _joined(digests: Iterable[Digest]) -> Digest:
+    parts = [*digests]
+    return None if None in parts else sha256(b"".join(part for part in parts if part)).digest()
