@@ -19,7 +19,15 @@ MAY_ALSO = {
     "bench": {"cluster", "data", "watch"},
     # Which YAML a command line names; the cores of a host; what a run needs; a run's curves.
     "engines": {"cluster", "config_files", "doctor", "sweep", "watch"},
-    "proof": {"cluster", "config_files", "early_start", "survive", "train", "watch"},  # words, a port; what a run leaves
+    "proof": {
+        "cluster",
+        "config_files",
+        "data",
+        "early_start",
+        "survive",
+        "train",
+        "watch",
+    },  # words, a port; what a run leaves
     "export": {"data", "survive"},  # the names of the classes; the manifest of a checkpoint
 }
 PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard library alone

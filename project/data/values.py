@@ -90,10 +90,11 @@ class Digests:
 
     def _of_numbers(self, value: Tensor | np.ndarray, deep: int) -> Digest:
         if isinstance(value, Tensor):
-            plain = value.layout == torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
-            if not plain or value.nbytes > _LARGEST:
+            if value.is_quantized or value.is_meta or value.is_nested or value.numel() * value.element_size() > _LARGEST:
                 return None
             value = value.detach().cpu()
+            if value.layout != torch.strided:
+                value = value.to_dense()
             if value.is_floating_point() and value.dtype not in _OF_NUMPY:
                 value = value.float()
             value = value.resolve_conj().resolve_neg().numpy()
