@@ -90,6 +90,8 @@ class Digests:
 
     def _of_numbers(self, value: Tensor | np.ndarray, deep: int) -> Digest:
         if isinstance(value, Tensor):
+            if type(value) not in (Tensor, nn.Parameter):  # a shard, say, of which each rank has its own
+                return None
             if value.is_quantized or value.is_meta or value.is_nested or value.numel() * value.element_size() > _LARGEST:
                 return None
             value = value.detach().cpu()

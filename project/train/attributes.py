@@ -25,6 +25,7 @@ _STANDARD = (
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
     *("callbacks", "position", "schedules_as_built", "callback_metrics", "states_of_ranks", "logged_sums", "metric_states"),
     *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
+    *("averaging_state", "current_model_state"),
     *("unsaved_values", "hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
 )
 """Parts of a checkpoint in which no attribute of a user is looked for."""
@@ -55,6 +56,14 @@ def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns the attributes that are others than before and are not found in a checkpoint of now, with their digests."""
+    moved = {
+        (owner, attribute): digest
+        for owner, values in attributes(trainer).items()
+        for attribute, digest in values.items()
+        if owner in before and before[owner].get(attribute) != digest
+    }
+    if not moved:  # what is saved may be large, and is looked at for these alone
+        return {}
     digests = Digests(_apart(trainer))
     parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
     parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
@@ -68,11 +77,8 @@ def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping
     known = {type(one).__name__: {*digests.within(states_of.get(one.state_key))} for one in callbacks}
     return {
         f"{owner}.{attribute}": digest
-        for owner, values in attributes(trainer).items()
-        for attribute, digest in values.items()
-        if before.get(owner, {}).get(attribute) != digest
-        and digest not in known.get(owner.partition(" ")[0], saved)
-        and owner in before
+        for (owner, attribute), digest in moved.items()
+        if digest not in known.get(owner.partition(" ")[0], saved)
     }
 
 

@@ -214,6 +214,8 @@ class ExactGradients:
         self._owners = dict(module.named_parameters())
         named = [(name, one) for name, one in (gathered or self._owners).items() if one.requires_grad]
         self._learned = [one.requires_grad for one in self._owners.values()]
+        self.scaled = False
+        """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
         """Of parameters that are spread, the whole gradients of this step, by `id`."""
         for name, one in named:
@@ -279,6 +281,11 @@ class ExactGradients:
             self._buckets[self._sent - 1].share()
         self._sent += 1
 
+    def unscale_whole(self, scale: Callable[[Tensor], Tensor]) -> None:
+        """Whole gradients are those of the loss again, as their shards are; `scale` multiplies as it did the loss."""
+        for gradient in self.whole.values():
+            gradient.div_(scale(gradient.new_ones((), dtype=torch.float32)))
+
     def finish(self) -> None:
         """Leaves the mean over all micro-batches of all ranks as the gradient of each parameter."""
         while self._sent < len(self._buckets):
@@ -302,6 +309,8 @@ class ExactGradients:
             # A norm is added up in the order in which the numbers lie.
             self.whole[id(owner)] = gradient.contiguous(memory_format=self._layouts.get(name, torch.contiguous_format))
             gradient = view_of(gradient, owner)
+            if self.scaled:  # each is unscaled once
+                gradient = gradient.clone()
         owner.grad = gradient
 
     def _agree(self) -> Callable[[], dict[_Unit, int]]:

@@ -354,6 +354,7 @@ class Steps(_TrainingEpochLoop):
         strategy = trainer.strategy
         spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
         self._gradients, self.grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
+        self._gradients.scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._gradients.load_state_dict(known)
         self._looks_at_weights = True
         callbacks: list[Callback] = trainer.callbacks
@@ -586,9 +587,10 @@ class Steps(_TrainingEpochLoop):
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
         self.loss = loss.detach()
-        if micro_batches != 1 and self._gradients is None:
-            loss = loss / micro_batches
-        outputs["loss"] = loss.detach()
+        shown = loss if micro_batches == 1 else loss / micro_batches
+        outputs["loss"] = shown.detach()
+        if self._gradients is None:
+            loss = shown
         if weight != 1.0:
             loss = loss * weight
         self._strategy.pre_backward(loss)
@@ -627,6 +629,8 @@ class Steps(_TrainingEpochLoop):
             return
         if self._scaler is not None:  # a fused optimiser would do so by itself, after all that looks at the gradient
             self._scaler.unscale_(self._optimizer)
+            if self._gradients is not None:
+                self._gradients.unscale_whole(self._scaler.scale)
         self._tell("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)

@@ -21,6 +21,7 @@ GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
 DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8")
 GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=6", "--trainer.limit_val_batches=2")
+CLIP = "--trainer.gradient_clip_val=0.05"
 STATE = ("state_dict", "optimizer_states", "lr_schedulers", "position", "current_model_state", "averaging_state")
 WAYS: dict[str, tuple[str, ...]] = {
     "ddp": DDP,
@@ -32,6 +33,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "offload": (*GPT, sharded(cpu_offload=True)),
     "tensor_parallel": (*GPT, sharded(tensor_parallel=2)),
     "sharded_exact": (*DDP, FP32, EXACT, sharded()),
+    "clipped": (*DDP, EXACT, CLIP),
+    "sharded_clipped": (*DDP, EXACT, CLIP, sharded()),
     "sharded_sgd": (*DDP, sharded()),
     "own": (*RUNS["regression"], *GPU, FP32),
     "own_exact": (*RUNS["regression"], *GPU, FP32, EXACT),
@@ -129,9 +132,13 @@ def test_the_number_of_ranks_changes_rounding_and_nothing_else(
         assert other == pytest.approx(first, rel=tolerance)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("exact", [2, 3]), ("sharded_exact", [2, 3])])
-def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ranks: list[int]) -> None:
-    alone = whole("exact", 1)
+@pytest.mark.parametrize(
+    ("name", "ranks", "on_one"),
+    [("exact", [2, 3], "exact"), ("sharded_exact", [2, 3], "exact"), ("sharded_clipped", [2], "clipped")],
+)
+def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ranks: list[int], on_one: str) -> None:
+    """Clipped gradients are those of the loss, and not those of the scaled loss."""
+    alone = whole(on_one, 1)
     for together in (whole(name, number) for number in ranks):
         assert same(final(together)["state_dict"], final(alone)["state_dict"])
         assert curves(together) == curves(alone)
