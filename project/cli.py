@@ -38,6 +38,7 @@ from project.doctor.foretelling import modules_on_paper
 from project.engines.command import command
 from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
 from project.export.export import SETTINGS, exportable
+from project.masking import masked
 from project.model import ImageClassifier
 from project.runs import open_beside, open_run, run_of, saved_config, weights
 from project.survive.changes import Changes
@@ -226,7 +227,7 @@ class ProjectCLI(LightningCLI):
         if launch.rank > 0 and self.subcommand in ("fit", *EVALUATING):
             self.config_init[self.subcommand].ckpt_path = None  # rank 0 tells
         trainer_settings = self.config_init[self.subcommand].trainer
-        configuration = {key: value for key, value in self.config_dump.items() if key not in ("config", "base")}
+        configuration = masked({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
         ours: list[Callback] = []
         if settings.debug:
             log_communication(self.folder)

@@ -7,6 +7,7 @@ others are told.
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +19,10 @@ from project.cluster.launcher import Launch
 from project.cluster.settings import flat
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
+from project.masking import masked
 from project.survive.checkpoints import goes_by
 from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
-from project.untrusted import read_json, read_yaml
+from project.untrusted import read_json, read_text, read_yaml, write_text
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Run:
         before = manifest.get("configuration") or saved_config(self.folder)
         if before is None:
             return
-        changes = differences(before, config)
+        changes = differences(masked(before), masked(config))
         never = [key for key in changes if kind_of(key) == "never"]
         unsaid = [key for key in changes if kind_of(key) == "word" and not within(key, words)]
         if never:
@@ -196,7 +198,7 @@ class Run:
         """What was trained up to here stays known."""
         kept = self.folder / f"config-until-step-{step:09d}.yaml"
         if (now := self.folder / "config.yaml").exists() and not kept.exists():
-            kept.write_bytes(now.read_bytes())
+            write_text(kept, read_text(now), stat.S_IMODE(now.stat().st_mode))
 
 
 def _words(change: str | None) -> list[str]:

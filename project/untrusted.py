@@ -110,11 +110,12 @@ def compose_yaml(path: Path) -> Any:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Writes a file under a name that nobody can know before, and renames it: whole or not there, at any moment."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("x", newline="") as file:  # which follows no link
+        opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
+        with os.fdopen(opened, "w", newline="") as file:
             file.write(text)
         part.replace(path)
     finally:

@@ -82,3 +82,10 @@ class Stranger(Callback):
                     line.settimeout(1)
                     line.connect((here, one.port))
                     line.send(data if number % 10 else BOMBS[0])
+
+
+class Keyed(Callback):
+    """Has secrets among its arguments, as a logger may."""
+
+    def __init__(self, api_key: str = "", address: str = "", pad_token: str = "") -> None:
+        self.pad_token = pad_token

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import stat
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -85,3 +86,25 @@ def test_what_lies_in_the_store_of_torchruns_agents_runs_no_code(tmp_path, monke
         with pytest.raises(pickle.PickleError):
             dynamic_rendezvous.pickle.loads(hostile)
     assert not (tmp_path / "ran").exists()
+
+
+def test_secrets_are_in_config_yaml_alone_which_its_owner_can_read(quick, tmp_path):
+    keyed = {"api_key": "sesame", "address": "https://me:p@ssw0rd@host/x?token=abcdef&a=1", "pad_token": "visible"}
+    words = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.strangers.Keyed", "init_args": keyed}])
+    run = quick(*FIT, words)
+    assert run.code == 0, run.output
+    folder = tmp_path / "lightning_logs/it"
+    assert quick("export", "--run=it", "--to=safetensors").code == 0
+    again = quick("fit", "--run=it", "--trainer.max_steps=9")
+    assert again.code == 0, again.output
+    assert "has changed" not in again.output
+    holding = {
+        str(file.relative_to(tmp_path)): secret
+        for file in tmp_path.rglob("*")
+        if file.is_file()
+        for secret in (b"sesame", b"ssw0rd", b"abcdef")
+        if secret in file.read_bytes()
+    }
+    assert holding.keys() == {"lightning_logs/it/config.yaml"}
+    assert stat.S_IMODE((folder / "config.yaml").stat().st_mode) == 0o600
+    assert "visible" in (folder / "report.html").read_text()

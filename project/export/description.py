@@ -1,7 +1,6 @@
 """What an export says of itself, in export.json: what goes in, what comes out, and where it comes from."""
 
 import platform
-import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +13,9 @@ from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
+from project.masking import masked
 from project.survive.files import manifest_of, sha256_of
-from project.untrusted import read_json
+from project.untrusted import read_json, read_yaml, write_text
 
 CONFIG = "config.yaml"
 
@@ -87,7 +87,6 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
 def copy_config(trainer: Trainer, folder: Path) -> None:
     """The run's configuration, beside the file."""
     saved = Path(trainer.default_root_dir) / CONFIG
-    if saved.is_file():
-        shutil.copyfile(saved, folder / CONFIG)
-    elif configuration := trainer.configuration:  # type: ignore[attr-defined]
-        (folder / CONFIG).write_text(yaml.safe_dump(configuration, sort_keys=False))
+    configuration = masked(read_yaml(saved)) if saved.is_file() else trainer.configuration  # type: ignore[attr-defined]
+    if configuration:
+        write_text(folder / CONFIG, yaml.safe_dump(configuration, sort_keys=False))

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from project.masking import masked, masked_text
 from project.untrusted import parse_json, parse_yaml, read_json, read_text
 
 FILE = "life.jsonl"
@@ -156,9 +157,10 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
         lives[-1].state = "going on"
     text = _text(folder / "config.yaml")
     try:
-        config = parse_yaml(text)
+        config = masked(parsed := parse_yaml(text))
+        text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
     except (yaml.YAMLError, ValueError):
-        config = {}
+        config, text = {}, masked_text(text)
     checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
     said = [found.groups() for line in _text(folder / "log.txt").splitlines() if (found := _SAID.match(line))]

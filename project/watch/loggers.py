@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogg
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from project.errors import UserError
+from project.masking import masked_text
 from project.untrusted import read_json, write_text
-from project.watch.steady import Csv, MLFlow, Wandb, said, without_password
+from project.watch.steady import Csv, MLFlow, Wandb, said
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def _mlflow(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tupl
         words["save_dir"] = str(folder / "mlruns")
     words["run_name"] = words["run_name"] or name
     address = str(words["tracking_uri"] or words["save_dir"])
-    place = "MLflow " + without_password(address.replace(f"{folder}/", ""))  # the run's folder may be moved
+    place = "MLflow " + masked_text(address.replace(f"{folder}/", ""))  # the run's folder may be moved
     if words["run_id"] is None and (known := _ids(folder).get(place)) is not None and _is_there(words, known):
         words["run_id"] = known
     logger = MLFlow(**words)

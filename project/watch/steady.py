@@ -1,7 +1,6 @@
 """CSV, W&B and MLflow made to last: a run that goes on goes on there, and what they can't do does not end a training."""
 
 import logging
-import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogg
 
 from project.cluster.settings import flat
 from project.errors import UserError
+from project.masking import masked_text
 from project.watch.csv_file import CsvFile
 from project.watch.events import LoggedAgain
 from project.watch.sending import Sender
@@ -44,12 +44,7 @@ class Steady(Logger):
 
 def said(error: Exception) -> str:
     """What an error says, in a line, without the password of an address."""
-    return without_password(" ".join(str(error).split()) or type(error).__name__)[:300]
-
-
-def without_password(address: str) -> str:
-    """An address as it may be written down."""
-    return re.sub(r"//[^/@\s]*@", "//", address)
+    return masked_text(" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 class Csv(Steady, CSVLogger):
