@@ -8,7 +8,7 @@ from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import read_text
+from project.untrusted import printable, read_text
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
@@ -84,9 +84,9 @@ def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
             why = f"The run does not go on any more, and has not answered: {seen[1]}"
         time.sleep(_PAUSE)
     for _, text in sorted(found.items()):
-        print(text, flush=True)
+        print(printable(text), flush=True)
     if why:
-        print(why, file=sys.stderr)
+        print(printable(why), file=sys.stderr)
         return 1
     print(f"The traces, for https://ui.perfetto.dev: {look.folder / FOLDER}")
     return 0

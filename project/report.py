@@ -10,7 +10,7 @@ from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import write_text
+from project.untrusted import printable, write_text
 from project.watch.compared import compared
 from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
             print(f"{history.name}: {write(history)}")
             for name, text in facts(history).items():
                 if text:
-                    print(f"  {name:18} {text}")
+                    print(printable(f"  {name:18} {text}"))
         if len(histories) > 1:
             out = given.out or Path(RUNS) / "compared.html"
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ import yaml
 
 from project.config_files import RUNS, documents, run_folder
 from project.errors import UserError
+from project.untrusted import printable
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
 
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)
         return 2
-    print("\n".join(line for verdict in verdicts for line in verdict.lines))
+    print(printable("\n".join(line for verdict in verdicts for line in verdict.lines)))
     return 0 if all(verdict.same for verdict in verdicts) else 1
 
 

@@ -9,6 +9,7 @@ Imports nothing heavy: it is needed before PyTorch is loaded.
 
 import json
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -21,7 +22,15 @@ from project.errors import UserError
 LARGEST = 64 << 20  # bytes; a manifest has some thousand, a log of a long run some million
 _VALUES = 100_000  # that a YAML may stand for, with its aliases written out
 _DEPTH = 100
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # all but new lines and tabs
 _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Returns a text that does nothing to a terminal but to appear there; of a longer one the first so many characters."""
+    if most is not None and len(text) > most:
+        text = f"{text[:most]} ..."
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def regular_size(path: Path) -> int:

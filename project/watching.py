@@ -14,6 +14,7 @@ from typing import Any
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
+from project.untrusted import printable
 from project.watch.charts import number
 from project.watch.history import FILE, PHASES, Events, Life, Point, held, lives_of, longest
 
@@ -56,9 +57,9 @@ def _follow(folder: Path, every: float, once: bool) -> int:
         state, text = look()
         over = once or state == "finished"
         if terminal:
-            print(f"\r\033[2K{text}, {look.age()}", end="\n" if over else "", flush=True)
+            print(f"\r\033[2K{printable(text)}, {look.age()}", end="\n" if over else "", flush=True)
         elif text != before:
-            print(f"{time.strftime('%H:%M:%S')}  {text}, {look.age()}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {printable(text)}, {look.age()}", flush=True)
         before = text
         if over:
             return int(once and state not in ("finished", "going on"))

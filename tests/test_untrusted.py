@@ -1,14 +1,19 @@
 """Configs and files of a run's folder that are damaged or hostile: a line that says so, in no time."""
 
+import io
+import logging
 import os
 import random
 
 import pytest
+from rich.console import Console
 
 from project.config_files import documents, expand
+from project.doctor.findings import Finding, show
 from project.errors import UserError
 from project.survive.files import write_file
-from project.untrusted import open_to_append, parse_yaml, read_json, write_text
+from project.untrusted import open_to_append, parse_yaml, printable, read_json, write_text
+from project.watch.console import _Formatter
 from tests.conftest import ROOT
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -112,3 +117,16 @@ def test_nothing_is_written_through_a_link(tmp_path):
     write_file(folder / "file", lambda file: file.write(b"checkpoint"))
     assert victim.read_text() == "precious"
     assert (folder / "file").read_bytes() == b"checkpoint"
+
+
+def test_what_others_say_does_nothing_to_a_terminal():
+    hostile = "h1\x1b]0;owned\x07\x1b[2J \u202egnirts\r\n[red]x[/red]"
+    assert printable(hostile) == "h1\\x1b]0;owned\\x07\\x1b[2J \\x202egnirts\\x0d\n[red]x[/red]"
+    assert printable("x" * 50, 10) == "xxxxxxxxxx ..."
+    record = logging.LogRecord("project.x", logging.INFO, "", 0, "%s", (hostile,), None)
+    record.who = ""
+    assert "\x1b" not in _Formatter("%(who)s%(message)s").format(record)
+    shown = io.StringIO()
+    show([Finding("hosts", "good", hostile, "[/]", [], {})], Console(file=shown, width=200))
+    assert "[red]x[/red]" in shown.getvalue()
+    assert "\x1b" not in shown.getvalue()

@@ -27,9 +27,11 @@ from project.cluster import reachability
 from project.cluster.interfaces import Route, is_loopback, resolve, route, source
 from project.cluster.place import host
 from project.errors import TRY_AGAIN, UserError
+from project.untrusted import parse_json, printable
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 1000  # characters of what another one says is wrong
 _REMIND = 30.0  # seconds between two lines about who is missing
 _PATIENCE = 2.0  # seconds that rank 0 waits for the others to hear the end
 _PORTS = (
@@ -198,7 +200,7 @@ class Rendezvous:
         if self.rank == 0:
             try:
                 self._await(number)
-                answer = [json.loads(self.store.get(f"{number}/{rank}")) for rank in range(self.size)]
+                answer = [parse_json(self.store.get(f"{number}/{rank}")) for rank in range(self.size)]
             except ValueError:
                 self.store.set(f"{number}/all", "null")
                 self.close(sum(self.store.check([f"{number}/{rank}"]) for rank in range(self.size)))
@@ -207,7 +209,7 @@ class Rendezvous:
         else:
             try:
                 self.store.wait([f"{number}/all"], timedelta(seconds=self.seconds + _GRACE))
-                answer = json.loads(self.store.get(f"{number}/all"))
+                answer = parse_json(self.store.get(f"{number}/all"))
             except dist.DistError:
                 answer = None
             if answer is None:
@@ -219,7 +221,7 @@ class Rendezvous:
         end, remind = time.monotonic() + self.seconds, time.monotonic() + _REMIND
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
-                problem = self.store.get("problem").decode()
+                problem = printable(self.store.get("problem").decode(errors="replace"), _LONGEST)
                 raise UserError(problem if "HINT" in problem else f"{problem}. HINT: {reachability.HINT}")
             now = time.monotonic()
             if now > end:

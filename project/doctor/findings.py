@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from project.train.held import in_bytes as in_bytes
-from project.untrusted import write_text
+from project.untrusted import printable, write_text
 
 _WIDE = 150  # columns, where no terminal says how many there are
 
@@ -66,7 +67,12 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     """The table: a row for each check."""
     table = Table("check", "verdict", "what was found", "what to do", title_justify="left", show_lines=False)
     for found in findings:
-        table.add_row(found.check, f"[{_COLOURS[found.verdict]}]{found.verdict}[/]", found.text, found.fix)
+        table.add_row(
+            found.check,
+            f"[{_COLOURS[found.verdict]}]{found.verdict}[/]",
+            escape(printable(found.text)),
+            escape(printable(found.fix)),
+        )
     if not console.is_terminal:
         console.width = _WIDE
     console.print(table)

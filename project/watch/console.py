@@ -24,6 +24,7 @@ from project.cluster.place import host
 from project.train.data_ranks import data_ranks
 from project.train.micro_batch import micro_batch
 from project.train.position import planned_steps
+from project.untrusted import printable
 from project.watch.history import longest
 from project.watch.throughput import Throughput
 
@@ -46,6 +47,14 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscript
         pass
 
 
+class _Formatter(logging.Formatter):
+    """Shows what this project says as text: names of hosts, reasons of other ranks and the like may hold anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return printable(text) if record.name.startswith("project") else text
+
+
 class _Speaker(logging.Filter):
     """Writes into each record of this project's handlers who speaks. A factory of records would be the whole program's."""
 
@@ -64,7 +73,7 @@ def open_log(rank: int, host: str) -> None:
     """Lines with time and level on standard error: all of rank 0's, of other ranks only warnings, which say who."""
     handler = _Stderr()
     handler.addFilter(_SPEAKER)
-    handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
+    handler.setFormatter(_Formatter(_FORMAT, "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
     # The second keeps the first lines until there is a file for them.
@@ -114,7 +123,7 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     file = logging.FileHandler(path)
     file.addFilter(_SPEAKER)
     file.setLevel(level)
-    file.setFormatter(logging.Formatter(_FORMAT))
+    file.setFormatter(_Formatter(_FORMAT))
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler, MemoryHandler):
