@@ -22,6 +22,8 @@ def written(wanted: Wanted, needs: Needs) -> str:
         documents.append(_claim(wanted, needs))
     if wanted.configs:
         documents.append(_config_map(wanted))
+    label = "batch.kubernetes.io/job-name" if wanted.engine == "k8s" else "jobset.sigs.k8s.io/jobset-name"
+    documents.append(_filled("network.yaml", run=wanted.run, label=f"{label}: {wanted.run}"))
     policy = _filled("policy.yaml", container=_container(wanted))
     words = _words(wanted)
     common = {"run": wanted.run, "most": wanted.most, "image": wanted.image, "processes": wanted.processes}

@@ -221,6 +221,11 @@ def check_job(kinds: dict[str, dict[str, Any]]) -> None:
             assert set(re.findall(r"(?<!\$)\$\((\w+)\)", word)) <= variables.keys()
         stop = int(variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", {"value": "0"})["value"])
         assert stop < pod["terminationGracePeriodSeconds"]  # the launcher does not wait longer than the kubelet
+    policy = kinds["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]  # from this run's pods alone
+    label = "jobset.sigs.k8s.io/jobset-name" if "TrainJob" in kinds else "batch.kubernetes.io/job-name"
+    assert policy["podSelector"] == {"matchLabels": {label: kinds["NetworkPolicy"]["metadata"]["name"]}}
     if "TrainJob" in kinds:
         runtime, trainer = kinds["TrainingRuntime"], kinds["TrainJob"]["spec"]
         assert trainer["runtimeRef"]["name"] == runtime["metadata"]["name"]
