@@ -74,17 +74,18 @@ def undecided(beats: Iterable[Heartbeat]) -> bool:
 
 
 def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
-    """The ranks that the others wait for: those that wait for nobody in any group, or else those that are furthest behind."""
+    """The ranks that the others wait for: those that are furthest behind in what all ranks do together, and of these the ones
+    that wait for nobody in another group. (A host may be ahead in a group of its own while its device hangs.)"""
     ranks, known = sorted(beats), [one for beat in beats.values() if (one := beat.flights.get(ALL))]
-    waits = {rank: _waits_for(rank, beats) for rank in ranks}
-    if awaited := {other for others in waits.values() for other in others}:
-        # Where each waits for another, they are in a circle: groups were entered in another order.
-        ranks = sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
-    elif len(known) == len(ranks):
+    if len(known) == len(ranks):
         if len(set(known)) == 1 and known[0].stage == Flight.STARTED:
             return ranks  # all are in the same one, and it does not end
         last = min(one.place for one in known)
         ranks = [rank for rank in ranks if beats[rank].flights[ALL].place == last]
+    waits = {rank: _waits_for(rank, beats) & {*ranks} for rank in ranks}
+    if awaited := {other for others in waits.values() for other in others}:
+        # Where each waits for another, they are in a circle: groups were entered in another order.
+        ranks = sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
     at = min(beats[rank].at for rank in ranks)
     ranks = [rank for rank in ranks if beats[rank].at == at]
     # In the same hook, those that are in a collective wait for those that are not.
