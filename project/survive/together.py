@@ -96,6 +96,8 @@ class Together:
             raise
         try:
             self._all(lambda: self._verify(path, written[self._rank]))
+        except Lost:  # the files are there: who resumes reads them, and finds out
+            raise
         except Incomplete:
             if self._rank == 0:
                 put_aside(path, ".bad")
