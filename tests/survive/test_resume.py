@@ -111,8 +111,8 @@ def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
     stopped = quick(*FIT, *fault)
     assert stopped.code == 128 + number, stopped.output
     newest = max((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt"))
-    due = where == "validation"  # a step that has begun is taken to its end
-    assert newest.name == f"step-{step + (not due):09d}{'-validation' * due}.ckpt", stopped.output
+    due = where == "validation"
+    assert newest.name == f"step-{step + (where == 'accumulation'):09d}{'-validation' * due}.ckpt", stopped.output
     resumed = quick(*FIT, *fault)
     assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(1))
