@@ -209,8 +209,12 @@ class Fault(Callback):
             os.kill(os.getpid(), self.number)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        first = batch_idx % trainer.accumulate_grad_batches == 0
-        self._strike(trainer, "step" if first else "accumulation")
+        if batch_idx % trainer.accumulate_grad_batches:
+            self._strike(trainer, "accumulation")
+
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the run looks whether it is to stop or to save."""
+        self._strike(trainer, "step")
         if (
             (self.where, trainer.global_rank) == ("saved", self.rank)
             and trainer.global_step > self.step
