@@ -53,7 +53,7 @@ def test_the_promise_holds(prove, tmp_path):
 @pytest.mark.parametrize(
     ("module", "trial", "data", "line"),
     [
-        ("Counts", "step", {}, "Counts.counter: 18, and not set"),
+        ("Counts", "step", {}, "Counts.counter: 18, and 0"),
         ("Draws", "epoch", {}, "Draws.noise: torch.Generator"),
         ("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn"),
         ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),

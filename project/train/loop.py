@@ -587,10 +587,10 @@ class Steps(_TrainingEpochLoop):
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = outputs["loss"], self.micro_batch.weight
         self.loss = loss.detach()
-        shown = loss if micro_batches == 1 else loss / micro_batches
-        outputs["loss"] = shown.detach()
-        if self._gradients is None:
-            loss = shown
+        # What exact sums up is left as it is: `outputs` is the same on any number of ranks.
+        if micro_batches != 1 and self._gradients is None:
+            loss = loss / micro_batches
+        outputs["loss"] = loss.detach()
         if weight != 1.0:
             loss = loss * weight
         self._strategy.pre_backward(loss)

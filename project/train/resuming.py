@@ -103,7 +103,8 @@ class Resuming(_CheckpointConnector):
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
-            if values := changed_attributes(self.trainer, self._values_as_built, checkpoint):
+            # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
+            if not self._loops().exact and (values := changed_attributes(self.trainer, self._values_as_built, checkpoint)):
                 checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
