@@ -216,12 +216,16 @@ def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
     assert message in run.output
 
 
-def test_the_traceback_of_a_device_that_fails_is_kept(gpu_program: Cli) -> None:
-    """NCCL's own thread meets the same error, and aborts the process."""
-    run = gpu_program(*ENDLESS, plugged(fault(rank=1, step=21, how="assert")), "--trainer.devices=2", gpus=2)
-    assert run.code in (1, 75), run.output
-    assert "in on_train_batch_start" in run.output
-    assert "AcceleratorError" in run.output
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_error_of_a_device_that_fails_is_kept(gpu_program: Cli, ranks: int) -> None:
+    """NCCL's own thread meets the same error, and aborts the process: before Python has met it, or while it says so."""
+    fails = plugged(fault(rank=ranks - 1, step=21, how="assert"))
+    run = gpu_program(*ENDLESS, fails, f"--trainer.devices={ranks}", gpus=ranks)
+    assert run.code in ((1,) if ranks == 1 else (1, 75)), run.output
+    assert "device-side assert triggered" in run.output
+    if ranks == 1 or "was ended by SIGABRT" not in run.output:
+        assert "in on_train_batch_start" in run.output
+        assert "AcceleratorError" in run.output
 
 
 def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[..., Run]) -> None:
