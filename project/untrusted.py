@@ -124,7 +124,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
-        with os.fdopen(opened, "w", newline="") as file:
+        with os.fdopen(opened, "w", encoding="utf-8", newline="") as file:
             file.write(text)
         part.replace(path)
     finally:
@@ -137,4 +137,4 @@ def open_to_append(path: Path) -> IO[str]:
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise OSError(f"{path} is no regular file")
-    return os.fdopen(opened, "a", newline="")
+    return os.fdopen(opened, "a", encoding="utf-8", newline="")

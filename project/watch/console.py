@@ -24,7 +24,7 @@ from project.cluster.place import host
 from project.train.data_ranks import data_ranks
 from project.train.micro_batch import micro_batch
 from project.train.position import planned_steps
-from project.untrusted import printable
+from project.untrusted import open_to_append, printable
 from project.watch.history import longest
 from project.watch.throughput import Throughput
 
@@ -120,7 +120,7 @@ def silence_libraries(rank: int) -> None:
 
 def log_to(path: Path, level: int = logging.INFO) -> None:
     """Writes the log to a file too, with what was said before there was one."""
-    file = logging.FileHandler(path)
+    file = logging.StreamHandler(open_to_append(path))
     file.addFilter(_SPEAKER)
     file.setLevel(level)
     file.setFormatter(_Formatter(_FORMAT))
