@@ -121,7 +121,8 @@ def _values(owner: Any) -> dict[str, Any]:
         aside = aside | _OF_METRICS | {*owner.metric_state}
     kept = {**shared, **getattr(owner, "__dict__", {})}
     replaced = {name for name, value in kept.items() if callable(value) and callable(getattr(type(owner), name, None))}
-    return {name: value for name, value in kept.items() if name not in aside | replaced}  # no methods that others put there
+    aside |= replaced  # methods that others put there
+    return {name: value for name, value in kept.items() if name not in aside and not name.startswith("_ddp")}  # torch's
 
 
 def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
