@@ -121,7 +121,7 @@ def _values(owner: Any) -> dict[str, Any]:
         aside = aside | _OF_METRICS | {*owner.metric_state}
     kept = {**shared, **getattr(owner, "__dict__", {})}
     replaced = {name for name, value in kept.items() if callable(value) and callable(getattr(type(owner), name, None))}
-    aside |= replaced  # methods that others put there
+    aside = aside | replaced  # methods that others put there
     return {name: value for name, value in kept.items() if name not in aside and not name.startswith("_ddp")}  # torch's
 
 
