@@ -320,7 +320,7 @@ class SlowDisk(Callback):
 class Filler(Callback):
     """Fills the disk of the run at its fifth step."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 5 and trainer.is_global_zero:  # who alone knows the run's folder
             with suppress(OSError), (Path(trainer.default_root_dir).parents[1] / "filler").open("ab", buffering=0) as file:
                 while True:
@@ -330,7 +330,7 @@ class Filler(Callback):
 class Remover(Callback):
     """Removes the folder of the checkpoints in the middle of the run."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == 10:
             shutil.rmtree(Path(trainer.default_root_dir) / "checkpoints", ignore_errors=True)
 
