@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
         if len(histories) > 1:
             out = given.out or Path(RUNS) / "compared.html"
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_text(out, compared(histories))
+            (Path.write_text if given.out else write_text)(out, compared(histories))  # a path that is named may be a pipe
             print(f"Side by side: {out}")
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)

@@ -97,7 +97,6 @@ from project.train.resuming import Resuming
 from project.train.sharded import Sharded
 from project.train.strategies import refuse_strategy
 from project.train.strategy import gathered, share_exactly, share_in_order
-from project.untrusted import write_text
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
@@ -618,7 +617,7 @@ class Trainer(pl.Trainer):
         self.training = False
         text = written(wanted, found)
         if out is not None:
-            write_text(out, text)
+            out.write_text(text)
         return text
 
     def _capture(self, model: LightningModule, *given: Any) -> tuple[Capture, str]:

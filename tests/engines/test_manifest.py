@@ -1,5 +1,6 @@
 """python -m project manifest: what it writes fits the run and passes an API server's checks, and what can't work is refused."""
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,17 @@ def text(folder: Path, *words: str) -> str:
 def test_what_lies_in_scripts_is_what_the_verb_writes(folder, file):
     """So there is one source; `python -m tests.engines.test_manifest` writes them anew."""
     assert (ROOT / "scripts/k8s" / file).read_text() == text(folder, *FILES[file])
+
+
+def test_a_pipe_can_be_named_for_it(tmp_path):
+    """It is written to, and not put in another file's place: as root that would replace /dev/stdout."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run = forked(tmp_path, "manifest", *FILES["job.yaml"], f"--image={IMAGE}", f"--out={pipe}")
+    assert run.code == 0, run.output
+    assert pipe.is_fifo()
+    assert os.read(reading, 1 << 16).decode() == (ROOT / "scripts/k8s/job.yaml").read_text()
+    os.close(reading)
 
 
 def container(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
