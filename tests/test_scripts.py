@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -240,6 +241,16 @@ def rank_of(agent, rank):
     workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     marks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in workers}
     return next(int(pid) for pid, mark in marks.items() if f"LOCAL_RANK={rank}".encode() in mark)
+
+
+def test_a_port_in_use_on_one_node_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = launch("fit", "--config=configs/ddp.yaml", MASTER_PORT=port, NPROC_PER_NODE="2", PROJECT_PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert f"launch.sh: Port {port} on " in done.stderr
+    assert "is in use by another program" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

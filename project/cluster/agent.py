@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from project.errors import TRY_AGAIN, WRONG
+from project.errors import TRY_AGAIN, WRONG, UserError
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
@@ -82,6 +82,9 @@ def main() -> None:
             print(failed, file=sys.stderr)
             raise SystemExit(exit_code(failed.failures)) from None
         except (RendezvousConnectionError, RendezvousClosedError, DistError) as error:
+            if isinstance(error.__cause__, UserError):  # the store could not be made here
+                print(f"launch.sh: {error.__cause__}", file=sys.stderr)
+                raise SystemExit(1) from None
             # Where the store was: the other agents hear no more of each other, and have nowhere to meet again.
             print(
                 f"launch.sh: the agents of this run have lost each other ({type(error).__name__}): the one that held them "

@@ -5,11 +5,12 @@ torch's agents keep the state of their rendezvous there as a pickle, and listen 
 
 import io
 import pickle
-import socket
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+
+from project.cluster.rendezvous import store_on_loopback
 
 _STATE = {
     (dynamic_rendezvous.__name__, "_RendezvousState"),
@@ -45,10 +46,7 @@ class _StatePickle:
 
 def _store(host: str, port: int, is_master: bool = False, **settings: Any) -> TCPStore:
     if is_master and host == "127.0.0.1":
-        listening = socket.create_server((host, port))
-        settings |= {"master_listen_fd": listening.fileno(), "multi_tenant": False}
-        port = listening.getsockname()[1]
-        listening.detach()
+        return store_on_loopback(0, port, settings["timeout"])
     return TCPStore(host, port, is_master=is_master, **settings)
 
 

@@ -99,6 +99,7 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
         return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
     _free(port)
     listening = socket.create_server(("127.0.0.1", port))
+    port = listening.getsockname()[1]  # 0 was any that is free
     return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
