@@ -23,7 +23,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
-from project.data.values import Digests
+from project.data.values import digests_of, moved_names
 from project.data.worker_signals import end_at_exit, follow_rank
 from project.errors import UserError
 
@@ -78,7 +78,7 @@ class DealtLoader(DataLoader[Any]):
 class SeededLoader(DealtLoader):
     """Seeds random numbers around the samples that it reads. Its `dataset` is the user's own, which a callback may change."""
 
-    _copied: dict[str, bytes | None] | None = None
+    _copied: dict[str, bytes] | None = None
     watched = False
     """The first of its processes says what its copy of the dataset keeps."""
 
@@ -95,16 +95,14 @@ class SeededLoader(DealtLoader):
         """Processes that outlive an epoch keep the dataset that they began with."""
         if not (self.watched and self.persistent_workers):
             return
-        digests = Digests()
-        now = {name: digests.of(value) for name, value in getattr(dataset, "__dict__", {}).items()}
-        before, self._copied = self._copied or now, self._copied or now
-        names = [name for name, digest in now.items() if digest is not None and before.get(name) != digest]
-        if names:
+        now = digests_of(dataset)
+        self._copied = self._copied or now
+        if names := moved_names(dataset, self._copied, now):
             self.watched = False
             log.warning(
                 "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
                 "persistent_workers=False.",
-                ", ".join(f"{type(dataset).__name__}.{name}" for name in names),
+                names,
             )
 
 
@@ -185,7 +183,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, watched: bool = False) -> None:
         self.dataset = dataset
         self._watched = watched
-        self._kept: dict[str, bytes | None] | None = None
+        self._kept: dict[str, bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -214,19 +212,16 @@ class SeededDataset(Dataset[Any]):
         info = get_worker_info() if self._watched else None
         if info is None or info.id or _Watched.count > 2:
             return
-        digests, kept = Digests(), getattr(self.dataset, "__dict__", {})
-        now = {name: digests.of(value) for name, value in kept.items()}
-        before, self._kept = self._kept or now, self._kept or now
+        now = digests_of(self.dataset)
+        self._kept = self._kept or now
         _Watched.count += 1
-        name = type(self.dataset).__name__
-        moved = [f"{name}.{key}" for key, digest in now.items() if digest is not None and before.get(key) != digest]
-        if moved:
+        if names := moved_names(self.dataset, self._kept, now):
             _Watched.count = 3
             log.warning(
                 "%s: changed in a loader process, which has a copy of its own: with other processes or ranks, and after a "
                 "restart, it is another one. A cache of what is only read does no harm. HINT: draw from torch, random and "
                 "numpy.random, whose generators are seeded for each micro-batch.",
-                ", ".join(moved),
+                names,
             )
 
     def _one(self, samples: Samples, number: int) -> Any:

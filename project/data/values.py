@@ -145,6 +145,17 @@ class Digests:
         return _joined([digest for digest in digests if digest is not None])
 
 
+def digests_of(thing: object) -> dict[str, bytes]:
+    """Returns the digests of an object's attributes, as far as they have any."""
+    digests, kept = Digests(), getattr(thing, "__dict__", {})
+    return {name: digest for name, value in kept.items() if (digest := digests.of(value)) is not None}
+
+
+def moved_names(thing: object, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> str:
+    """Returns the names of an object's attributes that are others than before, with its class; '' where none is."""
+    return ", ".join(f"{type(thing).__name__}.{name}" for name, digest in now.items() if before.get(name) != digest)
+
+
 def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
     """Returns what a user would save of a generator."""
     if isinstance(generator, torch.Generator):

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 
 from project.survive.checkpoints import checkpoints_of
-from project.train.attributes import Attributes, attributes, changed_attributes
+from project.train.attributes import Attributes, attributes, changed_attributes, moved_attributes
 from project.train.position import position
 from project.train.resuming import checkpoint_of, note_values, restored_values
 from project.train.usual import spread
@@ -51,13 +51,7 @@ class Rehearsal(Callback):
         """The first step's second micro-batch begins: what is another one already goes by the micro-batches of a rank."""
         if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
             self._has_looked_within = True
-            now = attributes(trainer)
-            moved = [
-                f"{name}.{attribute}"
-                for name, values in now.items()
-                for attribute, digest in values.items()
-                if name in self._before and self._before[name].get(attribute) != digest
-            ]
+            moved = [f"{owner}.{attribute}" for owner, attribute in moved_attributes(trainer, self._before)]
             if moved and trainer.is_global_zero:
                 log.warning(
                     "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "

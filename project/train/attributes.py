@@ -54,14 +54,19 @@ def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
 
 
-def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the attributes that are others than before and are not found in a checkpoint of now, with their digests."""
-    moved = {
+def moved_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
+    """Returns the digests of attributes that are others than before, by their owners and names."""
+    return {
         (owner, attribute): digest
         for owner, values in attributes(trainer).items()
         for attribute, digest in values.items()
         if owner in before and before[owner].get(attribute) != digest
     }
+
+
+def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the attributes that are others than before and are not found in a checkpoint of now, with their digests."""
+    moved = moved_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
         return {}
     digests = Digests(_apart(trainer))
