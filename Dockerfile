@@ -5,18 +5,20 @@
 #   docker run --rm --gpus all --shm-size 8g -v $PWD/lightning_logs:/app/lightning_logs project \
 #     scripts/launch.sh fit --config configs/ddp.yaml
 #
-# BASE       any image with Python 3.11 or 3.12, pip and bash. torch's wheels bring CUDA: no base of NVIDIA's is needed.
+# BASE       any image with Python 3.11 or 3.12, pip and bash. torch's wheels bring CUDA: no base of NVIDIA's is needed. The one
+#            below is python:3.12-slim of August 2026; of a newer one, `docker buildx imagetools inspect` says the digest
 # EXTRAS     of pyproject.toml, with commas: ray,export
 # PACKAGES   of Debian, with blanks: g++ is what model.compile needs
 # COMMIT     what is built, for the run's environment: there is no .git in an image
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL   other package indexes. They stay readable in the image: no passwords
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 
 # A list of what to install changes less often than pyproject.toml; the layer below goes by its content.
 FROM ${BASE} AS requirements
 ARG EXTRAS=""
-COPY pyproject.toml scripts/requirements.py /
-RUN python /requirements.py /pyproject.toml "${EXTRAS}" > /requirements.txt
+COPY pyproject.toml /
+COPY scripts/requirements.py scripts/lock.txt /scripts/
+RUN python /scripts/requirements.py "${EXTRAS}" > /requirements.txt
 
 FROM ${BASE}
 ARG PACKAGES=""
@@ -25,10 +27,9 @@ RUN if [ -n "${PACKAGES}" ]; then \
     fi
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-COPY scripts/constraints.txt /
 COPY --from=requirements /requirements.txt /
 RUN python -m pip install --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
-      -c /constraints.txt -r /requirements.txt
+      --require-hashes -r /requirements.txt
 
 # The user has a name, which some libraries ask for, and whoever runs it under another number is in group 0, as OpenShift has
 # it. All that is written lies in lightning_logs and /tmp, so that the rest can be read-only.
