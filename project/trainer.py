@@ -57,7 +57,7 @@ from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
 from project.doctor.foretelling import foretell
 from project.engines.kubernetes import written
-from project.engines.manifest import APP, Engine, Wanted, image_of, pods, refuse_odd_batches
+from project.engines.manifest import Engine, Wanted, claim_of, image_of, pods, refuse_odd_batches, root_of
 from project.engines.manifest import name as name_of
 from project.engines.needs import needs
 from project.errors import UserError, as_user_error
@@ -592,7 +592,7 @@ class Trainer(pl.Trainer):
         if gpus < 0 or (cpus is not None and cpus < 1):
             raise UserError(f"--gpus {gpus} --cpus {cpus}: these are numbers of a pod. HINT: --gpus 0 is none.")
         count = cpus or (8 * gpus or 4)
-        root = Path(APP, self.configuration.get("trainer", {}).get("default_root_dir") or ".")
+        root = root_of(self.configuration.get("trainer", {}).get("default_root_dir"))
         wanted = Wanted(
             engine,
             name_of(run),
@@ -600,7 +600,7 @@ class Trainer(pl.Trainer):
             gpus,
             count,
             image_of(image),
-            claim,
+            claim_of(claim),
             list(words),
             dict(configs or {}),
             root,

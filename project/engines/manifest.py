@@ -100,6 +100,24 @@ def image_of(image: str | None) -> str:
     return image
 
 
+def claim_of(claim: str | None) -> str | None:
+    """The volume claim's name, if it can be one."""
+    if claim is not None and (len(claim) > 253 or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim)):
+        raise UserError(f"--claim {claim!r}: no claim can be called so. HINT: small letters, digits, '-' and '.', 253 at most.")
+    return claim
+
+
+def root_of(folder: str | Path | None) -> Path:
+    """The folder in the container in which lightning_logs lies, if a volume can be put there."""
+    root = Path(APP, folder or ".")
+    if ".." in root.parts or not re.fullmatch(r"/[-\w./]*", str(root), re.ASCII):
+        raise UserError(
+            f"trainer.default_root_dir={str(folder)!r}: no volume can be put there in a container. HINT: a path of letters, "
+            "digits, '-', '_' and '.', without '..'."
+        )
+    return root
+
+
 def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str, shared_by: int = 1) -> None:
     """Each number of pods that may come about can make the global batch. `key`: the one that says it. `shared_by`: so many
     processes see the same micro-batch."""

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from project.engines.command import command
-from project.engines.manifest import image_of, name, pods
+from project.engines.kubernetes import written
+from project.engines.manifest import Wanted, claim_of, image_of, name, pods, root_of
+from project.engines.needs import Needs
 from project.errors import UserError
 from tests.cluster.manifests import INDEX, documents, job_of
 from tests.conftest import ROOT, Run, forked
@@ -173,6 +175,37 @@ def test_numbers_of_pods_names_and_images_are_looked_at(caplog):
         image_of(None)
     (page,) = re.findall(r"docs/\w+\.md", str(refused.value))
     assert "docker build" in (ROOT / page).read_text()  # it says how to build one
+
+
+@pytest.mark.parametrize("engine", ["k8s", "trainjob"])
+def test_what_a_user_writes_is_a_value_whatever_it_holds(engine):
+    """The words and configs are put in as values: none of them can end one and begin another key, container or document."""
+    odd = "--x=a: b\n- name: other\n---\nkind: Pod $(HOME) ${run} $run # \"'\x1b[31m"
+    configs = {"mine.yaml": "# it's mine\nbase: x  \n---\n\tkind: Pod\n", "empty.yaml": ""}
+    image = "host/image@sha256:" + "0" * 64
+    wanted = Wanted(engine, "train", 1, 1, 0, 4, image, "mine", ["--config=:mine.yaml", odd], configs, root_of("/data"))
+    manifest = written(wanted, Needs(1 << 30, 1 << 30, 1 << 30, 120, 1 << 20))
+    assert "\x1b" not in manifest
+    kinds = documents(manifest)
+    jobs = ["Service", "Job"] if engine == "k8s" else ["TrainingRuntime", "TrainJob"]
+    assert list(kinds) == ["ConfigMap", "NetworkPolicy", *jobs]
+    assert kinds["ConfigMap"]["data"] == configs
+    assert container(kinds)["args"] == ["fit", "--config=/config/mine.yaml", odd.replace("$(", "$$("), "--run=train"]
+    assert schema_errors(manifest) == []
+    check_job(documents(manifest))
+
+
+def test_names_of_claims_and_folders_are_looked_at():
+    assert claim_of(None) is None
+    assert claim_of("team.runs-1") == "team.runs-1"
+    for odd in ("", "-a", "Runs", "a: b", "a\nkind: Pod", "a" * 254):
+        with pytest.raises(UserError, match="no claim"):
+            claim_of(odd)
+    assert str(root_of(None)) == "/app"
+    assert str(root_of("/data/runs_1")) == "/data/runs_1"
+    for odd in ("../other", "/data/../../etc", "/a:b", "/a\nb", "/ä", "/a b"):
+        with pytest.raises(UserError, match="no volume"):
+            root_of(odd)
 
 
 def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):
