@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 from project.survive.orphans import end_with_parent, ends_with_parent
 from project.survive.output import outlive_the_reader
@@ -52,7 +54,10 @@ def main() -> None:
     start(sys.argv[1:])
     gc.disable()  # what the libraries make when they are loaded stays
     try:
-        from project.cli import main as run
+        if sys.argv[1:2] == ["bench"]:
+            run = _bench()
+        else:
+            from project.cli import main as run
 
         gc.freeze()  # and is not looked through again and again
         gc.enable()
@@ -62,6 +67,17 @@ def main() -> None:
         sys.exit(130)
     finally:
         gc.unfreeze()  # some libraries want to see their objects go at the end
+
+
+def _bench() -> Callable[[], None]:
+    """Returns the benchmark's program, which lies in a checkout's scripts/, and in no wheel."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "scripts/bench/verb.py").is_file():
+        print("bench belongs to a checkout of this project. HINT: clone it, and there scripts/run bench ...", file=sys.stderr)
+        sys.exit(2)
+    sys.path.insert(0, str(checkout))
+    program: Callable[[], None] = import_module("scripts.bench.verb").main
+    return program
 
 
 def hash_alike() -> None:

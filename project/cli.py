@@ -20,12 +20,10 @@ import yaml
 from jsonargparse import Namespace, add_instantiator
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from rich.console import Console
 from torch import nn
 
 from project import early_start
 from project.aliases import take_either_lightning
-from project.bench import report
 from project.class_paths import take_functions
 from project.cluster.launcher import Launch, LaunchError, detect, rank_said
 from project.cluster.place import host
@@ -69,7 +67,8 @@ take_functions()  # functions behind a class_path, whatever their signatures say
 _ABOUT = (
     "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
     "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
-    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep."
+    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep; in a checkout, "
+    "bench measures a config against a plain PyTorch loop."
 )
 
 
@@ -127,7 +126,7 @@ class ProjectCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "bench", "export")}}
+        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "export")}}
         verbs["manifest"] = {"model", "datamodule", "run", "words", "configs"}
         asked = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
         return {asked: verbs[asked]} if asked in verbs else verbs
@@ -239,9 +238,7 @@ class ProjectCLI(LightningCLI):
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
         given = trainer_settings.callbacks or []
         trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
-        if self.subcommand == "bench":  # its programs have as many as it says
-            kwargs.update(devices=1, num_nodes=1)
-        elif self.subcommand in ("export", "manifest"):
+        if self.subcommand in ("export", "manifest"):
             kwargs.update(SETTINGS)
         elif self.dry:
             kwargs.update(devices=1, num_nodes=1)
@@ -347,13 +344,6 @@ class ProjectCLI(LightningCLI):
         if found == "bad":
             raise SystemExit(1)
 
-    def bench(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
-        found = self.trainer.bench(model, datamodule, **settings)
-        write_text(self.folder / "bench.json", json.dumps(found, indent=1))
-        report.draw(found, self.folder / "bench.svg")
-        report.show(found, Console(width=None if sys.stdout.isatty() else 130))
-        log.info("The figures: %s, the picture: bench.svg beside it", self.folder / "bench.json")
-
     def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
         """Prints it, or writes it where it is to go."""
         words, configs = command(sys.argv[2:])
@@ -430,7 +420,7 @@ def _resolved(base: object) -> None:
     return None
 
 
-def main() -> None:
+def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
     rank = rank_said()
@@ -446,11 +436,11 @@ def main() -> None:
         Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
         refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
-        ProjectCLI(
+        front(
             LightningModule if own_model else ImageClassifier,
             None if own_data else ImageData,
             subclass_mode_model=own_model,
-            trainer_class=Trainer,
+            trainer_class=trainer_class,
             save_config_callback=None,  # see SaveConfig
             parser_class=Parser,
             parser_kwargs={"prog": "python -m project", "description": _ABOUT},

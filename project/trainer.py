@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
-from project.bench.measure import measure
 from project.callbacks import with_ours
 from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
@@ -503,28 +502,6 @@ class Trainer(pl.Trainer):
         finally:
             self._wanted_accumulation = loaders.wanted = wanted
             self.training = False
-
-    def bench(
-        self,
-        model: LightningModule,
-        datamodule: LightningDataModule,
-        ranks: list[int] | None = None,
-        turns: int = 5,
-        steps: int = 5,
-    ) -> dict[str, Any]:
-        """Measures this training against a plain PyTorch loop, in turns; bench.json has it all.
-
-        Args:
-            model: the model of the run; it must be MiniResNet, which is what the plain loop trains.
-            datamodule: its data.
-            ranks: the numbers of processes to measure with; by default 1 and, where there are as many cores or GPUs, 2.
-            turns: of each program, after one that is left out.
-            steps: optimiser steps in a turn.
-        """
-        if not isinstance(datamodule, ImageData):
-            raise UserError("bench compares with a plain loop that trains MiniResNet. HINT: try --config configs/bench.yaml.")
-        self._as_for_a_fit(model, datamodule)
-        return measure(self, model, datamodule, ranks, turns, steps)
 
     def export(
         self,

@@ -10,13 +10,12 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
-ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "bench", "export", "engines", "proof"}
+ROOMS = {"model", "data", "train", "cluster", "doctor", "survive", "watch", "export", "engines", "proof"}
 MAY_ALSO = {
     "train": {"cluster", "data"},  # the order of the samples and its loaders; the name of a host
     "watch": {"cluster", "train"},  # the topology, and a step's typed records
     "survive": {"cluster", "train"},
     "doctor": {"cluster", "data", "survive", "train"},  # these look at a whole run
-    "bench": {"cluster", "data", "watch"},
     # Which YAML a command line names; the cores of a host; what a run needs; a run's curves.
     "engines": {"cluster", "config_files", "doctor", "sweep", "watch"},
     "proof": {

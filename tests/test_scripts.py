@@ -296,13 +296,15 @@ def test_a_wheel_has_the_configs(tmp_path):
     assert "project/cli.py" in names
     assert not any(name.startswith(("tests", "lightning_logs")) for name in names)
 
-    # Unpacked somewhere else, it finds its configs.
+    # Unpacked somewhere else, it finds its configs, and says where the benchmark is.
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    done = subprocess.run(
-        [sys.executable, "-m", "project", "fit", "--config", "configs/vit.yaml", "--print_config"],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(tmp_path / "site")),
-        capture_output=True,
-        text=True,
-    )
+
+    def program(*words: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "project", *words)
+        site = environment(PYTHONPATH=str(tmp_path / "site"))
+        return subprocess.run(command, cwd=tmp_path, env=site, capture_output=True, text=True)
+
+    done = program("fit", "--config", "configs/vit.yaml", "--print_config")
     assert "VisionTransformer" in done.stdout, done.stderr
+    done = program("bench", "--config", "configs/bench.yaml")
+    assert (done.returncode, done.stderr[:29]) == (2, "bench belongs to a checkout o"), done.stderr

@@ -1,7 +1,7 @@
 """The bare loop that sharded_cost.py compares with: torch's `fully_shard` on the blocks of our GPT, and no Trainer.
 
 Gradients are added up once a step, as in ours; optimiser, schedule, data and the type are the same. Takes its turns as
-project/bench/worker.py does: RANK, WORLD_SIZE and where the store is come from the environment.
+scripts/bench/worker.py does: RANK, WORLD_SIZE and where the store is come from the environment.
 """
 
 import sys
@@ -17,10 +17,10 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from project.bench.worker import Worker
 from project.data.text import TextData, Windows, batch_of
 from project.model.gpt import GPT
 from project.model.schedule import WarmupCosine
+from scripts.bench.worker import Worker
 
 
 def train(layers: int, heads: int, width: int, context: int, micro_batch: int, accumulation: int) -> None:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from project.bench.interleaved import Program, interleaved
+from scripts.bench.interleaved import Program, interleaved
 from tests.cluster.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def program(name: str, words: tuple[str, ...], ranks: int, hosts: Hosts | None =
             "--trainer.limit_val_batches=0",
         ),
         *(f"--trainer.devices={ranks}", "--checkpoints.monitor=null"),
-        "--trainer.callbacks+=project.bench.worker.BenchWorker",
+        "--trainer.callbacks+=scripts.bench.worker.BenchWorker",
     )
     made = Program(name, ranks, (command,), {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     if hosts is None:

@@ -23,9 +23,9 @@ class Found:
 
 def speeds(on: str, batch: int, programs: Callable[[Any], Sequence[Any]]) -> dict[str, Any]:
     """Samples a second of programs that take turns, and how the first one's time is spent."""
-    from project.bench.bench import Comparison
-    from project.bench.interleaved import interleaved
     from project.cluster.cores import cores
+    from scripts.bench.bench import Comparison
+    from scripts.bench.interleaved import interleaved
 
     place, folder = on == "cuda", Path("programs").absolute()
     folder.mkdir()

@@ -29,7 +29,7 @@ def plain() -> None:
     """Trains as the plain loop does, and writes what a step costs to cost-0.json."""
     import torch
 
-    from project.bench import plain_ddp
+    from scripts.bench import plain_ddp
     from tests.standin.emulate import DRIVER
 
     steps, start = 0, (0, 0.0)

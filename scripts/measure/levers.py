@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.fx.experimental.optimization import fuse
 
-from project.bench.bench import Comparison
-from project.bench.interleaved import Program, interleaved
-from project.bench.report import spread
 from project.cluster.cores import cores
 from project.cluster.memory import keep_freed_memory
 from project.model import MiniResNet
+from scripts.bench.bench import Comparison
+from scripts.bench.interleaved import Program, interleaved
+from scripts.bench.report import spread
 
 DDP = "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"
 SETTING = "--trainer.strategy.dict_kwargs"

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from project.bench.bench import Comparison
-from project.bench.interleaved import Program, interleaved
-from project.bench.report import spread
+from scripts.bench.bench import Comparison
+from scripts.bench.interleaved import Program, interleaved
+from scripts.bench.report import spread
 from tests.cluster.hosts import Hosts
 
 TURNS, STEPS, SLOW = 5, 2, "100mbit"

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from project.bench.interleaved import Measured, Program, interleaved
+from scripts.bench.interleaved import Measured, Program, interleaved
 from tests.cluster.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def fit(name: str, sizes: tuple[int, ...], ranks: int, shard: str = "full") -> t
         *(f"--trainer.global_batch_size={micro_batch * accumulation * ranks}", f"--data.init_args.batch_size={micro_batch}"),
         *(f"--data.init_args.context={context}", f"--model.init_args.context={context}", f"--model.init_args.width={width}"),
         *(f"--model.init_args.layers={layers}", f"--model.init_args.heads={heads}", f"--trainer.devices={min(ranks, 2)}"),
-        "--trainer.callbacks+=project.bench.worker.BenchWorker",
+        "--trainer.callbacks+=scripts.bench.worker.BenchWorker",
     )
 
 

@@ -25,7 +25,7 @@ PROGRAMS = {
     "two processes": ("-m", "project", "fit", *SMALL, "--trainer.devices=2"),
     "torchrun, two processes": (*TORCHRUN, "-m", "project", "--", "fit", *SMALL),
     "the plain loop under torchrun, two processes": (
-        *(*TORCHRUN, str(ROOT / "project/bench/plain_ddp.py"), "--epochs=1", "--size=16", "--batch-size=8"),
+        *(*TORCHRUN, str(ROOT / "scripts/bench/plain_ddp.py"), "--epochs=1", "--size=16", "--batch-size=8"),
     ),
 }
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from project.bench import bench, report
-from project.bench.bench import PLAIN_LOOP, Comparison, Measured, compute_alike, peak
-from project.bench.worker import load
 from project.errors import UserError
 from project.model import MiniResNet
 from project.train.precision import cpu_precision
+from scripts.bench import bench, report
+from scripts.bench.bench import PLAIN_LOOP, Comparison, Measured, compute_alike, peak
+from scripts.bench.worker import load
 from tests.conftest import environment
 
 

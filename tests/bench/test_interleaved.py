@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from project.bench.interleaved import Program, interleaved
+from scripts.bench.interleaved import Program, interleaved
 from tests.conftest import ROOT
 
 RANK = """
 import os, time
-from project.bench.worker import Worker
+from scripts.bench.worker import Worker
 
 gate = Worker()
 for step in range(100_000):

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from project.bench.phases import NAMES, LastGradient, Phases
 from project.model import MiniResNet
 from project.watch.flops import flops
+from scripts.bench.phases import NAMES, LastGradient, Phases
 
 
 class Counting:

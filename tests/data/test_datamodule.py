@@ -6,10 +6,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier
 from project.trainer import Trainer
+from scripts.bench.worker import Trivial
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"num_workers": -1}])

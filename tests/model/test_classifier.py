@@ -13,7 +13,6 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic
 from project.data.batches import MicroBatches
 from project.data.order import Order
@@ -25,6 +24,7 @@ from project.model.compiled import refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.train.made_later import make_room
 from project.trainer import Trainer
+from scripts.bench.worker import Trivial
 from tests.conftest import TINY, forked
 
 
@@ -222,7 +222,7 @@ def test_a_compiled_network_makes_nearly_the_same_run(tmp_path):
         folder.mkdir()
         words = ("--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--run=it", f"--model.compile={mode}")
         tiny = [word for word in TINY if "network" not in word]
-        network = "--model.network=project.bench.worker.Trivial"  # the compiler takes its time with every convolution
+        network = "--model.network=scripts.bench.worker.Trivial"  # the compiler takes its time with every convolution
         run = forked(folder, "fit", "--config=configs/ddp.yaml", *tiny, network, *words)
         assert run.code == 0, run.output
         curves.append(run.curve("train/loss"))

@@ -128,7 +128,7 @@ def test_ranks_whose_steps_are_short_stop_soon_at_the_same_one(quick):
             "--data.source.init_args.train_size=100000",
             "--trainer.limit_val_batches=0",
         ),
-        *("--model.network=project.bench.worker.Trivial", f"--trainer.callbacks={json.dumps([fault])}", "--run=short"),
+        *("--model.network=scripts.bench.worker.Trivial", f"--trainer.callbacks={json.dumps([fault])}", "--run=short"),
         *("--trainer.log_every_n_steps=100", "--data.batch_size=16", "--data.global_batch_size=32"),
         ranks=2,
     )

@@ -10,10 +10,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
-from project.bench.worker import Trivial
 from project.data import ImageData, Synthetic, SyntheticImages
 from project.model import ImageClassifier
 from project.trainer import Trainer
+from scripts.bench.worker import Trivial
 from tests.operators import Operators
 
 FIRST, LAST = 20, 70

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, NoReturn
 
-from project.bench.worker import SOCKET
 from project.errors import UserError
+from scripts.bench.worker import SOCKET
 
 _TICK = os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
 """A program that trains in turns: it takes so many steps when the benchmark says so, reports, and waits.
 
-    python -m project fit ... --trainer.callbacks+=project.bench.worker.BenchWorker
-    python -m project.bench.worker project/bench/plain_ddp.py --batch-size 64      the same for the plain loop
+    python -m project fit ... --trainer.callbacks+=scripts.bench.worker.BenchWorker
+    python -m scripts.bench.worker scripts/bench/plain_ddp.py --batch-size 64      the same for the plain loop
 
 Each rank talks to the benchmark through the socket whose path is in BENCH_SOCKET; without one nothing waits.
 """
@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from project.bench.phases import LastGradient, Phases, watch_loaders
+from scripts.bench.phases import LastGradient, Phases, watch_loaders
 
 SOCKET = "BENCH_SOCKET"
 

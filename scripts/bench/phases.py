@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from project.bench.clock import Clock, clock
 from project.data.dealing import DealtLoader
+from scripts.bench.clock import Clock, clock
 
 NAMES = ("data", "copy", "forward", "backward", "sync", "optimiser", "logging")
 

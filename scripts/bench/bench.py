@@ -1,4 +1,4 @@
-"""The benchmark: our training against the loop of project/bench/plain_ddp.py, with the same network, batch and ranks.
+"""The benchmark: our training against the loop of scripts/bench/plain_ddp.py, with the same network, batch and ranks.
 
 Programs take turns for each number of ranks: the plain loop in fp32, ours in fp32 with the plain loop's memory format, and ours
 as the config has it; where that computes in 16 bits, the plain loop does so beside it. Two more show what the framework alone
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from project.bench.clock import clock
-from project.bench.interleaved import Measured, Program, interleaved
-from project.bench.worker import load
 from project.errors import UserError
+from scripts.bench.clock import clock
+from scripts.bench.interleaved import Measured, Program, interleaved
+from scripts.bench.worker import load
 
 PLAIN, SAME, OURS = "plain", "ours in fp32", "ours"
 PLAIN_LOOP = Path(__file__).with_name("plain_ddp.py")
@@ -52,7 +52,7 @@ class Comparison:
         command = (
             sys.executable,
             "-m",
-            "project.bench.worker",
+            "scripts.bench.worker",
             str(PLAIN_LOOP),
             "--epochs=1000000",
             f"--size={self.images}",
@@ -68,7 +68,7 @@ class Comparison:
             *(f"--trainer.devices={ranks}", "--trainer.num_nodes=1", "--trainer.max_epochs=1000000", "--trainer.max_steps=-1"),
             *("--trainer.limit_val_batches=0", "--data.global_batch_size=null", "--trainer.accumulate_grad_batches=1"),
             "--trainer.fingerprints=false",  # the plain loop takes none
-            *("--trainer.callbacks+=project.bench.worker.BenchWorker", *words),
+            *("--trainer.callbacks+=scripts.bench.worker.BenchWorker", *words),
         )
         return Program(name, ranks, (command,), self._environment(ranks))
 
@@ -122,7 +122,7 @@ def framework(comparison: Comparison, ranks: int) -> Round:
     small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.crop_padding=0")
     programs = [
         comparison.plain(ranks, "fp32", "--trivial", "--batch-size=2", name=PLAIN),
-        comparison.ours(OURS, ranks, "--model.network=project.bench.worker.Trivial", "--trainer.precision=32-true", *small),
+        comparison.ours(OURS, ranks, "--model.network=scripts.bench.worker.Trivial", "--trainer.precision=32-true", *small),
     ]
     measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps * _FRAMEWORK_STEPS, None, _LEAST)
     return Round(ranks, 2, measured)

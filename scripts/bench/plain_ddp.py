@@ -1,7 +1,7 @@
 """The plain loop: MiniResNet under DistributedDataParallel as a good PyTorch tutorial ends with it. `project bench` runs it.
 
-    python project/bench/plain_ddp.py
-    torchrun --nproc-per-node=2 project/bench/plain_ddp.py --batch-size 64
+    python scripts/bench/plain_ddp.py
+    torchrun --nproc-per-node=2 scripts/bench/plain_ddp.py --batch-size 64
 
 It is complete and correct, and made of nothing but PyTorch. What it leaves on the table is what the benchmark measures.
 """
