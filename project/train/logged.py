@@ -250,6 +250,10 @@ class _Reduction:
     def __hash__(self) -> int:
         return id(self.strategy)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reduction":
+        """Returns this one: whoever copies what was logged does not mean the strategy, and with it the network."""
+        return self
+
     def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         device = self.strategy.root_device
         if not isinstance(value, Tensor) or device.type != "cuda" or not dist.is_initialized():
