@@ -137,6 +137,18 @@ def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCapture
         fit(tmp_path / "within", Regression(), points(32), steps=8, resume=True)
 
 
+class RestoredLate(Callback):
+    """As a sharded network is: after its schedule has asked how long the run is, and loaders were made for that."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer._data_connector.start_at(0, 0, [24], within=False)
+
+
+def test_a_set_that_was_there_before_a_run_is_restored_counts_once(tmp_path: Path) -> None:
+    loaders = fit(tmp_path, Regression(), points(), steps=2, callbacks=[RestoredLate()])._data_connector
+    assert loaders.sizes == [24]
+
+
 class Curriculum(LightningDataModule):
     """Another set, and other batches, in each epoch."""
 
