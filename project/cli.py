@@ -212,7 +212,8 @@ class ProjectCLI(LightningCLI):
         named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
         wanted = isinstance(strategy, str) or bool(strategy.init_args.get("deferred", True))
         sharded = named.startswith("sharded") or named.endswith(".Sharded")
-        return self.subcommand in ("fit", *EVALUATING) and sharded and wanted and not settings.get("doctor")
+        verbs = {"fit", *EVALUATING} - {"export"}  # which has another strategy
+        return self.subcommand in verbs and sharded and wanted and not settings.get("doctor")
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]

@@ -172,6 +172,7 @@ def test_a_module_of_ones_own_goes_out_with_its_forward_and_tied_weights(quick, 
         "--trainer.val_check_interval=1",
         "--data.init_args.text=texts",
         "--model.init_args.layers=1",
+        "--trainer.strategy=sharded",  # which an export is not
     )
     fitted = quick("fit", "--config=configs/gpt.yaml", *sizes, *few, "--run=it")
     assert fitted.code == 0, fitted.output

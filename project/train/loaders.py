@@ -141,6 +141,7 @@ class Loaders(_DataConnector):
         trainer: Any = self.trainer
         same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
         self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
+        self._in_use = (-1, [])
         for loader in self._made:
             self._put(loader)
 

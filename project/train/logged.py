@@ -250,6 +250,10 @@ class _Reduction:
     def __hash__(self) -> int:
         return id(self.strategy)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reduction":
+        """Returns this one: whoever copies what was logged does not mean the strategy, and with it the network."""
+        return self
+
     def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         device = self.strategy.root_device
         if not isinstance(value, Tensor) or device.type != "cuda" or not dist.is_initialized():
@@ -347,18 +351,27 @@ class Logged(_LoggerConnector):
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, at.key)
             return
-        self.evaluated, self.joins = None, False
-        loop: Any = self.trainer._active_loop
-        loaders = loop._combined_loader.flattened
-        loader = loaders[dataloader_idx or 0]
-        if isinstance(loader, DealtLoader) and loader.taken:
-            _, step, number = loader.taken.popleft()
-            low, high = loader.keys.order.micro_span(step, number)
+        if span := self.take_evaluated(dataloader_idx or 0):
+            low, high = span
             results.batch_size = high - low
             self.evaluated = dataloader_idx or 0, low
-            self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, self.evaluated)
+
+    def take_evaluated(self, dataloader_idx: int) -> tuple[int, int] | None:
+        """Notes which micro-batch of an evaluation comes now, also of a prediction, in which nothing is logged.
+
+        Returns:
+            The positions of its samples, if they are known.
+        """
+        self.evaluated, self.joins = None, False
+        loop: Any = self.trainer._active_loop
+        loader = loop._combined_loader.flattened[dataloader_idx]
+        if not isinstance(loader, DealtLoader) or not loader.taken:
+            return None
+        _, step, number = loader.taken.popleft()
+        self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
+        return loader.keys.order.micro_span(step, number)
 
     @property
     def _stage(self) -> str:

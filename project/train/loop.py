@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from project.data.dealing import DealtLoader
 from project.errors import as_user_error
@@ -35,8 +35,15 @@ from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.sharded import Sharded
-from project.train.spread import clip_parts, total_norm
-from project.train.usual import all_step_once, refuse_part_of_step, spread, unscale_before_hooks, why_not_ours
+from project.train.spread import clip_parts, clip_values, total_norm
+from project.train.usual import (
+    all_step_once,
+    clip_in_steps_left_out,
+    refuse_part_of_step,
+    spread,
+    unscale_before_hooks,
+    why_not_ours,
+)
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +315,7 @@ class Steps(_TrainingEpochLoop):
         if not self.trainer.lightning_module.automatic_optimization and "backward" not in vars(strategy):
             # It is what `manual_backward` calls.
             strategy.backward = partial(self._weigh, strategy.backward)
+        clip_in_steps_left_out(self.trainer)
         refuse_part_of_step(self.trainer)
         if self.trainer.world_size > 1 and "optimizer_step" not in vars(strategy) and not all_step_once(self.trainer):
             strategy.optimizer_step = partial(self._with_loss_of_all, strategy.optimizer_step)
@@ -652,7 +660,7 @@ class Steps(_TrainingEpochLoop):
         parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             self._clipped_norm = None if self.graphs is None else self.gradient_norm(parameters)
-            clip_grad_value_(parameters, value)
+            clip_values(self._optimizer, value)
         elif (self._gradients is not None and self._gradients.whole) or data_ranks(self.trainer).shared_by > 1:
             clip_parts(parameters, value, self.gradient_norm(parameters))
         else:

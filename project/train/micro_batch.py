@@ -72,6 +72,12 @@ def joins(trainer: Trainer) -> bool:
     return bool(logged.joins)
 
 
+def begin_prediction(trainer: Trainer, dataloader_idx: int) -> None:
+    """Notes the micro-batch that is predicted now, as Lightning does not say so to whoever logs."""
+    logged: Any = trainer._logger_connector
+    logged.take_evaluated(dataloader_idx)
+
+
 def may_skip(trainer: Trainer, whether: bool) -> None:
     """Says whether a step of this fit may be left out."""
     loop: Any = trainer.fit_loop.epoch_loop

@@ -253,6 +253,25 @@ class Resuming(_CheckpointConnector):
                 f"The checkpoint's states of optimisers do not fit {_names(self.trainer)} ({error}): the run had others, "
                 "or other parameters. HINT: have configure_optimizers make those that the run had."
             ) from error
+        self._keep_types()
+
+    def _keep_types(self) -> None:
+        """Gives what optimisers keep the types that it was saved in. torch gives all of it the type of the parameters, which
+        rounds NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16 bits.
+        """
+        module, saved = self.trainer.lightning_module, self._loaded_checkpoint["state_dict"]
+        same = {id(one) for name, one in module.named_parameters() if getattr(saved.get(name), "dtype", None) == one.dtype}
+        for optimizer, state in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            for number, values in state["state"].items():
+                parameter = parameters[number]
+                restored = optimizer.state[parameter]
+                for name, value in values.items():
+                    now = restored.get(name)
+                    if not isinstance(now, Tensor) or not isinstance(value, Tensor) or now.dtype == value.dtype:
+                        continue
+                    if id(parameter) in same or value.shape != parameter.shape:  # in another precision it follows the weights
+                        restored[name] = value.to(now.device)
 
     def restore_lr_schedulers(self) -> None:
         saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]

@@ -113,6 +113,13 @@ def clip_together(optimizer: Optimizer, most: float) -> None:
     clip_parts(parameters, most, total_norm([one.grad for one in parameters if one.grad is not None]))
 
 
+def clip_values(optimizer: Optimizer, most: float) -> None:
+    """As Lightning's `clip_grad_by_value`, for a step that is left out, too: torch fails where no parameter has a gradient."""
+    learned = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    if learned:
+        torch.nn.utils.clip_grad_value_(learned, most)
+
+
 def overflow_together(scaler: Any) -> None:
     """Has all ranks skip a step whose gradient overflows on one of them, where parameters are spread in several ways: torch's
     GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale."""

@@ -59,6 +59,11 @@ def fit_optimizers(optimizers: Iterable[Optimizer]) -> None:
         for group in optimizer.param_groups:
             if group.get("fused") and isinstance(optimizer, (SGD, Adagrad)):
                 raise UserError(f"strategy=sharded: torch has no fused {name} for shards. HINT: leave out fused=true.")
+            if group.get("capturable") and any(one.device.type == "cpu" for one in group["params"]):
+                raise UserError(
+                    f"strategy=sharded: {name} with capturable=true steps on a GPU, and parameters lie on the host "
+                    "(cpu_offload). HINT: leave out capturable=true."
+                )
             if isinstance(optimizer, Rprop) and group.get("foreach") is None:
                 group["foreach"] = False  # as torch chooses on a CPU: its other way has no copy for shards
 

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.errors import UserError
 from project.train.sharded import Sharded
+from project.train.spread import clip_values
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -104,6 +105,13 @@ def unscale_before_hooks(trainer: Trainer, whether: bool) -> None:
         return
     for optimizer in filter(is_fused, trainer.optimizers):
         optimizer._step_supports_amp_scaling = not whether  # type: ignore[attr-defined]
+
+
+def clip_in_steps_left_out(trainer: Trainer) -> None:
+    """Has Lightning's own loop clip by value what has a gradient: that of a step which is left out is gone."""
+    plugin = trainer.precision_plugin
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign,assignment]
 
 
 def give_zero_momentum(optimizer: Optimizer) -> None:

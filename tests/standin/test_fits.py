@@ -65,25 +65,3 @@ def test_the_doctor_says_which_extra_looks_at_gpus(gpu: Cli) -> None:
     run = gpu("doctor", "--config", "configs/ddp.yaml", *TINY, "--fast=true")
     assert run.code == 0, run.output
     assert re.search(r"GPUs +. skipped +. not looked at: .*nvidia-ml-py", run.output)
-
-
-FAULTS = {
-    "nan": (1, "nan on rank 0"),
-    "allocate": (1, "HINT: the micro-batch does not fit"),
-    "kill": (-9, ""),
-}
-
-
-@pytest.mark.parametrize("how", FAULTS)
-def test_faults_strike(how: str, gpu: Cli, tmp_path: Path) -> None:
-    code, message = FAULTS[how]
-    run = gpu(*FIT, probe("GpuFault", rank=0, step=2, how=how))
-    assert run.code == code
-    assert message in run.output
-    assert (tmp_path / "struck").exists()
-
-
-def test_a_launcher_starts_a_rank_on_a_gpu(gpu_program: Cli) -> None:
-    run = gpu_program(*FIT, "--trainer.max_epochs=1", torchrun=1)
-    assert run.code == 0, run.output
-    assert "parameters on cuda" in run.output

@@ -102,10 +102,14 @@ def test_the_last_step_of_an_epoch_is_met_again(quick: Cli, tmp_path):
         assert steps(tmp_path) == [order.steps - 1]
 
 
-@pytest.mark.parametrize("how", ["at once", "as on a GPU"])
+CLIPPED = ("--trainer.gradient_clip_algorithm=value", "--trainer.gradient_clip_val=1e9")  # where nothing is left to clip
+
+
+@pytest.mark.parametrize("how", ["at once", "by Lightning's loop", "as on a GPU"])
 def test_skip_leaves_no_trace_but_the_count(quick: Cli, tmp_path, clean, how):
     late = (callback("AsOnGpu"), "--model.optimizer.init_args.fused=true") if how == "as on a GPU" else ()
-    run = quick(*words("--trainer.nonfinite=skip", "--checkpoints.every_n_steps=1", *late))
+    more = ("--trainer.profiler=simple",) if how == "by Lightning's loop" else ()
+    run = quick(*words("--trainer.nonfinite=skip", "--checkpoints.every_n_steps=1", *CLIPPED, *late, *more))
     assert run.code == 0, run.output
     assert run.output.count("The step is skipped") == 1
     assert f"The loss of step {STEP} (epoch 0)" in run.output

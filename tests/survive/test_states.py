@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,6 +19,7 @@ from project import Trainer
 from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
 from tests.own import Points, Regression
+from tests.survive.test_resume import same
 
 
 class Stream:
@@ -135,6 +137,18 @@ def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCapture
         fit(tmp_path / "within", Regression(), points(32), steps=8, resume=True)
 
 
+class RestoredLate(Callback):
+    """As a sharded network is: after its schedule has asked how long the run is, and loaders were made for that."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer._data_connector.start_at(0, 0, [24], within=False)
+
+
+def test_a_set_that_was_there_before_a_run_is_restored_counts_once(tmp_path: Path) -> None:
+    loaders = fit(tmp_path, Regression(), points(), steps=2, callbacks=[RestoredLate()])._data_connector
+    assert loaders.sizes == [24]
+
+
 class Curriculum(LightningDataModule):
     """Another set, and other batches, in each epoch."""
 
@@ -149,6 +163,26 @@ def test_what_changes_by_epoch_is_no_other_set(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count("The training loader's batch_size is 4 from epoch 1 on, and was 2") == 1
     fit(tmp_path, Regression(), Curriculum(), steps=12, resume=True, **often)
     assert "The training set has" not in caplog.text
+
+
+class OfBfloat16(BoringModel):
+    """Its optimiser keeps a product of all steps so far in float32."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.parameters(), lr=0.1)
+
+
+def test_an_optimiser_keeps_its_types(tmp_path: Path) -> None:
+    def state(folder: Path, *parts: int) -> Any:
+        torch.manual_seed(0)
+        module, loader = OfBfloat16(), DataLoader(RandomDataset(32, 24), batch_size=4)
+        for steps in parts:
+            trainer = fit(folder, module, loader, steps=steps, resume=True, precision="bf16-true")
+        return [*trainer.optimizers[0].state.values()]
+
+    whole, resumed = state(tmp_path / "whole", 8), state(tmp_path / "parts", 4, 8)
+    assert whole[0]["mu_product"].dtype == torch.float32
+    assert same(resumed, whole)
 
 
 def test_other_threads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

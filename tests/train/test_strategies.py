@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from project.errors import UserError
+from project.train.unspreadable import fit_optimizers
 from tests.conftest import Cli, forked
 from tests.own import Regression
 from tests.survive.test_resume import curves
@@ -136,6 +138,12 @@ def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
     run = quick(*PLAIN, "--trainer.strategy=sharded", f"--trainer.callbacks={json.dumps(prunes)}", ranks=2)
     assert run.code == 1, run.output
     assert "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors" in run.output
+
+
+def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True)
+    with pytest.raises(UserError, match="HINT: leave out capturable=true"):
+        fit_optimizers([optimizer])
 
 
 def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
