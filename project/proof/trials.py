@@ -22,7 +22,6 @@ from project.cluster.cores import cores
 from project.early_start import free_port
 from project.errors import UserError
 from project.proof.evidence import compare_trials
-from project.proof.hints import hints
 from project.proof.plan import FIRST, RUN, Plan, Trial
 from project.proof.recorder import MARK, Order
 from project.survive.orphans import end_with_parent
@@ -204,12 +203,10 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
         break
     else:
         if trial.name != FIRST:
-            ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
-            finding = compare_trials(root / trial.like, folder, ranks_differ, trial.kept, plan.coarse)
-            row.compared = dict(finding.compared.counts)
-            if finding.first is not None:
-                row.result, row.step = "differs", finding.first.step
-                row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
-                row.lines = [*finding.lines, *hints(trial.name, ranks_differ, finding, folder)]
+            compared, first, row.lines = compare_trials(trial, root / trial.like, folder, plan.coarse)
+            row.compared = compared.counts
+            if first is not None:
+                row.result, row.step = "differs", first.step
+                row.what = f"the first difference is in step {first.step}, in the {first}"
     row.seconds = time.monotonic() - began
     (folder / "row.pickle").write_bytes(pickle.dumps(row))
