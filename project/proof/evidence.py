@@ -1,4 +1,4 @@
-"""Reads what a trial left, finds the first difference from another one, and says where it likely comes from, and how to mend it."""
+"""Reads what a trial left, finds the first difference from another one, where it likely comes from, and how to mend it."""
 
 import json
 import re
