@@ -18,6 +18,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from project.cluster.cores import cores
 from project.early_start import free_port
 from project.errors import UserError
@@ -183,6 +185,7 @@ def _lead(work: Callable[..., object], *arguments: Any) -> None:
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)  # where cores are busy, threads that compare wait for each other
     work(*arguments)
 
 

@@ -501,7 +501,7 @@ class Exchanging(Regression):
 
 
 def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, Exchanging(), points(), steps=8)
+    fit(tmp_path, Exchanging(), points(), steps=8, callbacks=[every(1)])
     assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
     with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
         fit(tmp_path, Exchanging(), points(), steps=9, resume=True)
