@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -72,12 +72,13 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     argv = run_config(["fit", *words])
     if option(argv, "-c", "--config") is None:
         raise UserError("Nothing says what is to be proved. HINT: --config FILE, or --run NAME of a run that exists.")
-    base = [*without(argv, "--run", "--resume"), *alone(words)]
+    said = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
+    base = [*without(argv, "--run", "--resume"), *alone(words, said)]
     import_module("project.cli")  # all that the trials need, once
     trials: Any = import_module("project.proof.trials")
     began, rows = time.monotonic(), list["Row"]()
     with trials.Trials(root) as going:
-        plan = _plan(going, base)
+        plan = _plan(going, base, said)
         like = {trial.like for trial in plan.trials if trial.name in only}
         plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
         print(plan.summary, flush=True)
@@ -109,9 +110,8 @@ def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
     return bool(failed)
 
 
-def _plan(trials: "Trials", base: list[str]) -> Plan:
+def _plan(trials: "Trials", base: list[str], said: Mapping[str, Any]) -> Plan:
     """Looks at the first micro-batch, and shortens the run."""
-    said = {key: value for part in documents(expand(base)) for key, value in flat(part).items()}
     words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
     if str(option(base, "--trainer.exact") or said.get("trainer.exact")).lower() != "true":  # which needs a global batch
         section = "trainer" if "data.class_path" in said or option(base, "--data", "--data.class_path") else "data"

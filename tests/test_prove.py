@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from project.proof.plan import alone
 from tests.cluster.machine import wait_until
 from tests.conftest import Cli, Run, fork
 
@@ -58,7 +59,7 @@ def test_the_promise_holds(prove, tmp_path):
         ("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn"),
         ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),
         ("Counts", "rank", {}, "All modules gave the same in micro-batch 0: it is what"),
-        ("Moves", "ranks-2", {}, "in the buffers: mean: its sum is"),
+        ("Moves", "ranks-2", {}, "in the buffers: mean, its "),
     ],
 )
 def test_the_culprit_is_named(prove, module, trial, data, line):
@@ -66,6 +67,11 @@ def test_the_culprit_is_named(prove, module, trial, data, line):
     assert run.code == 1, run.output
     assert line in run.output, run.output
     assert "The promise does NOT hold" in run.output
+
+
+def test_threads_that_a_yaml_names_are_kept():
+    assert "--trainer.threads=1" in alone([], {})
+    assert not [word for word in alone([], {"trainer.threads": 2}) if "threads" in word]
 
 
 def test_a_wrong_configuration(prove, quick, tmp_path):

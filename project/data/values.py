@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 _LARGEST = 1 << 24  # bytes of a value that is looked at
 _MOST = 64  # items of a list that are looked at, at each of its ends
+_NAMES = 1024  # a mapping of more is data, and not a state with names
 _DEEPEST = 6
 _VALUES = 20_000  # that are looked at behind one attribute
+_IN_ALL = 200_000  # by one `Digests`: some tenths of a second
+_BYTES = 2048  # take as long as a value
 _LIBRARIES = frozenset(
     ("torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "project", "numpy", "rich", "tqdm")
 )
@@ -46,24 +49,32 @@ class Digests:
 
     def __init__(self, apart: Iterable[object] = ()) -> None:
         self._apart = {id(thing) for thing in apart}
-        self._left = 0
+        self._left, self._in_all = 0, _IN_ALL
 
     def of(self, value: Any) -> Digest:
         """Returns a digest; None where nobody can say whether the value is another one."""
-        self._left = _VALUES
-        return self._digest(value, _DEEPEST)
+        self._left = most = min(_VALUES, self._in_all)
+        digest = self._digest(value, _DEEPEST)
+        self._in_all -= min(most, most - self._left)
+        return digest
 
-    def within(self, value: Any) -> Iterator[bytes]:
-        """Yields the digest of a value, and of all that is in it."""
+    def within(self, value: Any) -> set[bytes] | None:
+        """Returns the digests of a value, and of all that has a name in it, or a place in a short list; None where that is more
+        than can be looked at."""
+        self._in_all = _IN_ALL
+        digests = {*self._within(value)}
+        return digests if self._in_all > 0 else None
+
+    def _within(self, value: Any) -> Iterator[bytes]:
         if (digest := self.of(value)) is not None:
             yield digest
         inner: Iterable[Any] = ()
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and len(value) <= _NAMES:
             inner = value.values()
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and len(value) <= 2 * _MOST:
             inner = value
-        for item in inner:
-            yield from self.within(item)
+        for item in inner if self._in_all > 0 else ():
+            yield from self._within(item)
 
     def _digest(self, value: Any, deep: int) -> Digest:
         self._left -= 1
@@ -83,16 +94,21 @@ class Digests:
         if isinstance(value, nn.Module):
             return self._digest(value.state_dict(), deep)
         if isinstance(value, Set):
-            return _joined(sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST)))
+            parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
+            return _joined([self._digest(len(value), deep), *parts])
         if isinstance(value, Mapping):
-            return self._of_items([part for name, item in [*value.items()] for part in (str(name), item)], deep)
-        return self._of_items(value, deep) if isinstance(value, Sequence) else self._of_object(value, deep)
+            ends = _ends(value.items() if isinstance(value, dict) else [*value.items()])
+            return self._joined_ends(len(value), [part for name, item in ends for part in (str(name), item)], deep)
+        if isinstance(value, Sequence):
+            return self._joined_ends(len(value), _ends(value), deep)
+        return self._of_object(value, deep)
 
     def _of_numbers(self, value: Tensor | np.ndarray, deep: int) -> Digest:
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, nn.Parameter):  # a shard, say, of which each rank has its own
                 return None
-            if value.is_quantized or value.is_meta or value.is_nested or value.numel() * value.element_size() > _LARGEST:
+            odd = value.is_quantized or value.is_meta or value.is_nested
+            if odd or not self._has_time_for(value.numel() * value.element_size()):
                 return None
             value = value.detach().cpu()
             if value.layout != torch.strided:
@@ -100,16 +116,18 @@ class Digests:
             if value.is_floating_point() and value.dtype not in _OF_NUMPY:
                 value = value.float()
             value = value.resolve_conj().resolve_neg().numpy()
-        if value.nbytes > _LARGEST or value.dtype == object:
+        elif value.dtype == object or not self._has_time_for(value.nbytes):
             return None
         if value.size < _MOST and value.dtype.kind in "biuf":
             return self._digest(value.tolist(), deep)
         return sha256(value.tobytes()).digest()
 
-    def _of_items(self, value: Sequence[Any], deep: int) -> Digest:
-        length, ends = len(value), [*islice(value, 2 * _MOST)]
-        if length > len(ends):  # a deque has no slices
-            ends[_MOST:] = islice(reversed(value), _MOST)
+    def _has_time_for(self, size: int) -> bool:
+        if size <= _LARGEST:
+            self._left -= size // _BYTES
+        return size <= _LARGEST and self._left >= 0
+
+    def _joined_ends(self, length: int, ends: list[Any], deep: int) -> Digest:
         return _joined([self._digest(length, deep), *(self._digest(item, deep - 1) for item in ends)])
 
     def _of_object(self, value: Any, deep: int) -> Digest:
@@ -165,6 +183,14 @@ def _state(generator: torch.Generator | random.Random | np.random.Generator | np
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state(legacy=False)
+
+
+def _ends(items: Any) -> list[Any]:
+    """Returns the items of a sequence, or of a dict, of which there are many: those at its ends."""
+    ends = [*islice(items, 2 * _MOST)]
+    if len(items) > len(ends):  # a deque has no slices
+        ends[_MOST:] = islice(reversed(items), _MOST)
+    return ends
 
 
 def _joined(digests: Iterable[Digest]) -> Digest:

@@ -1,13 +1,13 @@
-"""Reads what a trial left, and finds the first difference from another one, with its likely source."""
+"""Reads what a trial left, finds the first difference from another one, where it likely comes from, and how to mend it."""
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from project.proof.plan import RUN
+from project.proof.plan import FIRST, RUN, Trial
 from project.proof.states import Compared, Difference, compare_states
 from project.watch.comparison import compare
 from project.watch.fingerprint_file import FILE, read
@@ -16,9 +16,41 @@ _NAMED = 5  # attributes
 _ROUNDING = 1e-3  # of a loss, relative, in a few steps
 _COARSE = 3e-2  # with 16 bits
 _MOVED = 10  # times as much: of what moves beside the optimiser
+_SAMPLES = ("samples", "validation samples")
 _ORDER = (
     *("samples", "losses", "weights", "buffers", "optimiser states", "schedules", "validation samples"),
     *("other states", "logged values"),
+)
+_SAVE = "HINT: make it a buffer (register_buffer), or save it in on_save_checkpoint and take it back in on_load_checkpoint."
+_DRAW = (
+    "HINT: draw from torch's, Python's or NumPy's own generators, which are seeded for each micro-batch; or save the "
+    "generator's state in on_save_checkpoint and take it back in on_load_checkpoint."
+)
+_COUNT = "HINT: what counts a rank's own micro-batches depends on the number of ranks: go by trainer.global_step."
+_CLOCK = (
+    "HINT: no sample may depend on the clock, os.urandom, the hash of a string, the order of a folder or set, or a generator "
+    "of its own: look at the dataset, collate_fn and on_after_batch_transfer."
+)
+_WORKERS = (
+    "HINT: what a dataset or collate_fn remembers from item to item is another in each loader process: make an item a function "
+    "of its index."
+)
+_DEALT = (
+    "HINT: a plain DataLoader over a dataset with indices gives the same samples after a kill and on any number of ranks; what "
+    "is drawn when the data is set up (random_split) takes a generator with a seed."
+)
+_RANKS = (
+    "HINT: look for what goes by the rank, by batch_idx or by torch.distributed, and for random numbers that are not torch's, "
+    "Python's or NumPy's own."
+)
+_EACH = (
+    "HINT: each rank moves it by its own micro-batches: move it once a step, in on_before_optimizer_step, by what all ranks "
+    "have."
+)
+_STATES = "HINT: what is saved there must be a function of the steps, and be taken back when the run resumes."
+_HIDDEN = (
+    "HINT: the step depends on something that is in no checkpoint: a global variable, a closure, an object without a state, "
+    "the clock, a generator of its own."
 )
 Noted = dict[str, dict[int, list[Any]]]
 """What the ranks of a trial noted: values by kind and step."""
@@ -41,33 +73,21 @@ def noted(folder: Path) -> Noted:
     return whole
 
 
-@dataclass
-class Finding:
-    """How a trial compares with the reference."""
-
-    compared: Compared
-    first: Difference | None = None
-    lines: list[str] = field(default_factory=list)
-    """Where the difference likely comes from."""
-    attributes: list[str] = field(default_factory=list)
-    """What the objects of the user keep in Python, and what differs before that step."""
-
-
-def compare_trials(folder: Path, other: Path, ranks_differ: bool, kept: Sequence[str], coarse: bool = False) -> Finding:
-    """Compares a trial with the reference.
+def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tuple[Compared, Difference | None, list[str]]:
+    """Compares a trial with the reference: how much was compared, what differs first, and lines about where it comes from.
 
     Args:
+        trial: what it was.
         folder: of the reference.
         other: of the trial.
-        ranks_differ: whether it ran on another number of ranks.
-        kept: what must be the same: 'bits', or 'samples' and 'losses' up to rounding.
         coarse: whether numbers have 16 bits.
     """
-    mine, theirs, bits = noted(folder), noted(other), "bits" in kept
+    mine, theirs, bits = noted(folder), noted(other), "bits" in trial.kept
+    ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
     begins = min(theirs["begins"])  # where it resumes from another one's checkpoint
     rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
     compared = compare_states(folder / RUN, other / RUN, not ranks_differ) if bits else Compared()
-    for kind in ("samples", "validation samples"):
+    for kind in _SAMPLES:
         for step in sorted(at for at in mine[kind].keys() | theirs[kind].keys() if at >= begins + (kind != "samples")):
             samples, others = sorted(mine[kind].get(step, [])), sorted(theirs[kind].get(step, []))
             compared.count(kind, len(samples))
@@ -75,19 +95,21 @@ def compare_trials(folder: Path, other: Path, ranks_differ: bool, kept: Sequence
                 what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
                 compared.differences.append(Difference(step + (kind == "samples"), kind, what))
     compared.count("steps", len([at for at in mine["samples"] if at >= begins]))
-    if bits or "losses" in kept:
-        compared.differences += _losses(mine["losses"], theirs["losses"], rounding)
-        compared.differences += _buffers(mine["buffers"], theirs["buffers"], _MOVED * rounding)
+    if bits or "losses" in trial.kept:
+        compared.differences += [*_numbers("losses", mine, theirs, rounding), *_numbers("buffers", mine, theirs, rounding)]
         compared.count("losses", sum(map(len, mine["losses"].values())))
-    finding = Finding(compared, min(compared.differences, key=_place, default=None))
-    if finding.first is not None:
-        known = mine["attributes"].keys() & theirs["attributes"].keys()
-        last = max((at for at in known if at < max(1, finding.first.step) + ranks_differ), default=-1)
-        before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
-        both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
-        finding.attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]
-        finding.lines = _module(folder / RUN, other / RUN) if bits else []
-    return finding
+    first = min(compared.differences, key=_place, default=None)
+    if first is None:
+        return compared, None, []
+    known = mine["attributes"].keys() & theirs["attributes"].keys()
+    last = max((at for at in known if at < max(1, first.step) + ranks_differ), default=-1)
+    before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
+    both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
+    attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]
+    lines = _module(folder / RUN, other / RUN) if bits else []
+    lines += [f"It differs there, too, and is in no state that is compared: {attribute}." for attribute in attributes]
+    lines += (order := _from_log(other / RUN / "log.txt"))
+    return compared, first, [*lines, _hint(first.kind, trial.name, ranks_differ, attributes, bool(order))]
 
 
 def _place(difference: Difference) -> tuple[int, int]:
@@ -95,27 +117,20 @@ def _place(difference: Difference) -> tuple[int, int]:
     return difference.step + (difference.kind == "logged values"), _ORDER.index(difference.kind)
 
 
-def _losses(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
-    for step in sorted(mine.keys() & theirs.keys()):
-        losses, others = dict(mine[step]), dict(theirs[step])
-        most = max(map(abs, losses.values()))
-        for number, loss in sorted(losses.items()):
-            if not _close(loss, value := others.get(number, float("nan")), rounding * most):
-                yield Difference(step + 1, "losses", f"of micro-batch {number}", f"{loss:.9g}", f"{value:.9g}")
+def _numbers(kind: str, mine: Noted, theirs: Noted, rounding: float) -> Iterator[Difference]:
+    """Yields the first number of each step that is another one. Each has a name, a value, and what its rounding goes by."""
+    for step in sorted(mine[kind].keys() & theirs[kind].keys()):
+        others = {name: value for name, value, _ in theirs[kind][step]}
+        most = max((size for _, _, size in mine[kind][step]), default=0.0)
+        for name, value, size in sorted(mine[kind][step]):
+            other = others.get(name, float("nan"))
+            tolerance = rounding * (most if kind == "losses" else _MOVED * size)
+            if not (value == other or abs(value - other) <= tolerance or (value != value and other != other)):
+                yield Difference(step + (kind == "losses"), kind, name, f"{value:.9g}", f"{other:.9g}")
                 break
 
 
-def _buffers(mine: dict[int, list[Any]], theirs: dict[int, list[Any]], rounding: float) -> Iterator[Difference]:
-    for step in sorted(mine.keys() & theirs.keys()):
-        others = {name: (total, norm) for name, total, norm in theirs[step]}
-        for name, total, norm in mine[step]:
-            values = others.get(name, (float("nan"), 0.0))
-            if not (_close(total, values[0], rounding * norm) and _close(norm, values[1], rounding * norm)):
-                yield Difference(step, "buffers", name, f"its sum is {total:.6g}", f"{values[0]:.6g}")
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    return one == other or abs(one - other) <= tolerance or (one != one and other != other)
+# Where it comes from -------------------------------------------------------------------------------------------------
 
 
 def _module(folder: Path, other: Path) -> list[str]:
@@ -124,3 +139,19 @@ def _module(folder: Path, other: Path) -> list[str]:
         return []
     verdict = compare(read(folder, "the first run"), read(other, "this one"))
     return [] if verdict is None or verdict.same else [line.strip() for line in verdict.lines[1:]]
+
+
+def _from_log(path: Path) -> list[str]:
+    """Returns what the run itself has said of it."""
+    text = path.read_text() if path.is_file() else ""
+    return list(dict.fromkeys(re.findall(r"The \w+ loader \(.*gives its samples in its own order.*", text)))
+
+
+def _hint(kind: str, trial: str, ranks_differ: bool, attributes: list[str], own_order: bool) -> str:
+    if kind in _SAMPLES:
+        return _DEALT if own_order or ranks_differ else _WORKERS if trial == "workers" else _CLOCK
+    if attributes:
+        generator = any(re.search(r"Generator|random\.|RandomState", attribute) for attribute in attributes)
+        return _DRAW if generator else _COUNT if ranks_differ else _SAVE
+    by_kind = {"buffers": _EACH if ranks_differ else _SAVE, "other states": _STATES}
+    return by_kind.get(kind, _RANKS if ranks_differ else _HIDDEN)

@@ -51,15 +51,22 @@ class Plan:
     """Of the training set, so many are read, and the last step of an epoch is a shorter one; None: all of them."""
 
 
-def alone(words: Sequence[str]) -> list[str]:
-    """A trial ends by its steps, writes to its own folder, and talks to no server."""
+def alone(words: Sequence[str], said: Mapping[str, Any]) -> list[str]:
+    """A trial ends by its steps, writes to its own folder, and talks to no server.
+
+    Args:
+        words: of the command.
+        said: the keys of its YAML. A number of threads is kept: a sum's last bits may go by it.
+    """
     trainer = {
         **{"num_nodes": 1, "logger": "true", "max_time": "null", "max_steps": -1, "min_epochs": "null", "min_steps": "null"},
         **{"check_val_every_n_epoch": 1, "log_every_n_steps": 1, "overfit_batches": 0, "fast_dev_run": "false"},
-        **{"enable_checkpointing": "true", "fingerprints": "true", "threads": 1, "limit_val_batches": _VALIDATED},
+        **{"enable_checkpointing": "true", "fingerprints": "true", "limit_val_batches": _VALIDATED},
     }
     if option([*words], "--trainer.accelerator") is None:
         trainer["accelerator"] = "cpu"
+    if option([*words], "--trainer.threads") is None and said.get("trainer.threads") in (None, "auto"):
+        trainer["threads"] = 1
     return [
         *(f"--trainer.{key}={value}" for key, value in trainer.items()),
         *("--checkpoints.every_n_steps=1", "--checkpoints.every_n_minutes=.inf", "--checkpoints.keep_last=1000"),

@@ -84,7 +84,7 @@ class Recorder(Callback):
     ) -> None:
         at, loss = micro_batch(trainer), loss_at_hand(trainer)
         if loss is not None and loss.numel() == 1:
-            self._write("losses", self._step, [(at.key[2], float(loss))])
+            self._write("losses", self._step, [(f"of micro-batch {at.key[2]}", float(loss), abs(float(loss)))])
         facts = Path(self._order.folder) / "facts.json"
         if trainer.is_global_zero and not facts.exists():
             facts.write_text(json.dumps(_facts(trainer, pl_module)))
@@ -144,12 +144,14 @@ def digests(batch: object) -> list[str]:
 
 
 def _buffers(module: LightningModule) -> Iterator[tuple[str, float, float]]:
-    """Yields the sum and the norm of what the optimiser does not move: buffers, also those that no checkpoint has, and
+    """Yields sums and norms, by name, of what the optimiser does not move: buffers, also those that no checkpoint has, and
     parameters that do not learn."""
     for name, tensor in (*module.named_buffers(), *((n, p) for n, p in module.named_parameters() if not p.requires_grad)):
         if type(tensor.detach()) is Tensor and tensor.layout == torch.strided and not tensor.is_complex():
             values = tensor.detach().float()
-            yield name, float(values.sum()), float(values.norm())
+            norm = float(values.norm())
+            yield f"{name}, its sum", float(values.sum()), norm
+            yield f"{name}, its norm", norm, norm
 
 
 def _text(value: object) -> str | None:

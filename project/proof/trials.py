@@ -18,11 +18,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from project.cluster.cores import cores
 from project.early_start import free_port
 from project.errors import UserError
 from project.proof.evidence import compare_trials
-from project.proof.hints import hints
 from project.proof.plan import FIRST, RUN, Plan, Trial
 from project.proof.recorder import MARK, Order
 from project.survive.orphans import end_with_parent
@@ -184,6 +185,7 @@ def _lead(work: Callable[..., object], *arguments: Any) -> None:
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)  # where cores are busy, threads that compare wait for each other
     work(*arguments)
 
 
@@ -204,12 +206,10 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
         break
     else:
         if trial.name != FIRST:
-            ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
-            finding = compare_trials(root / trial.like, folder, ranks_differ, trial.kept, plan.coarse)
-            row.compared = dict(finding.compared.counts)
-            if finding.first is not None:
-                row.result, row.step = "differs", finding.first.step
-                row.what = f"the first difference is in step {finding.first.step}, in the {finding.first}"
-                row.lines = [*finding.lines, *hints(trial.name, ranks_differ, finding, folder)]
+            compared, first, row.lines = compare_trials(trial, root / trial.like, folder, plan.coarse)
+            row.compared = compared.counts
+            if first is not None:
+                row.result, row.step = "differs", first.step
+                row.what = f"the first difference is in step {first.step}, in the {first}"
     row.seconds = time.monotonic() - began
     (folder / "row.pickle").write_bytes(pickle.dumps(row))

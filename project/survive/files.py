@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,9 +75,8 @@ def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
                 raise UserError(f"it {problem}")
             return before  # whoever wrote it anew was killed when its manifest had taken its place, and it had not
         return manifest
-    with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda part: part_problem(path, part[0], part[1], content), parts.items())
-        if problems := [one for one in found if one]:
+    with ThreadPool(_READERS) as readers:  # of daemons: a process that ends does not wait for them
+        if problems := [*filter(None, readers.map(lambda part: part_problem(path, *part, content), parts.items()))]:
             raise UserError("; ".join(problems))
     return manifest
 

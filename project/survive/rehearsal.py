@@ -6,19 +6,21 @@ user runs but what saves its state. What changes later is named by the run that 
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 
 from project.survive.checkpoints import checkpoints_of
-from project.train.attributes import Attributes, attributes, changed_attributes, moved_attributes
+from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, moved_attributes
 from project.train.position import position
 from project.train.resuming import checkpoint_of, note_values, restored_values
 from project.train.usual import spread
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 12  # names
 _AFTER = 3  # steps: of the first epoch that this process trains, whose start a resumed run does again
 
 
@@ -56,7 +58,7 @@ class Rehearsal(Callback):
                 log.warning(
                     "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "
                     "another one. HINT: change it in on_before_optimizer_step, by what all ranks have.",
-                    ", ".join(moved),
+                    _listed(moved),
                 )
 
     def on_train_batch_end(
@@ -75,7 +77,7 @@ class Rehearsal(Callback):
             log.warning(
                 "%s: changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it "
                 "was at the start. HINT: keep it in a buffer, in on_save_checkpoint and on_load_checkpoint, or in state_dict.",
-                ", ".join(moved),
+                _listed(moved),
             )
 
     def _compare_with_saved(self, trainer: Trainer, now: Attributes) -> None:
@@ -84,14 +86,19 @@ class Rehearsal(Callback):
         self._named = {
             name
             for name, digest in saved.items()
-            if (value := _value(now, name)) != digest and (begun or value == _value(self._at_start, name))
+            if (value := _value(now, name)) not in (digest, UNKNOWN) and (begun or value == _value(self._at_start, name))
         }
         if self._named and trainer.is_global_zero:
             log.warning(
                 "%s: not what it was when the checkpoint was saved, which does not hold it. HINT: keep it in a buffer, in "
                 "on_save_checkpoint and on_load_checkpoint, or in state_dict.",
-                ", ".join(sorted(self._named)),
+                _listed(sorted(self._named)),
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _value(values: Attributes, name: str) -> bytes | None:

@@ -5,9 +5,8 @@ longer than that. So rank 0 looks at its size alone before the ranks meet, and e
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
@@ -22,14 +21,14 @@ class Verification(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        reader = ThreadPoolExecutor(1, "verification")
-        self._manifest: Future[dict[str, Any]] = reader.submit(read_manifest, path)
-        reader.shutdown(wait=False)
+        self._reader = ThreadPool(1)  # of daemons: a process that ends does not wait until a large file has been read
+        self._manifest = self._reader.apply_async(read_manifest, (path,))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         try:
-            self._manifest.result()
+            self._manifest.get()
         except (ValueError, OSError) as error:
             set_aside_as_bad(self.path, error)
             log.error("The same command resumes from the checkpoint before it.")
             raise SystemExit(TRY_AGAIN) from None
+        self._reader.terminate()  # who has threads must not fork

@@ -34,7 +34,8 @@ _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, it
 _DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Attributes = dict[str, dict[str, bytes]]
-"""Of each owner: the digests of its attributes, as far as they have values that can be compared."""
+"""Of each owner: the digests of its attributes; UNKNOWN of those that can't be compared."""
+UNKNOWN = b""
 
 
 def attributes(trainer: Trainer) -> Attributes:
@@ -43,8 +44,7 @@ def attributes(trainer: Trainer) -> Attributes:
     kept = {name: _values(owner) for name, owner in owners(trainer)}
     kept |= {name: {**kept.get(name, {}), **values} for name, values in (*_hooks(trainer), *_globals(trainer))}
     return {
-        name: {attribute: digest for attribute, value in values.items() if (digest := digests.of(value)) is not None}
-        for name, values in kept.items()
+        name: {attribute: digests.of(value) or UNKNOWN for attribute, value in values.items()} for name, values in kept.items()
     }
 
 
@@ -60,7 +60,7 @@ def moved_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, st
         (owner, attribute): digest
         for owner, values in attributes(trainer).items()
         for attribute, digest in values.items()
-        if owner in before and before[owner].get(attribute) != digest
+        if owner in before and UNKNOWN not in (digest, earlier := before[owner].get(attribute)) and digest != earlier
     }
 
 
@@ -76,14 +76,14 @@ def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping
         parts |= {
             f"{len(parts)}": {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS} for state in states
         }
-    saved = {*digests.within(parts)}
+    saved = digests.within(parts)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     states_of = checkpoint.get("callbacks", {})
-    known = {type(one).__name__: {*digests.within(states_of.get(one.state_key))} for one in callbacks}
+    known = {type(one).__name__: digests.within(states_of.get(one.state_key)) for one in callbacks}
     return {
         f"{owner}.{attribute}": digest
         for (owner, attribute), digest in moved.items()
-        if digest not in known.get(owner.partition(" ")[0], saved)
+        if (there := known.get(owner.partition(" ")[0], saved)) is not None and digest not in there
     }
 
 

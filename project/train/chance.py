@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
-from project.train.micro_batch import evaluated, micro_batch
+from project.train.micro_batch import arriving, evaluated, micro_batch
 
 log = logging.getLogger(__name__)
 
 _BETWEEN = 1 << 40  # no micro-batch has this number
-_EVALUATED, _STEP, _FETCHED, _HOOK = 1 << 41, 1 << 42, 1 << 43, 1 << 44  # nor these
+_EVALUATED, _STEP, _FETCHED, _HOOK, _ARRIVING = 1 << 41, 1 << 42, 1 << 43, 1 << 44, 1 << 46  # nor these
 _YOUNG = 32  # micro-batches of a fit after which it is asked whether numbers were drawn outside any moment
 
 _OF_A_RUN = frozenset(
@@ -78,6 +78,7 @@ class Moments:
     def __init__(self, trainer: Trainer, exact: bool) -> None:
         self._trainer, self._exact = trainer, exact
         self._within, self._last, self._states = 0, "", None  # type: int, str, States | None
+        self._arrived: States | None = None
         self._looks, self._young = True, _YOUNG
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         vars(profiler).pop("profile", None)  # of another Trainer that had it
@@ -85,6 +86,8 @@ class Moments:
 
     def _profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
         hook = action.rpartition(".")[2]
+        if hook == "on_before_batch_transfer" and self._trainer.evaluating:
+            self._begin_transfer()
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
         return self._hook(profile, action, hook)
@@ -133,6 +136,16 @@ class Moments:
         if self._young > 0:
             self._young -= 1
             self._ended("on_train_batch_end")
+
+    def _begin_transfer(self) -> None:
+        """Seeds what happens to a micro-batch of an evaluation on its way to the device."""
+        if (position := arriving(self._trainer)) is not None:
+            seed_all(*position, _ARRIVING)
+            self._arrived = self._arrived or _states()  # of the first one
+
+    def drawn_on_the_way(self) -> list[str]:
+        """Returns the generators from which somebody drew for the first micro-batch of an evaluation before it was there."""
+        return [] if self._arrived is None else _drawn(self._arrived)
 
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
@@ -187,6 +200,8 @@ class ChanceByMicroBatch(Callback):
 
     _drawn_from: States | None = None
     """The generators' states when the first micro-batch of an evaluation began."""
+    _drawn_before: list[str] = []  # noqa: RUF012
+    """From which somebody has drawn when it went to the device."""
     _has_looked = False
 
     def on_train_batch_end(
@@ -209,17 +224,20 @@ class ChanceByMicroBatch(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (found := evaluated(trainer)) is not None:
-            loader, position = found
-            seed_all(loader, position, _EVALUATED)
-            if not self._has_looked and not trainer.fit_loop.epoch_loop.exact:
+        if (position := evaluated(trainer)) is not None:
+            looks = not self._has_looked and not trainer.fit_loop.epoch_loop.exact
+            if looks:
+                self._drawn_before = trainer.fit_loop.epoch_loop.moments.drawn_on_the_way()
+            seed_all(*position, _EVALUATED)
+            if looks:
                 self._has_looked, self._drawn_from = True, _states()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         before, self._drawn_from = self._drawn_from, None
-        if before is not None and (drawn := _drawn(before)) and trainer.is_global_zero:
+        drawn = [] if before is None else [*dict.fromkeys([*self._drawn_before, *_drawn(before)])]
+        if drawn and trainer.is_global_zero:
             log.warning(
                 "An evaluation draws random numbers (%s), which follow from the micro-batch: on another number of ranks its "
                 "micro-batches, and so its metrics, are others. HINT: trainer.exact=true has the same ones on any number.",

@@ -210,11 +210,12 @@ class Loaders(_DataConnector):
             )
         self.settled(count, size)
         module = trainer.lightning_module
-        if self.global_batch is None and trainer.is_global_zero and module is not None and module.automatic_optimization:
+        if self.global_batch is None and trainer.is_global_zero and module is not None:
+            share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
             log.warning(
                 "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
-                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d.",
-                *[size * ranks * count] * 2,
+                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d%s.",
+                *(size * ranks * count, size * ranks * count, share),
             )
         self._cut_trial()
 

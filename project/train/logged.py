@@ -340,6 +340,16 @@ class Logged(_LoggerConnector):
             self._exact_metrics = ExactMetrics(module, self.trainer.world_size)
         return self._exact_metrics
 
+    @property
+    def arriving(self) -> tuple[int, int] | None:
+        """The micro-batch of an evaluation that goes to the device, as `evaluated` has it from then on."""
+        loop: Any = self.trainer._active_loop
+        for number, loader in enumerate(loop._combined_loader.flattened):
+            if isinstance(loader, DealtLoader) and loader.taken:
+                _, step, within = loader.taken[0]
+                return number, loader.keys.order.micro_span(step, within)[0]
+        return None
+
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)
         results: Any = self.trainer._results

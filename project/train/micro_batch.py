@@ -66,6 +66,12 @@ def evaluated(trainer: Trainer) -> tuple[int, int] | None:
     return cast(tuple[int, int] | None, logged.evaluated)
 
 
+def arriving(trainer: Trainer) -> tuple[int, int] | None:
+    """The same of the one that goes to the device, before it is there."""
+    logged: Any = trainer._logger_connector
+    return cast(tuple[int, int] | None, logged.arriving)
+
+
 def joins(trainer: Trainer) -> bool:
     """Whether other ranks evaluate another micro-batch after this rank's last one."""
     logged: Any = trainer._logger_connector

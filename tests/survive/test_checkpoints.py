@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from project.runs import weights
 from project.survive.checkpoints import Checkpoints
 from project.survive.files import newest_good, read_manifest, write
 from project.survive.together import Copied
+from project.survive.verification import Verification
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
 
@@ -123,6 +125,22 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
     assert callback.failed is not None
     monkeypatch.undo()
     assert read_manifest(tmp_path / "step-000000001.ckpt")
+
+
+def test_a_process_that_ends_does_not_wait_for_what_is_being_read(tmp_path, monkeypatch):
+    reads, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr("project.survive.files._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
+    part = {"rank": 0, "host": "h", "bytes": 1, "sha256": ""}
+    manifest(path := tmp_path / "step-000000001.ckpt").write_text(json.dumps({"parts": {"whole.pt": part}}))
+    others = {*threading.enumerate()}
+    verification = Verification(path)
+    assert reads.wait(60)
+    readers = {*threading.enumerate()} - others
+    # Python waits for those that are no daemons, and for an executor's.
+    assert all(thread.daemon and "Executor" not in thread.name for thread in readers)
+    goes_on.set()
+    verification.setup(None, None, "fit")  # type: ignore[arg-type]
+    assert {*threading.enumerate()} <= others
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------

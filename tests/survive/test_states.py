@@ -497,9 +497,31 @@ class Sampled(Regression):
         return points()
 
 
+class Augmented(Sampled):
+    """Draws on the way of a batch to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = set[float]()
+
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> Any:
+        noise = torch.rand(())
+        if self.trainer.validating or self.trainer.sanity_checking:
+            self.drawn.add(float(noise))
+        return batch
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize("exact", [False, True])
-def test_an_evaluation_that_draws_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool) -> None:
-    fit(tmp_path, Sampled(), points(), exact=exact, global_batch_size=4)
+@pytest.mark.parametrize("module", [Sampled, Augmented])
+def test_an_evaluation_that_draws_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: type[Regression], exact: bool
+) -> None:
+    fit(tmp_path, drawing := module(), points(), steps=12, exact=exact, global_batch_size=4)
+    if isinstance(drawing, Augmented):  # each of its micro-batches has numbers of its own, the same in each validation
+        assert len(drawing.drawn) == (24 if exact else 6)
     assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
 
 
@@ -513,7 +535,7 @@ class Exchanging(Regression):
 
 
 def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, Exchanging(), points(), steps=8)
+    fit(tmp_path, Exchanging(), points(), steps=8, callbacks=[every(1)])
     assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
     with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
         fit(tmp_path, Exchanging(), points(), steps=9, resume=True)

@@ -1,0 +1,46 @@
+"""Digests of what users keep: what is large is looked at in part, or not at all, and never for long."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from project.data.values import Digests
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """A look at a value is an item."""
+    look, count = Digests._digest, list[None]()
+
+    def counted(self: Digests, value: Any, deep: int) -> bytes | None:
+        count.append(None)
+        return look(self, value, deep)
+
+    monkeypatch.setattr(Digests, "_digest", counted)
+    return count  # type: ignore[return-value]
+
+
+def test_what_is_saved_is_found_without_a_look_at_each_number(looks: list[None]) -> None:
+    history = [float(number) for number in range(100_000)]
+    state = {"history": history, "table": {str(number): [number, number] for number in range(100_000)}, "last": (7, [8.0])}
+    digests = Digests()
+    saved = digests.within({"mine": state})
+    assert saved is not None
+    assert {digests.of(value) for value in (history, 7, [8.0])} <= saved
+    assert len(looks) < 5_000
+
+
+def test_what_is_more_than_can_be_looked_at_is_unknown(looks: list[None]) -> None:
+    digests, large = Digests(), torch.zeros(4 << 20)
+    assert digests.within({"banks": [large] * 40}) is None
+    assert {digests.of(large) for _ in range(40)} >= {None}
+    assert len(looks) < 1_000
+
+
+def test_a_set_or_a_dict_that_grows_is_another_one() -> None:
+    digests, many = Digests(), range(1000)
+    assert digests.of({*many}) != digests.of({*many, 1000})
+    assert digests.of(dict.fromkeys(many)) != digests.of(dict.fromkeys([*many, 1000]))
+    assert digests.of({"a": 1}) != digests.of({"a": 2})
