@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
-from project.train.micro_batch import arriving, evaluated, micro_batch
+from project.train.micro_batch import arriving, begin_prediction, evaluated, micro_batch
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Moments:
 
     def _profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
         hook = action.rpartition(".")[2]
-        if hook == "on_before_batch_transfer" and self._trainer.evaluating:
+        if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
             self._begin_transfer()
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
@@ -245,3 +245,10 @@ class ChanceByMicroBatch(Callback):
             )
 
     on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        begin_prediction(trainer, dataloader_idx)
+        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

@@ -364,9 +364,8 @@ class Logged(_LoggerConnector):
         if span := self.take_evaluated(dataloader_idx or 0):
             low, high = span
             results.batch_size = high - low
-            self.evaluated = dataloader_idx or 0, low
             if metrics := self.exact_metrics:
-                metrics.begin(self._stage, self.evaluated)
+                metrics.begin(self._stage, (dataloader_idx or 0, low))
 
     def take_evaluated(self, dataloader_idx: int) -> tuple[int, int] | None:
         """Notes which micro-batch of an evaluation comes now, also of a prediction, in which nothing is logged.
@@ -381,7 +380,9 @@ class Logged(_LoggerConnector):
             return None
         _, step, number = loader.taken.popleft()
         self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
-        return loader.keys.order.micro_span(step, number)
+        span = loader.keys.order.micro_span(step, number)
+        self.evaluated = dataloader_idx, span[0]
+        return span
 
     @property
     def _stage(self) -> str:

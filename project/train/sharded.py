@@ -30,7 +30,6 @@ from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.materialize import finish, materialize
-from project.train.micro_batch import begin_prediction
 from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
@@ -348,8 +347,6 @@ class Sharded(OwnPart):
             return self._call("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        begin_prediction(self.lightning_module.trainer, args[2] if len(args) > 2 else 0)  # which a step of several loaders has
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", *args, **kwargs)
 

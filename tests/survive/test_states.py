@@ -525,6 +525,30 @@ def test_an_evaluation_that_draws_is_named(
     assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
 
 
+class Predicting(Regression):
+    """Draws on the way of a batch to the device, and in the prediction."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> Any:
+        return {**batch, "drawn": torch.rand(len(batch["point"]))}
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return torch.stack([batch["drawn"], torch.rand(len(batch["drawn"]))])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_prediction_draws_follows_from_its_micro_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool
+) -> None:
+    drawn = []
+    for seed in (1, 2):
+        trainer = Trainer(exact=exact, default_root_dir=tmp_path, logger=False, enable_checkpointing=False, accelerator="cpu")
+        torch.manual_seed(seed)
+        drawn.append(torch.cat(trainer.predict(Predicting(), points()), dim=1))  # type: ignore[arg-type]
+    assert torch.equal(*drawn)
+    assert drawn[0].unique().numel() == drawn[0].numel()
+    assert ("An evaluation draws random numbers (torch)" in caplog.text) != exact
+
+
 class Exchanging(Regression):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
