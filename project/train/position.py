@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 
 from project.train.data_ranks import data_ranks
+from project.untrusted import as_count
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, saved: Any) -> "Position":
+        """Reads what `state_dict` gave; a TypeError or a ValueError where it is something else."""
+        for name, value in saved.items():
+            if not isinstance(value, bool):
+                as_count(value)
+            elif name not in ("epoch_over", "validation_due", "begun"):
+                raise TypeError(name)
+        return cls(**saved)
 
 
 def position(trainer: Trainer) -> Position:

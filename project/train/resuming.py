@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
+from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.train import metrics
 from project.train.attributes import Attributes, attributes, changed_attributes
@@ -69,6 +70,8 @@ class Resuming(_CheckpointConnector):
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
     _optimizers_as_built = ""
+    _masks = False
+    """Whether it has said that secrets are left out."""
     _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
     """What the user's objects keep in Python, before any step."""
     values: Mapping[str, bytes] = MappingProxyType({})
@@ -80,6 +83,7 @@ class Resuming(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        self._mask(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
             checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             checkpoint[_BUFFERS] = self._moved_buffers()
@@ -108,6 +112,20 @@ class Resuming(_CheckpointConnector):
                 checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
+
+    def _mask(self, checkpoint: dict[str, Any]) -> None:
+        """What the module and its data keep by `save_hyperparameters`: a checkpoint is copied and given away."""
+        found: set[str] = set()
+        for part in ("hyper_parameters", "datamodule_hyper_parameters"):
+            if part in checkpoint:
+                checkpoint[part] = without_secrets(checkpoint[part], found)
+        if found and not self._masks and self.trainer.is_global_zero:
+            log.warning(
+                "Checkpoints have %s in place of what save_hyperparameters keeps as %s. HINT: load_from_checkpoint takes the "
+                "real values by name; save_hyperparameters(ignore=[...]) leaves them out.",
+                *(MASK, ", ".join(sorted(found))),
+            )
+        self._masks = self._masks or bool(found)
 
     def _warn_of_other_optimizers(self) -> None:
         now = _names(self.trainer)
@@ -153,8 +171,8 @@ class Resuming(_CheckpointConnector):
     def _put(self) -> None:
         """Loops and loaders go on where the run was, also on another number of ranks."""
         try:
-            at = Position(**self._loaded_checkpoint["position"])
-        except TypeError:
+            at = Position.of(self._loaded_checkpoint["position"])
+        except (AttributeError, TypeError, ValueError):
             raise UserError(
                 f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."

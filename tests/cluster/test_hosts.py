@@ -52,6 +52,18 @@ def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+def test_only_the_ports_between_the_hosts_are_open(hosts, tmp_path):
+    """Everything else of the ranks and their agents is on loopback."""
+    stranger = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.strangers.Stranger"}])
+    running = [launch(host, tmp_path, *FIT, stranger, nodes=2) for host in hosts[:2]]
+    assert [one.wait(180) for one in running] == [0, 0], printed(tmp_path)
+    for number, host in enumerate(hosts[:2]):
+        lines = (tmp_path / f"listeners-{number}.txt").read_text().splitlines()
+        print(*lines, sep="\n")
+        found = {address for _, address, *_ in map(str.split, lines)}
+        assert found <= {host.address, "127.0.0.1", "::ffff:127.0.0.1", f"::ffff:{host.address}"}
+
+
 @pytest.mark.faults
 def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
     """Three hosts, then two of them, against one process; killed on the way."""
