@@ -9,7 +9,8 @@ import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
@@ -32,8 +33,9 @@ from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
-from project.train.position import Position, position, set_counters
+from project.train.position import Position, check_loops, position, set_counters
 from project.train.spread import taken_apart
+from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +156,7 @@ class Resuming(_CheckpointConnector):
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
         self.read(path, self.weights_only if weights_only is None else weights_only)
+        check_loops(self._loaded_checkpoint.get("loops", {}))
         if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
             self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
@@ -184,7 +187,8 @@ class Resuming(_CheckpointConnector):
             self._loops().metric_states = self._loaded_checkpoint.get("metric_states")
             if exact := self._connector().exact_metrics:
                 exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
-        set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
+        with _of_the_checkpoint():
+            set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
         loaders_of(self.trainer).start_at(
             at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun
         )
@@ -258,6 +262,10 @@ class Resuming(_CheckpointConnector):
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
 
+    def restore_loops(self) -> None:
+        with _of_the_checkpoint():
+            super().restore_loops()
+
     def restore_optimizers(self) -> None:
         """How the steps are computed is this start's matter: a checkpoint may come from other devices."""
         for optimizer, saved in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
@@ -302,6 +310,17 @@ class Resuming(_CheckpointConnector):
             log.info(
                 "The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown
             )
+
+
+@contextmanager
+def _of_the_checkpoint() -> Iterator[None]:
+    """Within it nothing but what is in the checkpoint can be wrong."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"The checkpoint's loops can't be restored ({type(error).__name__}: {shortened(error)}). HINT: take an older one."
+        ) from error
 
 
 def _names(trainer: Trainer) -> str:
