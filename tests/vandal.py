@@ -23,7 +23,7 @@ class Vandal(Callback):
         if trainer.global_rank or trainer.global_step >= self._steps:
             return
         # What is read of a checkpoint's own values belongs to who resumes it.
-        wanted = [case for case in cases(200) if case.file != "checkpoint" or case.way != "another value"]
+        wanted = [case for case in cases(8 * self._steps) if case.file != "checkpoint" or case.way != "another value"]
         for case in wanted[trainer.global_step :: self._steps]:
             with suppress(OSError, ValueError, LookupError, RecursionError):  # what is there has been harmed already
                 harm(Path(trainer.default_root_dir), case, Path("outside").absolute())
