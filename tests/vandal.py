@@ -22,9 +22,8 @@ class Vandal(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank or trainer.global_step >= self._steps:
             return
-        # A checkpoint's own values belong to who resumes it. TensorBoard opens the newest events file by its name at each flush,
-        # and would wait for a pipe there: that is not mended.
-        wanted = [case for case in cases(8 * self._steps) if case.file != "events" and str(case)[:13] != "checkpoint: a"]
+        # A checkpoint's own values belong to who resumes it.
+        wanted = [case for case in cases(8 * self._steps) if (case.file, case.way) != ("checkpoint", "another value")]
         for case in wanted[trainer.global_step :: self._steps]:
             with suppress(OSError, ValueError, LookupError, RecursionError):  # what is there has been harmed already
                 harm(Path(trainer.default_root_dir), case, Path("outside").absolute())

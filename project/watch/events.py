@@ -20,6 +20,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from torch.utils.tensorboard import SummaryWriter
 
 from project.train.logged import TakesMeasurements
+from project.untrusted import open_to_append
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,12 @@ def _put_before_now(folder: Path) -> None:
             latest -= 1
         else:
             latest = int(stamp)
+
+
+def _keep_open(writer: Any) -> None:
+    """TensorBoard would open its file by name at each flush: a pipe that somebody puts there would be waited for."""
+    records = writer._async_writer._writer
+    records._writer = open_to_append(Path(writer._file_name)).detach()  # type: ignore[attr-defined]
 
 
 class Lasting:
@@ -109,6 +116,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
             # A name that nobody can know before: it opens whatever lies there, a link, too.
             suffix = f".{secrets.token_hex(4)}"
             self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from, filename_suffix=suffix)
+            _keep_open(self._tensorboard.file_writer.event_writer)
         return self._tensorboard
 
     def __getstate__(self) -> dict[str, Any]:
