@@ -42,6 +42,7 @@ def main() -> None:
         end_with_parent()
     SIGNALS.at_first = REQUEUE.when_noted
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    SIGNALS.end_at_the_second()
     outlive_the_reader()
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:

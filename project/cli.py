@@ -29,7 +29,7 @@ from project.cluster.launcher import Launch, LaunchError, detect, rank_said
 from project.cluster.place import host
 from project.complaints import condensed
 from project.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
-from project.config_files import EVALUATING, RUNS, expand, folder_of, run_config
+from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, run_config, strangers
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.doctor.foretelling import modules_on_paper
@@ -433,6 +433,8 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         words = with_trial(sys.argv[1:])
         if words != sys.argv[1:] and rank == 0:
             log.info("Trial: %s", " ".join(word for word in words if word not in sys.argv))
+        if rank == 0 and (config := config_of_run(words)) and (who := strangers(config)):
+            log.warning("%s %s, and what it names is imported and called. HINT: read it first, or copy it.", config, who)
         sys.argv[1:] = expand(run_config(words))
         Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
         refuse_odd_sections(Parser.configs)

@@ -3,6 +3,10 @@
 import re
 from dataclasses import dataclass
 
+from project.untrusted import printable
+
+_LONGEST = 300  # characters of a value
+
 
 @dataclass(frozen=True)
 class Complaint:
@@ -75,7 +79,9 @@ def _expected(lines: list[str]) -> str:
     text = re.sub(r"Expected a (?=[aeio])", "Expected an ", text)
     text = re.sub(r"'\w+' object has no attribute 'keys'.*", "Its init_args hold keys and values", text)
     value = value.partition(". Got value: ")[0] if value else value
-    return text if value is None or f" {value}" in text else f"{text or 'It can not be read'}, and it is {value}"
+    if value is None or f" {value}" in text:
+        return text
+    return f"{text or 'It can not be read'}, and it is {printable(value, _LONGEST)}"
 
 
 def condensed(message: str) -> str:

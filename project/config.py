@@ -18,7 +18,7 @@ from lightning_utilities.core.enums import StrEnum
 
 from project.complaints import complaint
 from project.config_files import documents, option
-from project.errors import SettingError
+from project.errors import SettingError, UserError
 from project.masking import masked
 from project.untrusted import compose_yaml, read_yaml, write_text
 
@@ -41,7 +41,12 @@ class SaveConfig(Callback):
 def save_config(folder: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, whole or not at all."""
     mode = 0o666 if masked(config) == config else 0o600
-    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False), mode)
+    try:
+        write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False), mode)
+    except OSError as error:
+        raise UserError(
+            f"{folder / 'config.yaml'} can't be written: {error}. HINT: make room, or move away what lies there."
+        ) from error
 
 
 def brought(argv: list[str]) -> tuple[bool, bool]:

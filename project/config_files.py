@@ -5,6 +5,7 @@ Imports nothing heavy: it is asked before PyTorch is loaded.
 
 import os
 import re
+import stat
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,29 @@ def folder_of(root: Path, name: str) -> Path:
 
 def run_config(argv: list[str]) -> list[str]:
     """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
+    config = config_of_run(argv)
+    if config is None:
+        return argv
+    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
+    return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]]
+
+
+def config_of_run(argv: list[str]) -> Path | None:
+    """The config that `--run` stands for."""
     name = option(argv, "--run")
     if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
-        return argv
+        return None
     root = Path(option(argv, "--trainer.default_root_dir") or ".")
     config = folder_of(root, name) / "config.yaml"
-    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
-    return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]] if config.is_file() else argv
+    return config if config.is_file() else None
+
+
+def strangers(config: Path) -> str | None:
+    """Who else may have written a config, which can run any code; None where it is this user's alone."""
+    found = config.stat()
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}"
+    return "can be written by everybody" if found.st_mode & stat.S_IWOTH else None
 
 
 def run_folder(name: str, file: str) -> Path:

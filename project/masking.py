@@ -1,10 +1,12 @@
 """Which values of a configuration are secrets, and what stands for them wherever a configuration is written down or shown.
 
-The real ones are kept by a run's config.yaml alone, which then only its owner can read.
+The real ones are kept by a run's config.yaml alone, which then only its owner can read. What a module keeps by
+`save_hyperparameters` goes by the same rules where a checkpoint is written.
 """
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 MASK = "(secret)"
@@ -14,6 +16,7 @@ _NAMES = re.compile(
 _NO_SECRETS = re.compile(
     r"(num|max|min|n|pad|eos|bos|unk|mask|sep|cls)_tokens?|tokens?_(id|ids|count|size|type\w*)", re.IGNORECASE
 )
+_SPECIAL = re.compile(r"[<\[{(|].*[>\]})|]|.{0,2}", re.DOTALL)  # a tokenizer's: <pad>, [CLS], <|endoftext|>
 _IN_ADDRESSES = re.compile(r"(//)[^/\s]*@")  # the last @ of what comes before a path
 _IN_QUERIES = re.compile(r"(?i)([?&](?:api_?key|access_?key|secret|token|password|auth|sig|signature|key)=)[^&\s]+")
 
@@ -29,6 +32,29 @@ def masked(value: Any, name: str = "") -> Any:
         return {key: masked(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [masked(item, name) for item in value]
-    if not isinstance(value, str) or not value:
+    return _masked_text(value, name) if isinstance(value, str) else value
+
+
+def _masked_text(value: str, name: str) -> str:
+    if not value or not _NAMES.search(name) or _NO_SECRETS.search(name):
+        return masked_text(value)
+    return value if "token" in name.lower() and _SPECIAL.fullmatch(value) else MASK
+
+
+def without_secrets(value: Any, found: set[str], name: str = "") -> Any:
+    """Returns the same object, or, where it has secrets, a copy of its kind with masks; adds their names to `found`."""
+    if isinstance(value, str):
+        new: Any = _masked_text(value, name)
+        found |= {name} if new != value else set()
+        return new if new != value else value
+    if isinstance(value, dict):
+        items = {key: without_secrets(item, found, str(key)) for key, item in value.items()}
+        changed = {key: item for key, item in items.items() if item is not value[key]}
+        if changed:
+            value = copy(value)
+            value.update(changed)
         return value
-    return MASK if _NAMES.search(name) and not _NO_SECRETS.search(name) else masked_text(value)
+    if type(value) in (list, tuple):
+        parts = [without_secrets(item, found, name) for item in value]
+        return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
+    return value

@@ -19,6 +19,8 @@ import torch
 from project.untrusted import regular_size
 
 _CODE = re.compile(r"[biufcSUmM?]\d{0,9}|[?bhilqBHILQefdg]")
+_DEPTH = 200  # of lists in lists
+_STRETCHED = 1 << 30  # bytes that a tensor may have beyond those of its file
 _UNIT = re.compile(rb"[A-Za-z]{1,7}")
 _PLACES = ("numpy.core.multiarray", "numpy._core.multiarray")  # numpy 1 and numpy 2
 
@@ -88,26 +90,36 @@ def plain_values() -> AbstractContextManager[None]:
     return context
 
 
-def finished(value: Any) -> Any:
+def finished(value: Any, depth: int = 0) -> Any:
     """Returns the same value with numpy's own arrays and types in it."""
+    if depth > _DEPTH:
+        raise pickle.UnpicklingError("it is nested too deeply")
     if type(value) is _Array:
         return value.value
     if type(value) is _Type:
         return value.dtype
+    if isinstance(value, torch.Tensor):
+        _check_size(value)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if (made := finished(item)) is not item:
+            if (made := finished(item, depth + 1)) is not item:
                 value[key] = made  # type: ignore[index]
         return value
     if isinstance(value, list):
-        value[:] = map(finished, value)
+        value[:] = [finished(item, depth + 1) for item in value]
         return value
     if isinstance(value, tuple):
-        made = tuple(map(finished, value))
+        made = tuple(finished(item, depth + 1) for item in value)
         if all(new is old for new, old in zip(made, value, strict=True)):
             return value
         return made if type(value) is tuple else type(value)(*made)
     return value
+
+
+def _check_size(tensor: torch.Tensor) -> None:
+    """A row that stands for 10^12 rows, by a stride of 0, takes no room before somebody copies it."""
+    if tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes() + _STRETCHED:
+        raise pickle.UnpicklingError(f"a tensor of {tuple(tensor.shape)} from {tensor.untyped_storage().nbytes()} bytes")
 
 
 def load(path: Path, map_location: Any = "cpu", mmap: bool = True) -> Any:

@@ -1,14 +1,17 @@
 """python -m project profile RUN: asks a run that goes on, here or elsewhere, to record a few steps, and shows the table."""
 
 import argparse
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import printable, read_text
+from project.untrusted import printable, read_end
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
@@ -18,6 +21,8 @@ _ABOUT = (
     "Asks a run that goes on to record a few steps. The traces, for https://ui.perfetto.dev, and a table for each rank "
     f"come into {FOLDER}/ in its folder; the tables are shown."
 )
+_TABLE = re.compile(r"step-\d{9,18}-rank\d{1,9}\.txt")
+_LONGEST = 1 << 20  # bytes of a table
 _PAUSE = 0.2
 _AFTER_OTHERS = 60.0  # seconds that a rank's profile may come later than the first one's
 
@@ -49,7 +54,7 @@ def _ask(folder: Path, asked: Asked) -> int:
     wanted = sorted({*(range(ranks) if asked.ranks is None else asked.ranks)})
     if wanted[-1] >= ranks:
         raise UserError(f"The run {folder.name} has no rank {wanted[-1]}: its ranks are 0 to {ranks - 1}.")
-    if (folder / FILE).exists():
+    if os.path.lexists(folder / FILE):
         raise UserError(f"Somebody asks already, and has had no answer yet. HINT: to take that back, remove {folder / FILE}.")
     before = _tables(folder)
     try:
@@ -64,7 +69,12 @@ def _ask(folder: Path, asked: Asked) -> int:
 
 def _tables(folder: Path) -> dict[str, float]:
     """By name, and when they were written: the steps after a new start may have the numbers of earlier ones."""
-    return {one.name: one.stat().st_mtime for one in (folder / FOLDER).glob("step-*[0-9]-rank*.txt")}
+    found = {}
+    for one in (folder / FOLDER).glob("step-*.txt"):
+        with suppress(OSError):  # it leads nowhere
+            if _TABLE.fullmatch(one.name):
+                found[one.name] = one.stat().st_mtime
+    return found
 
 
 def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
@@ -74,8 +84,8 @@ def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
     while not why and len(found) < len(wanted):
         for name, when in _tables(look.folder).items():
             rank = int(name.rpartition("rank")[2].removesuffix(".txt"))
-            if before.get(name) != when and "memory" not in name and rank in wanted:
-                found[rank] = read_text(look.folder / FOLDER / name)
+            if before.get(name) != when and rank in wanted:
+                found[rank] = read_end(look.folder / FOLDER / name, _LONGEST)
                 first = min(first, time.monotonic())
         missing = sorted({*wanted} - {*found})
         if missing and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:

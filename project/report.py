@@ -4,7 +4,6 @@ Read from the runs' folders, which may belong to runs that still go on, or that 
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from project.untrusted import printable, write_text
 from project.watch.compared import compared
 from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
+from project.watching import ended
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
 
@@ -25,24 +25,24 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help=f"of several runs: where the page goes ({RUNS}/compared.html, if not given)")
     given = parser.parse_args(words)
     names = list(dict.fromkeys(given.run))
+    return ended(lambda: _write(names, given.out))
+
+
+def _write(names: Sequence[str], out: Path | None) -> int:
+    histories = [_read(name) for name in names]
     try:
-        histories = [_read(name) for name in names]
         for history in histories:
-            print(f"{history.name}: {write(history)}")
+            print(printable(f"{history.name}: {write(history)}"))
             for name, text in facts(history).items():
                 if text:
                     print(printable(f"  {name:18} {text}"))
         if len(histories) > 1:
-            out = given.out or Path(RUNS) / "compared.html"
-            out.parent.mkdir(parents=True, exist_ok=True)
-            (Path.write_text if given.out else write_text)(out, compared(histories))  # a path that is named may be a pipe
-            print(f"Side by side: {out}")
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
-        return 2
+            place = out or Path(RUNS) / "compared.html"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (Path.write_text if out else write_text)(place, compared(histories))  # a path that is named may be a pipe
+            print(f"Side by side: {place}")
     except OSError as error:
-        print(f"ERROR   The report can't be written: {error}. HINT: make room, or ask who owns the folder.", file=sys.stderr)
-        return 2
+        raise UserError(f"The report can't be written: {error}. HINT: make room, or ask who owns the folder.") from error
     return 0
 
 

@@ -21,8 +21,9 @@ from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.masking import masked
 from project.survive.checkpoints import goes_by
-from project.survive.files import checkpoints_in, manifest_of, newest_good, put_aside, read_manifest
-from project.untrusted import read_json, read_text, read_yaml, write_text
+from project.survive.files import checkpoints_in, newest_good, put_aside, read_manifest, step_of
+from project.survive.manifest import check_complete, manifest_at, manifest_of
+from project.untrusted import read_text, read_yaml, shortened, write_text
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
@@ -134,10 +135,10 @@ class Run:
         words = _words(change)
         checkpoints = self.folder / "checkpoints"
         if resume == "never":
-            if any(checkpoints.glob("step-*.ckpt")):
+            if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        found = newest_good(checkpoints, content=content) if resume == "auto" else self._at(Path(resume))
+        found = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
         if found is None and start is not None and manifest_of(Path(start)).exists():
             found = self._at(Path(start))
         if found is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
@@ -157,8 +158,10 @@ class Run:
         if not path.exists():
             raise UserError(f"resume={path}: there is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
-            return path, read_manifest(path)
-        except ValueError as error:
+            manifest = read_manifest(path)
+            check_complete(manifest)
+            return path, manifest
+        except (ValueError, OSError) as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
     def _set_aside_later(self, path: Path) -> None:
@@ -197,8 +200,12 @@ class Run:
     def _keep_config(self, step: int) -> None:
         """What was trained up to here stays known."""
         kept = self.folder / f"config-until-step-{step:09d}.yaml"
-        if (now := self.folder / "config.yaml").exists() and not kept.exists():
-            write_text(kept, read_text(now), stat.S_IMODE(now.stat().st_mode))
+        try:
+            if not os.path.lexists(kept):
+                now = self.folder / "config.yaml"
+                write_text(kept, read_text(now, follow=False), stat.S_IMODE(now.stat().st_mode))
+        except (OSError, ValueError) as error:
+            log.warning("What the run was trained with up to step %d can't be kept: %s", step, shortened(error))
 
 
 def _words(change: str | None) -> list[str]:
@@ -324,12 +331,12 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     best = [path for _, path in rated]
     for path in dict.fromkeys(best + ([] if which == "best" else newest)):
         try:
-            manifest = read_manifest(path)
+            read_manifest(path)
         except (ValueError, OSError) as error:
             log.warning("Checkpoint %s is not used: %s.", path, error)
             continue
         why = f"the best by {monitor}: {_metrics(path)[monitor]:.4f}" if path in best else "the newest"
-        log.info("Weights of %s, step %d (%s)", path, manifest["position"]["global_step"], why)
+        log.info("Weights of %s, step %d (%s)", path, step_of(path), why)
         return path
     raise UserError(
         f"The run {folder.name} has no good checkpoint in {folder / 'checkpoints'}. HINT: --run takes the name of a run in "
@@ -339,6 +346,6 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
 
 def _metrics(path: Path) -> dict[str | None, float]:
     try:
-        return dict(read_json(manifest_of(path)).get("metrics", {}))
-    except (OSError, ValueError, TypeError):
+        return dict(manifest_at(path).get("metrics", {}))
+    except (OSError, ValueError):
         return {}

@@ -8,7 +8,6 @@ No heavy imports, as long as no checkpoints are read: the answer is there at onc
 """
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from project.errors import UserError
 from project.untrusted import printable
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
+from project.watching import ended
 
 _ABOUT = """Are these runs the same to the last bit? Of one run: is it the same as itself, where steps were computed twice, as
 they are after a kill? Exit code 0: the same, 1: not, 2: it can't be told."""
@@ -44,11 +44,11 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m project same", description=_ABOUT)
     parser.add_argument("run", nargs="+", metavar="RUN", help=f"the name of a run in {RUNS}/, or the folder of one")
     names = list(dict.fromkeys(parser.parse_args(words).run))
-    try:
-        verdicts = _verdicts(names)
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
-        return 2
+    return ended(lambda: _answer(names))
+
+
+def _answer(names: Sequence[str]) -> int:
+    verdicts = _verdicts(names)
     print(printable("\n".join(line for verdict in verdicts for line in verdict.lines)))
     return 0 if all(verdict.same for verdict in verdicts) else 1
 
@@ -112,7 +112,7 @@ def _settings(folder: Path, other: Path) -> list[str]:
         return []
     try:
         before, after = documents(["--config", str(paths[0]), "--config", str(paths[1])])
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, ValueError) as error:
         return [f"Their settings can't be compared: {' '.join(str(error).split())}."]
     found = [one for one in _differences(before, after) if one[0] not in _LEFT_OUT]
     lines = []

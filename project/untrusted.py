@@ -1,8 +1,8 @@
 """Reads and writes small files where others may write, too: in a run's folder; and reads configs.
 
 Whatever lies there is bounded before it is parsed: a pipe or a device is not waited for, a file is not larger than it may be,
-and a YAML of a few lines does not stand for millions. Nothing is written through a link that somebody has put there. What is
-wrong is an OSError or a ValueError.
+and a YAML of a few lines does not stand for millions. Nothing is written through a link that somebody has put there, and what
+is shown to others is not read through one. What is wrong is an OSError or a ValueError.
 
 Imports nothing heavy: it is needed before PyTorch is loaded.
 """
@@ -12,17 +12,21 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import yaml
 
 from project.errors import UserError
 
-LARGEST = 64 << 20  # bytes; a manifest has some thousand, a log of a long run some million
+LARGEST = 16 << 20  # bytes; a manifest has some thousand
 _VALUES = 100_000  # that a YAML may stand for, with its aliases written out
 _DEPTH = 100
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # all but new lines and tabs
+_TO_CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+# All but new lines and tabs; and halves of characters, which no encoding can write.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
 
 
@@ -31,6 +35,12 @@ def printable(text: str, most: int | None = None) -> str:
     if most is not None and len(text) > most:
         text = f"{text[:most]} ..."
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def shortened(error: object, most: int = 300) -> str:
+    """Returns an error's text with not more of what it quotes than a reader needs: the beginning of its cause, and its hint."""
+    cause, hint, fix = printable(str(error)).partition(" HINT:")
+    return f"{printable(cause, most)}{hint}{printable(fix, most)}"
 
 
 def regular_size(path: Path) -> int:
@@ -43,31 +53,105 @@ def regular_size(path: Path) -> int:
     return found.st_size
 
 
-def read_text(path: Path, limit: int = LARGEST, errors: str = "strict") -> str:
-    """Reads a text file of at most so many bytes."""
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(opened, "rb") as file:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise OSError(f"{path} is no regular file")
+def open_to_read(path: Path, follow: bool = True) -> BinaryIO:
+    """Opens a regular file; an OSError for what would be waited for, and, if it is not to `follow` one, for a link."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    return os.fdopen(_regular(opened, path), "rb")
+
+
+def _regular(opened: int, path: Path) -> int:
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return opened
+    os.close(opened)
+    raise OSError(f"{path} is no regular file")
+
+
+def read_bytes(path: Path, limit: int = LARGEST, follow: bool = True) -> bytes:
+    """Reads a file of at most so many bytes."""
+    with open_to_read(path, follow) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(f"{path} has more than {limit:,} bytes")
-    return content.decode(errors=errors)
+    return content
+
+
+def read_text(path: Path, limit: int = LARGEST, follow: bool = True) -> str:
+    """Reads a text file of at most so many bytes."""
+    return read_bytes(path, limit, follow).decode()
+
+
+def read_end(path: Path, most: int) -> str:
+    """Reads the last so many bytes of a text that others may read then, from its first whole line on."""
+    with open_to_read(path, follow=False) as file:
+        cut = file.seek(0, os.SEEK_END) > most
+        file.seek(-most if cut else 0, os.SEEK_END if cut else os.SEEK_SET)
+        text = file.read(most).decode(errors="replace")
+    return text.partition("\n")[2] if cut else text
+
+
+def read_lines(path: Path, longest: int = LARGEST) -> Iterator[bytes]:
+    """Yields the lines of a file that have an end, one after the other; an OSError for one of more bytes than that."""
+    with open_to_read(path, follow=False) as file:
+        while line := file.readline(longest + 1):
+            if len(line) > longest:
+                raise OSError(f"{path} has a line of more than {longest:,} bytes")
+            if line.endswith(b"\n"):
+                yield line
 
 
 def parse_json(text: str | bytes) -> Any:
+    """Reads a JSON document that is not nested too deeply for whoever goes through it."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except RecursionError:
         raise UserError("it is nested too deeply") from None
+    level = [found]
+    for _ in range(_DEPTH):
+        level = [
+            item
+            for part in level
+            if isinstance(part, (dict, list))
+            for item in (part.values() if isinstance(part, dict) else part)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return found
+    raise UserError("it is nested too deeply")
 
 
-def read_json(path: Path, limit: int = LARGEST) -> dict[str, Any]:
+def read_json(path: Path, limit: int = LARGEST, follow: bool = True) -> dict[str, Any]:
     """Reads a JSON file that holds an object."""
-    found = parse_json(read_text(path, limit))
+    found = parse_json(read_text(path, limit, follow))
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no JSON object")
     return found
+
+
+# What a parsed value is ----------------------------------------------------------------------------------------------
+
+LARGEST_COUNT = 1 << 53
+LATEST = 1 << 32  # seconds since 1970: dates after it are none
+
+
+def as_count(value: Any, least: int = 0, most: int = LARGEST_COUNT) -> int:
+    """Returns a whole number within bounds; a UserError for everything else."""
+    if type(value) is not int or not least <= value <= most:
+        raise UserError(f"{str(value)[:40]!r} is no number from {least} to {most}")
+    return value
+
+
+def as_time(value: Any) -> float:
+    """Returns seconds since 1970."""
+    if type(value) not in (int, float) or not 0 <= value < LATEST:
+        raise UserError(f"{str(value)[:40]!r} is no time")
+    return float(value)
+
+
+def as_text(value: Any, most: int = 500) -> str:
+    """Returns a text, of a longer one the beginning."""
+    if not isinstance(value, str):
+        raise UserError(f"{str(value)[:40]!r} is no text")
+    return value[:most]
 
 
 class _Loader(_Parser):  # type: ignore[misc, valid-type]
@@ -119,22 +203,51 @@ def compose_yaml(path: Path) -> Any:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Writes a file under a name that nobody can know before, and renames it: whole or not there, at any moment."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a name that nobody can know before; the file of that name then takes the place of `path`: whole or not there."""
+    part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
-        opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
-        with os.fdopen(opened, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes a file, whole or not at all, and through no link."""
+    with replacing(path) as part:
+        opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
+        with os.fdopen(opened, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+
+def foreign_link(folder: Path) -> bool:
+    """Whether a folder is a link that another user has made: one's own may lead to a larger disk."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(found.st_mode) and found.st_uid != os.geteuid()
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, if there is none; an OSError where somebody else has put a link there."""
+    if foreign_link(folder):
+        raise OSError(f"{folder} is a link of another user")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def open_to_append(path: Path) -> IO[str]:
     """Opens a file to add to it; an OSError where a link, a pipe or a device lies there."""
     opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise OSError(f"{path} is no regular file")
-    return os.fdopen(opened, "a", encoding="utf-8", newline="")
+    return os.fdopen(_regular(opened, path), "a", encoding="utf-8", newline="")
+
+
+def cut_off_half_a_line(path: Path, longest: int = LARGEST) -> None:
+    """Removes what was being written when a process was killed, before something is added; an OSError as for that."""
+    with suppress(FileNotFoundError), os.fdopen(_regular(os.open(path, _TO_CHANGE), path), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - longest))
+        end = file.read(longest)
+        file.truncate(size - len(end) + end.rfind(b"\n") + 1)

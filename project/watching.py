@@ -8,15 +8,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import printable
+from project.untrusted import LATEST, printable, shortened
 from project.watch.charts import number
-from project.watch.history import FILE, PHASES, Events, Life, Point, held, lives_of, longest
+from project.watch.curves import Events
+from project.watch.history import FILE, PHASES, Life, Point, held, lives_of, longest
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
@@ -36,15 +38,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def ended(verb: Callable[[], int]) -> int:
-    """The exit code of a verb that waits, however it comes to its end."""
+    """The exit code of a verb that reads a run's folder, however it comes to its end."""
     try:
         return verb()
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # nobody reads it any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"ERROR   {shortened(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads it any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -100,11 +102,14 @@ class Look:
 
     def _silent(self) -> float:
         """Seconds since anything was written."""
-        times = [one.stat().st_mtime for one in (*self.folder.iterdir(), self.folder / "checkpoints") if one.exists()]
+        times = []
+        for one in (*self.folder.iterdir(), self.folder / "checkpoints"):
+            with suppress(OSError):  # it is gone, or leads nowhere
+                times.append(one.stat().st_mtime)
         return max(0.0, time.time() - max(times, default=0.0))
 
     def age(self) -> str:
-        return f"last sign of life {timedelta(seconds=round(self._silent()))} ago"
+        return f"last sign of life {_span(self._silent())} ago"
 
 
 def _left(life: Life, of: int | None) -> list[str]:
@@ -113,4 +118,8 @@ def _left(life: Life, of: int | None) -> list[str]:
     if not of or done < 1:
         return []
     left = (of - life.end_step) * (life.end - life.time) / done
-    return [f"{timedelta(seconds=round(max(0.0, left)))} left"]
+    return [f"{_span(left)} left"]
+
+
+def _span(seconds: float) -> str:
+    return str(timedelta(seconds=round(min(max(0.0, seconds), LATEST))))

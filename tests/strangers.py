@@ -55,20 +55,23 @@ def on_loopback(address: str) -> bool:
 
 
 class Stranger(Callback):
-    """On rank 0: notes who listens in `listeners.txt`, and before each batch sends garbage to all of them."""
+    """On the first rank of each host: notes who listens in `listeners-HOST.txt`; on rank 0, before each batch sends garbage to
+    all of them, and counts connections in `clients.txt`."""
 
     def __init__(self, sends: int = 0) -> None:
-        self.sends = sends
+        self.sends, self._clients = sends, 0
         self._found: set[Listener] = set()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_rank:
+        if trainer.local_rank:
             return
         if not self._found:
             self._found = listeners(Path.cwd())
-            Path("listeners.txt").write_text(
+            Path(f"listeners-{trainer.node_rank}.txt").write_text(
                 "\n".join(f"{one.kind} {one.address} {one.port} {one.program}" for one in self._found)
             )
+        if trainer.global_rank:
+            return
         chance = random.Random(batch_idx)
         for one in self._found:
             for number in range(self.sends):
@@ -82,6 +85,8 @@ class Stranger(Callback):
                     line.settimeout(1)
                     line.connect((here, one.port))
                     line.send(data if number % 10 else BOMBS[0])
+                    self._clients += "tcp" in one.kind
+        Path("clients.txt").write_text(str(self._clients))
 
 
 class Keyed(Callback):

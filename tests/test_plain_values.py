@@ -3,16 +3,21 @@
 import io
 import os
 import pickle
+import random
+import signal
 import struct
 import zipfile
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from project.errors import UserError
 from project.plain_values import load
 from project.survive.files import read_manifest, write
+from project.survive.reading import SafeCheckpointIO
 from project.untrusted import read_text
 
 VALUES = {
@@ -95,6 +100,8 @@ HOSTILE = {
     "no dtype": array((1, (1,), "f8", False, bytes(8))),
     "a command": Made(os.system, ("touch ran",)),
     "an array from a buffer": Made(np.ndarray, ((1 << 40,), FLOAT, bytes(8))),
+    "a tensor that is stretched": torch.zeros(1).expand(1 << 40),
+    "lists in lists": reduce(lambda inner, _: [inner], range(300), []),
 }
 
 
@@ -110,6 +117,41 @@ def test_a_hostile_value_is_refused(tmp_path, monkeypatch, case):
         assert isinstance(read, np.ndarray), case
         assert read.nbytes < 100, "made of nothing, as numpy.empty(0)"
     assert not Path("ran").exists()
+
+
+def test_mutated_checkpoints_are_read_or_refused(quick_checkpoint, tmp_path, request):
+    """In a process for each, as an accident of memory would end it."""
+    content, chance, path = quick_checkpoint, random.Random(0), tmp_path / "file"
+    many = 2_000 if request.config.getoption("--faults") else 20
+    pickled = content.index(b"data.pkl"), content.index(b"PK", content.index(b"data.pkl"))
+    refused = 0
+    for _ in range(many):
+        damaged = bytearray(content)
+        for _ in range(chance.choice([1, 1, 3, 20])):
+            damaged[chance.randrange(*(pickled if chance.random() < 0.8 else (0, len(content))))] = chance.randrange(256)
+        path.write_bytes(damaged)
+        if (child := os.fork()) == 0:
+            signal.alarm(10)
+            try:
+                SafeCheckpointIO().load_checkpoint(path)
+                os._exit(0)
+            except UserError:
+                os._exit(2)
+            except BaseException:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 2), code
+        refused += code == 2
+    assert many // 4 < refused < many
+
+
+@pytest.fixture
+def quick_checkpoint():
+    """As a run leaves it, with arrays in a callback's state."""
+    content = io.BytesIO()
+    weights = {f"layer.{number}": torch.randn(3, 4) for number in range(5)}
+    torch.save({"state_dict": weights, "callbacks": {"mine": VALUES}, "loops": {"fit_loop": {"a": [1, 2.5, None]}}}, content)
+    return content.getvalue()
 
 
 def test_an_archive_that_unpacks_to_more_than_it_has_is_refused(tmp_path):

@@ -18,7 +18,13 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "project"
 LIBRARIES = ("lightning", "torch")
 WHERE_TORCH_DEFINES = ("nn", "optim", "amp", "distributed", "utils/data", "utils/tensorboard")
-OF_OTHERS = {"_actions": "argparse", "_file_name": "tensorboard"}
+OF_OTHERS = {
+    "_actions": "argparse",
+    "_file_name": "tensorboard",
+    "_generator": "tensorboard",
+    "_async_writer": "tensorboard",
+    "_writer": "tensorboard",
+}
 """Read from an object that the text does not tell the library of."""
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 DEFINED = re.compile(

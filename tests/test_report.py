@@ -354,6 +354,27 @@ def test_the_report_in_a_browser(place, browser):
     assert complaints(browser) == []
 
 
+INJECTED = "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'><iframe srcdoc='<b>x</b>'></iframe>"
+
+
+@pytest.mark.slow
+def test_a_script_that_gets_into_a_report_does_not_run(place, browser, tmp_path):
+    from selenium.webdriver import ActionChains
+
+    text = (place / "lightning_logs/it/report.html").read_text().replace("</h1>", f"</h1>{INJECTED}", 1)
+    (tmp_path / "report.html").write_text(text)
+    (tmp_path / "without.html").write_text(re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text))
+    browser.get((tmp_path / "without.html").as_uri())
+    until(browser, "return window.ran === 2")
+    complaints(browser)
+    browser.get((tmp_path / "report.html").as_uri())
+    assert browser.execute_script("return window.ran") is None
+    assert any("Content Security Policy" in one for one in complaints(browser))
+    figure = browser.find_element("css selector", "figure")
+    ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
+    assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)
+
+
 def has_read(address, *runs):
     """Whether TensorBoard, which reads in the background, has come to the end of these runs."""
     with urlopen(f"{address}/data/plugin/scalars/tags", timeout=30) as answer:

@@ -1,6 +1,7 @@
 """Who can do what to a run: docs/trust.md has a line for each of these tests."""
 
 import json
+import os
 import pickle
 import stat
 import subprocess
@@ -9,12 +10,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from project import Trainer
 from project.cluster.agent_store import guard
 from tests.conftest import ROOT, TINY, environment, program
-from tests.strangers import on_loopback
+from tests.strangers import listeners, on_loopback
 
 FIT = (
     "fit",
@@ -43,7 +46,7 @@ def stranger(**how):
 
 def exposed(folder: Path) -> list[str]:
     """What listens to more than this host."""
-    lines = (folder / "listeners.txt").read_text().splitlines()
+    lines = (folder / "listeners-0.txt").read_text().splitlines()
     assert any(line.startswith("udp") for line in lines), "the ranks' heartbeats were seen"
     return [line for line in lines if not on_loopback(line.split()[1])]
 
@@ -63,11 +66,13 @@ def test_nothing_of_launch_sh_on_one_node_listens_to_another(tmp_path):
     assert exposed(tmp_path) == []
 
 
-def test_a_stranger_who_sends_to_every_port_changes_nothing(quick, tmp_path):
+def test_a_stranger_who_sends_to_every_port_changes_nothing(quick, tmp_path, request):
     """Datagrams that once ended a rank, and connections that say nothing which makes sense."""
-    for name, sends in (("quiet", 0), ("busy", 100)):
+    many = 10_000 if request.config.getoption("--faults") else 500
+    for name, sends in (("quiet", 0), ("busy", many // 8)):
         run = quick(*FIT[:-1], f"--run={name}", stranger(sends=sends), ranks=2)
         assert run.code == 0, run.output
+    assert int((tmp_path / "clients.txt").read_text()) >= many
     same = program(tmp_path, "same", "quiet", "busy")
     assert same.code == 0, same.output
 
@@ -86,6 +91,59 @@ def test_what_lies_in_the_store_of_torchruns_agents_runs_no_code(tmp_path, monke
         with pytest.raises(pickle.PickleError):
             dynamic_rendezvous.pickle.loads(hostile)
     assert not (tmp_path / "ran").exists()
+
+
+def listening_of(folder: Path, words: tuple[str, ...]) -> set[str]:
+    """Runs a program, and returns who of it, and of what it starts, listens to more than this host, at any time."""
+    found: set[str] = set()
+    with (folder / "output.txt").open("w") as output:
+        program = [sys.executable, "-m", "project", *words]
+        process = subprocess.Popen(program, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        seen = 0
+        while process.poll() is None:
+            now = listeners(folder)
+            seen += len(now)
+            found |= {f"{one.address} {one.port} {one.program}" for one in now if not on_loopback(one.address)}
+    assert process.returncode == 0, (folder / "output.txt").read_text()
+    assert seen, "somebody was seen to listen"
+    return found
+
+
+@pytest.mark.slow
+def test_nothing_of_the_doctor_listens_to_another_host(tmp_path):
+    assert listening_of(tmp_path, ("doctor", *FIT[1:-1], "--trainer.devices=2")) == set()
+
+
+@pytest.mark.slow
+def test_nothing_of_ray_on_one_host_listens_to_another(tmp_path):
+    """Ray's own processes, too: the cluster is one that was made for the run."""
+    pytest.importorskip("ray")
+    assert listening_of(tmp_path, ("ray", *FIT, "--workers=2")) == set()
+
+
+class Keeps(BoringModel):
+    """Has a secret among its arguments, and what only looks like one."""
+
+    def __init__(self, api_key="", start_token="", servers=(), size=3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.size = size
+
+
+def test_secrets_that_a_module_keeps_are_not_in_its_checkpoints(tmp_path, caplog):
+    module = Keeps("sesame", "<s>", ("https://me:p@ssw0rd@host/x", "plain"), 5)
+    short = {"max_steps": 1, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0}
+    trainer = Trainer(default_root_dir=tmp_path, logger=False, **short)
+    trainer.fit(module)
+    trainer.save_checkpoint(file := tmp_path / "again.ckpt")
+    for path in tmp_path.rglob("*.ckpt"):
+        assert not any(secret in path.read_bytes() for secret in (b"sesame", b"ssw0rd"))
+    assert module.hparams.api_key == "sesame"
+    read = Keeps.load_from_checkpoint(file)
+    assert (read.hparams.api_key, read.hparams.start_token, read.size) == ("(secret)", "<s>", 5)
+    assert read.hparams.servers == ("https://host/x", "plain")
+    assert Keeps.load_from_checkpoint(file, api_key="sesame").hparams.api_key == "sesame"
+    assert sum("save_hyperparameters keeps as api_key, servers" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_secrets_are_in_config_yaml_alone_which_its_owner_can_read(quick, tmp_path):
@@ -108,3 +166,23 @@ def test_secrets_are_in_config_yaml_alone_which_its_owner_can_read(quick, tmp_pa
     assert holding.keys() == {"lightning_logs/it/config.yaml"}
     assert stat.S_IMODE((folder / "config.yaml").stat().st_mode) == 0o600
     assert "visible" in (folder / "report.html").read_text()
+
+
+def test_a_config_that_others_can_write_is_warned_of_before_it_is_read(quick, tmp_path):
+    config = tmp_path / "lightning_logs/it/config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("trainer: 3")
+    for mode, owner, warns in (
+        (0o644, os.geteuid(), ""),
+        (0o646, os.geteuid(), "can be written by everybody"),
+        (0o644, 12345, "12345"),
+    ):
+        if owner != os.geteuid() and os.geteuid():
+            continue  # nobody else can give a file away
+        config.chmod(mode)
+        os.chown(config, owner, -1)
+        run = quick("test", "--run=it")
+        assert run.code == 2
+        lines = [line for line in run.output.splitlines() if "imported and called" in line]
+        assert len(lines) == bool(warns)
+        assert warns in "".join(lines)

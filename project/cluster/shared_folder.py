@@ -13,7 +13,7 @@ from typing import Any
 
 from project.cluster.environment import named
 from project.cluster.place import node_of
-from project.untrusted import read_text, write_text
+from project.untrusted import open_to_read, read_text, write_text
 
 Gather = Callable[[Any], list[Any]]
 Problem = tuple[str, list[int]]
@@ -96,7 +96,7 @@ def _fingerprint(path: Path) -> str | None:
         if path.is_dir():
             inside = sorted(f"{one.name} {one.stat().st_size}" for one in path.iterdir())
             return f"{len(inside)} files {hashlib.sha256(chr(10).join(inside).encode()).hexdigest()}"
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _END))
             return f"{size} {hashlib.sha256(file.read()).hexdigest()}"

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
 from project.masking import masked
-from project.survive.files import manifest_of, sha256_of
-from project.untrusted import read_json, read_yaml, write_text
+from project.survive.files import sha256_of
+from project.survive.manifest import manifest_at
+from project.untrusted import open_to_read, read_yaml, write_text
 
 CONFIG = "config.yaml"
 
@@ -23,8 +25,9 @@ CONFIG = "config.yaml"
 def origin(checkpoint: Path | None) -> dict[str, Any]:
     """The run, the checkpoint, its step and its metrics, as far as they are known."""
     manifest: dict[str, Any] = {}
-    if checkpoint is not None and manifest_of(checkpoint).is_file():
-        manifest = read_json(manifest_of(checkpoint))
+    if checkpoint is not None:
+        with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
+            manifest = manifest_at(checkpoint)
     in_run = checkpoint is not None and checkpoint.absolute().parent.name == "checkpoints"
     return {
         "run": checkpoint.absolute().parents[1].name if checkpoint is not None and in_run else None,
@@ -53,7 +56,7 @@ def of_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and checksum of each file."""
     found = {}
     for file in sorted(folder.iterdir()):
-        with file.open("rb") as opened:
+        with open_to_read(file) as opened:
             found[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
     return found
 
@@ -86,7 +89,8 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
 
 def copy_config(trainer: Trainer, folder: Path) -> None:
     """The run's configuration, beside the file."""
-    saved = Path(trainer.default_root_dir) / CONFIG
-    configuration = masked(read_yaml(saved)) if saved.is_file() else trainer.configuration  # type: ignore[attr-defined]
+    configuration = trainer.configuration  # type: ignore[attr-defined]
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        configuration = masked(read_yaml(Path(trainer.default_root_dir) / CONFIG))
     if configuration:
         write_text(folder / CONFIG, yaml.safe_dump(configuration, sort_keys=False))

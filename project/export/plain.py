@@ -21,7 +21,8 @@ from project.export import description
 from project.export.folder import ABOUT, staging
 from project.parts import Parted, Stored, changed
 from project.plain_values import load
-from project.survive.files import entry_of, manifest_of, read_manifest, write_file, write_manifest
+from project.survive.files import entry_of, read_manifest, write_file, write_manifest
+from project.survive.manifest import manifest_of
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.survive.files import checkpoints_in
+from project.survive.files import checkpoints_in, step_of
 from project.survive.reading import SafeCheckpointIO
-from project.watch.history import Events
+from project.watch.curves import Events
 from project.watch.page import of_the_module
 
 # What says where and when a run ran, or follows from what is compared.
@@ -86,8 +86,7 @@ def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compar
     theirs = {path.name: path for path in checkpoints_in(other / "checkpoints")}
     for path in checkpoints_in(folder / "checkpoints"):
         if path.name in theirs:
-            step = int(path.stem.split("-")[1].partition("_")[0])
-            _compare_checkpoints(compared, step, path, theirs[path.name], same_ranks)
+            _compare_checkpoints(compared, step_of(path), path, theirs[path.name], same_ranks)
     _compare_curves(compared, folder, other)
     return compared
 

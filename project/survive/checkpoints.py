@@ -23,7 +23,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from project.cluster.place import host, image
 from project.errors import UserError
 from project.plain_values import load
-from project.survive.files import cause, checkpoints_in, clean_up, free_name, manifest_of, remove, same_step, write
+from project.survive.files import cause, checkpoints_in, clean_up, free_name, remove, same_step, write
+from project.survive.manifest import manifest_at
 from project.survive.readable import check
 from project.survive.together import Copied, Lost, Together
 from project.train.logged import TakesMeasurements, measurement_loggers
@@ -31,7 +32,7 @@ from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
 from project.train.spread import taken_apart
-from project.untrusted import read_json
+from project.untrusted import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -369,7 +370,7 @@ class Checkpoints(Checkpoint):
         """Where it lies, whole and read back, and its size."""
         if self._together is not None:
             return self._together.write(path, copied, manifest)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         check(copied.marked)
         path = free_name(path, folder=False)
         size = write(path, copied.marked, manifest)
@@ -393,7 +394,7 @@ class Checkpoints(Checkpoint):
     def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in checkpoints_in(self._folder):
             try:
-                yield path, read_json(manifest_of(path))
+                yield path, manifest_at(path)
             except (OSError, ValueError):
                 continue
 

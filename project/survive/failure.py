@@ -28,6 +28,7 @@ from project.errors import TRY_AGAIN, NonFiniteError, UserError
 from project.survive.hang.warden import Memory
 from project.survive.news import NEWS
 from project.survive.signals import EXIT_CODES, SIGNALS
+from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ _CONNECTED = (
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
+_LONGEST = 1_000  # characters of an error's cause, and of its hint
 
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
@@ -131,7 +133,7 @@ def message(error: BaseException) -> str:
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
-    return str(error).strip() or type(error).__name__
+    return shortened(str(error).strip(), _LONGEST) or type(error).__name__
 
 
 def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> int:

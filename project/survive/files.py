@@ -20,11 +20,13 @@ from typing import Any, BinaryIO
 import torch
 
 from project.errors import UserError
-from project.untrusted import read_json, regular_size
+from project.survive.manifest import check_complete, manifest_at, manifest_of
+from project.untrusted import foreign_link, open_to_read, regular_size, shortened
 
 log = logging.getLogger(__name__)
 
-_PART = re.compile(r"whole\.pt|part-\d{5}-of-\d{5}\.pt")
+_NAME = re.compile(r"step-(\d{1,18})(-validation)?(_\d{1,9})?\.ckpt", re.ASCII)
+_PART = re.compile(r"whole\.pt|part-\d{5}-of-\d{5}\.pt", re.ASCII)
 _CHUNK = 1 << 22
 _READERS = 4  # files of a checkpoint that are read at once
 
@@ -32,13 +34,16 @@ Entry = dict[str, Any]
 """A file in a manifest: its size and checksum, and the rank and host that have written it."""
 
 
-def manifest_of(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The oldest first."""
-    return sorted(folder.glob("step-*.ckpt"))
+    """The oldest first; none of a folder elsewhere to which another user has put a link."""
+    found = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
+    return sorted(path for path in found if _NAME.fullmatch(path.name))
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
 
 
 def sha256_of(file: BinaryIO) -> str:
@@ -58,14 +63,14 @@ def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
     `content`: whether the files are read and their checksums compared, or their sizes only.
     """
     try:
-        manifest: dict[str, Any] = read_json(manifest_of(path))
+        manifest = manifest_at(path)
         parts: dict[str, Entry] | None = manifest.get("parts")
         if parts is None:
             manifest["bytes"], manifest["sha256"]
         elif odd := [name for name in parts if not _PART.fullmatch(name)]:
             raise UserError(f"{odd[0]!r} is no name of a part")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"its manifest can't be read ({error})") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"its manifest can't be read ({shortened(error)})") from error
     if parts is None:
         if path.is_dir():
             raise UserError("it is a folder, and its manifest is of a file")
@@ -100,16 +105,24 @@ def _problem(path: Path, entry: Entry, content: bool = True) -> str:
         return f"has {size} bytes instead of {entry['bytes']}"
     if not content:
         return ""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
 
 
-def newest_good(folder: Path, set_aside: bool = True, content: bool = True) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over."""
+def newest_good(
+    folder: Path, set_aside: bool = True, content: bool = True, complete: bool = False
+) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over.
+
+    `complete`: whether its manifest has to say all that a run that is resumed has to know.
+    """
     found = checkpoints_in(folder)
     for path in reversed(found):
         try:
-            return path, read_manifest(path, content)
+            manifest = read_manifest(path, content)
+            if complete:
+                check_complete(manifest)
+            return path, manifest
         except (ValueError, OSError) as error:
             if not set_aside:
                 continue
@@ -121,8 +134,11 @@ def newest_good(folder: Path, set_aside: bool = True, content: bool = True) -> t
 
 def set_aside_as_bad(path: Path, error: Exception) -> None:
     """Reports a damaged checkpoint, and gives it a name under which nobody looks for one."""
-    log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
-    put_aside(path, ".bad")
+    try:
+        put_aside(path, ".bad")
+        log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
+    except OSError as why_not:
+        log.error("Checkpoint %s is not used: %s. It can't be set aside: %s.", path, error, why_not)
 
 
 # What goes -----------------------------------------------------------------------------------------------------------
@@ -158,9 +174,12 @@ def put_aside(path: Path, suffix: str) -> None:
 
 def clean_up(folder: Path) -> None:
     """Removes what is left of writes that were cut off."""
-    for left in (*folder.glob(".step-*"), *folder.glob("step-*.json")):
-        if left.name.startswith(".") or not left.with_suffix(".ckpt").exists():
-            _remove(left)
+    for left in () if foreign_link(folder) else (*folder.glob(".step-*"), *folder.glob("step-*.json")):
+        if left.name.startswith(".") or not os.path.lexists(left.with_suffix(".ckpt")):
+            try:
+                _remove(left)
+            except OSError as error:
+                log.warning("%s is left of a write that was cut off, and can't be removed: %s", left, error)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -221,7 +240,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
 def _before(path: Path) -> dict[str, Any]:
     """The manifest of the file that is about to be replaced: neither of the two can be renamed together with the other."""
     try:
-        known: dict[str, Any] = read_json(manifest_of(path)) if path.is_file() else {}
+        known = manifest_at(path) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     known.pop("before", None)

@@ -27,18 +27,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        safe, path_ = True if weights_only is None else weights_only, Path(path)
+        safe = True if weights_only is None else weights_only
         try:
-            if path_.is_dir():
-                read = load if safe else _load_trusted
-                return Parted(path_, read).checkpoint(self.slice_of or Stored.read)
-            if not path_.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
-                with plain_values():
-                    found: dict[str, Any] = finished(super().load_checkpoint(path, map_location, safe))
-                return found
-            if self.slice_of is not None:
-                return _let_go(load(path_))
-            found = load(path_, map_location, mmap=False)
+            found: dict[str, Any] = self._read(Path(path), path, map_location, safe)
+            if not isinstance(found, dict):
+                raise UserError(f"{path} holds no checkpoint, but a {type(found).__name__}.")
             return found
         except pickle.UnpicklingError as error:
             raise as_user_error(
@@ -56,6 +49,16 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
                 "the same folder.",
             ) from error
+
+    def _read(self, path: Path, address: str | Path, map_location: Any, safe: bool) -> Any:
+        if path.is_dir():
+            return Parted(path, load if safe else _load_trusted).checkpoint(self.slice_of or Stored.read)
+        if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
+            with plain_values():
+                return finished(super().load_checkpoint(address, map_location, safe))
+        if self.slice_of is not None:
+            return _let_go(load(path))
+        return load(path, map_location, mmap=False)
 
 
 def _load_trusted(path: Path) -> Any:

@@ -5,6 +5,7 @@ No other import than the standard library's: this comes before the seconds in wh
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -49,6 +50,26 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    def end_at_the_second(self) -> None:
+        """From here on a second signal ends this process also while its main thread is in code that is not Python's, where it
+        can note none: in a library that is loaded, or a connection that is waited for."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a loader process is ended by one
+        threading.Thread(target=self._count, args=(reader,), name="signals", daemon=True).start()
+
+    def _count(self, reader: int) -> None:
+        first: float | None = None
+        while number := os.read(reader, 1):
+            if number[0] not in self._before:
+                continue
+            now = time.monotonic()
+            if first is None:
+                first = now
+            elif now - first > _SAME:
+                os._exit(EXIT_CODES[signal.Signals(number[0])])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -24,6 +24,7 @@ from project.parts import WHOLE, Parted, Stored, part_name
 from project.plain_values import load
 from project.survive.files import Entry, cause, entry_of, free_name, part_problem, put_aside, sync, write_file, write_manifest
 from project.survive.readable import check
+from project.untrusted import make_folder
 
 T = TypeVar("T")
 
@@ -159,7 +160,8 @@ def _stage(path: Path) -> tuple[Path, str]:
     """A new folder, and a name that no other checkpoint has."""
     name = uuid.uuid4().hex
     staging = path.with_name(f".{path.name}.{name[:8]}.part")
-    staging.mkdir(parents=True)
+    make_folder(path.parent)
+    staging.mkdir()
     return staging, name
 
 

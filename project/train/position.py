@@ -5,13 +5,16 @@ epoch) and nothing of the next has begun. Lightning's own counters count the mic
 in which they were saved; so they are not restored but written anew, from the position and today's accumulation.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 
+from project.errors import UserError
 from project.train.data_ranks import data_ranks
+from project.untrusted import as_count
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, saved: Any) -> "Position":
+        """Reads what `state_dict` gave; a TypeError or a ValueError where it is something else."""
+        for name, value in saved.items():
+            if not isinstance(value, bool):
+                as_count(value)
+            elif name not in ("epoch_over", "validation_due", "begun"):
+                raise TypeError(name)
+        return cls(**saved)
 
 
 def position(trainer: Trainer) -> Position:
@@ -107,6 +120,16 @@ def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
     for counters in (validation["total"], validation["current"]):
         counters.update(ready=0, started=0, processed=0, completed=0)
     validation["is_last_batch"] = False
+
+
+def check_loops(saved: Any, name: str = "loops") -> None:
+    """Raises a UserError where the saved progress of Lightning's loops is no count: it would fail much later."""
+    if isinstance(saved, Mapping):
+        for key, item in saved.items():
+            if not str(key).endswith("state_dict"):  # what they keep beside it
+                check_loops(item, f"{name}.{key}")
+    elif not isinstance(saved, int) or saved < 0 or name.count(".") < 3:
+        raise UserError(f"{name} of the checkpoint can't be {str(saved)[:40]!r}. HINT: take an older one from the same folder.")
 
 
 def planned_steps(trainer: Trainer) -> int | None:

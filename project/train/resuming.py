@@ -9,7 +9,8 @@ import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from project.errors import UserError
+from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.train import metrics
 from project.train.attributes import Attributes, attributes, changed_attributes
@@ -31,8 +33,9 @@ from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
-from project.train.position import Position, position, set_counters
+from project.train.position import Position, check_loops, position, set_counters
 from project.train.spread import taken_apart
+from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class Resuming(_CheckpointConnector):
     _made_of: Shapes | None = None
     """The network at the start of the fit."""
     _optimizers_as_built = ""
+    _masks = False
+    """Whether it has said that secrets are left out."""
     _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
     """What the user's objects keep in Python, before any step."""
     values: Mapping[str, bytes] = MappingProxyType({})
@@ -80,6 +85,7 @@ class Resuming(_CheckpointConnector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        self._mask(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
             checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             checkpoint[_BUFFERS] = self._moved_buffers()
@@ -109,6 +115,20 @@ class Resuming(_CheckpointConnector):
             checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
         return checkpoint
 
+    def _mask(self, checkpoint: dict[str, Any]) -> None:
+        """What the module and its data keep by `save_hyperparameters`: a checkpoint is copied and given away."""
+        found: set[str] = set()
+        for part in ("hyper_parameters", "datamodule_hyper_parameters"):
+            if part in checkpoint:
+                checkpoint[part] = without_secrets(checkpoint[part], found)
+        if found and not self._masks and self.trainer.is_global_zero:
+            log.warning(
+                "Checkpoints have %s in place of what save_hyperparameters keeps as %s. HINT: load_from_checkpoint takes the "
+                "real values by name; save_hyperparameters(ignore=[...]) leaves them out.",
+                *(MASK, ", ".join(sorted(found))),
+            )
+        self._masks = self._masks or bool(found)
+
     def _warn_of_other_optimizers(self) -> None:
         now = _names(self.trainer)
         if now != self._optimizers_as_built:
@@ -136,6 +156,7 @@ class Resuming(_CheckpointConnector):
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
         self.read(path, self.weights_only if weights_only is None else weights_only)
+        check_loops(self._loaded_checkpoint.get("loops", {}))
         if self.trainer.state.fn == "fit" and "position" in self._loaded_checkpoint:
             self._put()
         states = self._loaded_checkpoint.get("states_of_ranks")
@@ -153,8 +174,8 @@ class Resuming(_CheckpointConnector):
     def _put(self) -> None:
         """Loops and loaders go on where the run was, also on another number of ranks."""
         try:
-            at = Position(**self._loaded_checkpoint["position"])
-        except TypeError:
+            at = Position.of(self._loaded_checkpoint["position"])
+        except (AttributeError, TypeError, ValueError):
             raise UserError(
                 f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
@@ -166,7 +187,8 @@ class Resuming(_CheckpointConnector):
             self._loops().metric_states = self._loaded_checkpoint.get("metric_states")
             if exact := self._connector().exact_metrics:
                 exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
-        set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
+        with _of_the_checkpoint():
+            set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
         loaders_of(self.trainer).start_at(
             at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun
         )
@@ -240,6 +262,10 @@ class Resuming(_CheckpointConnector):
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(self._loaded_checkpoint["callback_metrics"])
 
+    def restore_loops(self) -> None:
+        with _of_the_checkpoint():
+            super().restore_loops()
+
     def restore_optimizers(self) -> None:
         """How the steps are computed is this start's matter: a checkpoint may come from other devices."""
         for optimizer, saved in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
@@ -303,6 +329,17 @@ class Resuming(_CheckpointConnector):
             log.info(
                 "The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown
             )
+
+
+@contextmanager
+def _of_the_checkpoint() -> Iterator[None]:
+    """Within it nothing but what is in the checkpoint can be wrong."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"The checkpoint's loops can't be restored ({type(error).__name__}: {shortened(error)}). HINT: take an older one."
+        ) from error
 
 
 def _names(trainer: Trainer) -> str:

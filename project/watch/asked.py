@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
-from project.untrusted import parse_json, write_text
+from project.untrusted import parse_json, printable, write_text
 
 FILE = "profile.json"
 FOLDER = "profiles"
 """In the run's folder: what was recorded."""
+MOST = 1_000
+"""Steps of a profile: each takes some MB of memory until all are recorded."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Asked:
     memory: bool = False
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.steps) and self.steps > 0):
-            raise UserError(f"The profile's steps are a number, not {self.steps!r}.")
+        if not (_is_number(self.steps) and 0 < self.steps <= MOST):
+            raise UserError(f"The profile's steps are a number from 1 to {MOST}, not {self.steps!r}.")
         if not isinstance(self.memory, bool):
             raise UserError(f"The profile's memory is true or false, not {self.memory!r}.")
         known = self.ranks is None or (isinstance(self.ranks, (list, tuple)) and self.ranks)
@@ -47,7 +49,7 @@ class Asked:
             raise UserError(f"It is not JSON: {error}.") from error
         names = {one.name for one in fields(Asked)}
         if not isinstance(said, dict) or not names >= said.keys():
-            raise UserError(f"It says {text.strip()}, and what it may say is {', '.join(sorted(names))}.")
+            raise UserError(f"It says {printable(text.strip(), 100)}, and what it may say is {', '.join(sorted(names))}.")
         return Asked(**said)
 
 

@@ -120,7 +120,11 @@ def silence_libraries(rank: int) -> None:
 
 def log_to(path: Path, level: int = logging.INFO) -> None:
     """Writes the log to a file too, with what was said before there was one."""
-    file = logging.StreamHandler(open_to_append(path))
+    try:
+        file = logging.StreamHandler(open_to_append(path))
+    except OSError as error:
+        log.warning("There is no log file: %s. Training goes on.", error)
+        return
     file.addFilter(_SPEAKER)
     file.setLevel(level)
     file.setFormatter(_Formatter(_FORMAT))

@@ -1,11 +1,13 @@
 """Events: TensorBoard's logger, made to last. One continuous curve over restarts, and a full disk does not end a run."""
 
 import logging
+import secrets
 import threading
 import time
 from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from torch.utils.tensorboard import SummaryWriter
 
 from project.train.logged import TakesMeasurements
+from project.untrusted import open_to_append
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +42,20 @@ def _put_before_now(folder: Path) -> None:
     latest = int(time.time()) - 1
     for file in files:
         *start, stamp, rest = file.name.split(".", 4)
-        if not stamp.isdigit():
+        if not (stamp.isascii() and stamp.isdecimal()):
             continue
         if int(stamp) > latest:
-            file.rename(file.with_name(".".join((*start, f"{latest:010d}", rest))))
+            with suppress(OSError):  # a folder of that name, say
+                file.rename(file.with_name(".".join((*start, f"{latest:010d}", rest))))
             latest -= 1
         else:
             latest = int(stamp)
+
+
+def _keep_open(writer: Any) -> None:
+    """TensorBoard would open its file by name at each flush: a pipe that somebody puts there would be waited for."""
+    records = writer._async_writer._writer
+    records._writer = open_to_append(Path(writer._file_name)).detach()  # type: ignore[attr-defined]
 
 
 class Lasting:
@@ -103,7 +113,10 @@ class Events(TakesMeasurements, TensorBoardLogger):
         if self._tensorboard is None or self._tensorboard.file_writer is None:  # there is none yet, or it was closed
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
             hidden_from, self._hidden_from = self._hidden_from, None
-            self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from)
+            # A name that nobody can know before: it opens whatever lies there, a link, too.
+            suffix = f".{secrets.token_hex(4)}"
+            self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from, filename_suffix=suffix)
+            _keep_open(self._tensorboard.file_writer.event_writer)
         return self._tensorboard
 
     def __getstate__(self) -> dict[str, Any]:

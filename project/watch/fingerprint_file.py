@@ -9,17 +9,19 @@ No heavy imports: a file is read without PyTorch.
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from project.errors import UserError
-from project.untrusted import parse_json, regular_size
+from project.untrusted import as_count, as_text, parse_json, read_lines, shortened
 
 FILE = "fingerprints.jsonl"
 FORMAT = 1
 MODULE_BYTES = 2
+_MOST = 1_000_000  # ranks, threads, and micro-batches of a step
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,18 @@ class Recorded:
         self.again: list[tuple[Taken, Taken]] = []
         """Steps that were taken more than once: an earlier and the next later time."""
         ever: dict[int, Taken] = {}
+        order: list[int] = []  # of the steps
         for start, records in starts:
-            self.steps = {step: taken for step, taken in self.steps.items() if step <= start.step}
+            for step in order[(left := bisect_right(order, start.step)) :]:
+                del self.steps[step]
+            del order[left:]
             before = start.weights
             for record in records:
                 taken = Taken(record, start, before)
                 if record.step in ever:
                     self.again.append((ever[record.step], taken))
+                if record.step not in self.steps:
+                    insort(order, record.step)
                 ever[record.step] = self.steps[record.step] = taken
                 before = record.weights
 
@@ -119,8 +126,7 @@ def read(folder: Path, name: str) -> Recorded:
     """The run's file. A UserError says what is wrong with it."""
     path = folder / FILE
     try:
-        regular_size(path)
-        content = path.read_bytes()
+        starts = _starts(path)
     except FileNotFoundError:
         raise UserError(
             f"The run {name} has no {path}: it has not come to its first steps, was trained by an older version of this "
@@ -128,9 +134,15 @@ def read(folder: Path, name: str) -> Recorded:
         ) from None
     except OSError as error:
         raise UserError(f"{path} can't be read: {error}.") from error
-    *lines, _ = content.split(b"\n")  # the last one has no end: it was cut off by a kill, or is empty
+    if not any(records for _, records in starts):
+        raise UserError(f"{path} holds no step: the run {name} was ended before one was recorded. HINT: let it go on.")
+    return Recorded(name, starts)
+
+
+def _starts(path: Path) -> list[tuple[Start, list[Step]]]:
+    """Reads line by line; the last one may have no end: it was cut off by a kill."""
     starts: list[tuple[Start, list[Step]]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             entry = parse_json(line)
             version = entry.get("format")
@@ -140,52 +152,58 @@ def read(folder: Path, name: str) -> Recorded:
                 starts[-1][1].append(_step(entry, starts[-1][0]))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{path}, line {number}: this is no fingerprint ({type(error).__name__}: {error}). HINT: the file is damaged; "
-                "take it from a copy of the run, or compare the checkpoints."
+                f"{path}, line {number}: this is no fingerprint ({type(error).__name__}: {shortened(error)}). HINT: damaged? "
+                "Take it from a copy of the run, or compare the checkpoints."
             ) from error
         if version not in (None, FORMAT):
             raise UserError(
-                f"{path} is of another version of this project (format {version}, not {FORMAT}). HINT: use that one."
+                f"{path} is of another version of this project (format {version!r}, not {FORMAT}). HINT: use that one."
             )
-    if not any(records for _, records in starts):
-        raise UserError(f"{path} holds no step: the run {name} was ended before one was recorded. HINT: let it go on.")
-    return Recorded(name, starts)
-
-
-def cut_off_half_a_line(path: Path) -> None:
-    """What was being written when the process was killed goes before something is appended."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    return starts
 
 
 def _start(entry: dict[str, Any]) -> Start:
-    known = {name: value for name, value in entry.items() if name != "format"}
-    found = Start(**{**known, "names": tuple(known["names"]), "tensors": _bytes(known["tensors"])})
-    if not isinstance(found.step, int) or found.ranks < 1 or found.micro_batches < 1:
-        raise UserError("numbers that can't be")
-    return found
+    return Start(
+        step=as_count(entry["step"]),
+        ranks=as_count(entry["ranks"], 1, _MOST),
+        micro_batches=as_count(entry["micro_batches"], 1, _MOST),
+        exact=entry["exact"] is True,
+        torch=as_text(entry["torch"]),
+        device=as_text(entry["device"]),
+        threads=as_count(entry["threads"], 0, _MOST),
+        names=tuple(map(as_text, entry["names"])),
+        weights=None if entry["weights"] is None else as_text(entry["weights"]),
+        tensors=_bytes(entry["tensors"]),
+    )
 
 
 def _step(entry: dict[str, Any], start: Start) -> Step:
-    numbers: list[int] = entry.pop("numbers", None) or list(range(start.micro_batches))
-    names, modules = entry.pop("modules", ((), ""))
     losses = _bytes(entry["losses"])
-    size, given = len(losses) // len(numbers), _bytes(modules)
-    parts = [losses[at * size : (at + 1) * size] for at in range(len(numbers))]
-    calls = [given[at : at + MODULE_BYTES] for at in range(0, len(given), MODULE_BYTES)]
-    if not isinstance(entry["step"], int) or len(losses) % len(numbers) or entry["ranks"] < 1:
+    numbers = entry.get("numbers") or range(start.micro_batches)
+    size, left = divmod(len(losses), len(numbers))
+    if left:
         raise UserError("numbers that can't be")
+    parts = {
+        as_count(number, 0, _MOST): losses[at : at + size] for at, number in zip(_places(losses, size), numbers, strict=False)
+    }
+    names, modules = entry.get("modules", ((), ""))
+    given = _bytes(modules)
+    calls = [given[at : at + MODULE_BYTES] for at in _places(given, MODULE_BYTES)]
     return Step(
-        **{
-            **entry,
-            "tensors": _bytes(entry["tensors"]),
-            "losses": dict(zip(numbers, parts, strict=True)) if size else {},
-            "modules": tuple(zip(names, calls, strict=True)),
-        }
+        step=as_count(entry["step"]),
+        epoch=as_count(entry["epoch"]),
+        ranks=as_count(entry["ranks"], 1, _MOST),
+        weights=as_text(entry["weights"]),
+        tensors=_bytes(entry["tensors"]),
+        losses=parts,
+        modules=tuple(zip(map(as_text, names), calls, strict=True)),
+        others={as_text(rank): as_text(weights) for rank, weights in entry.get("others", {}).items()},
     )
+
+
+def _places(content: bytes, size: int) -> Iterable[int]:
+    """Where its parts begin."""
+    return range(0, len(content), size) if size else ()
 
 
 def _line(entry: dict[str, Any]) -> str:

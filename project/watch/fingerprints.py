@@ -27,9 +27,9 @@ from project.train.norms import batch_norms
 from project.train.strategy import gathered, left_to_each_rank
 from project.train.structure import holders
 from project.train.usual import shares_weights, spread
-from project.untrusted import open_to_append
+from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
-from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, cut_off_half_a_line
+from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step
 from project.watch.module_outputs import ModuleOutputs
 
 log = logging.getLogger(__name__)

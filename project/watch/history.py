@@ -3,11 +3,15 @@ warnings. Nothing is imported that a login node would have to wait for, and noth
 """
 
 import fcntl
-import logging
+import os
 import re
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +19,8 @@ from typing import Any
 import yaml
 
 from project.masking import masked, masked_text
-from project.untrusted import parse_json, parse_yaml, read_json, read_text
+from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
+from project.watch.curves import Events
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
@@ -26,9 +31,12 @@ OURS = ("speed/", "ranks/", "run/")
 """What the curves that are not the module's begin with."""
 SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
-_SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$")
+_SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$", re.MULTILINE)
+_STATES = ("finished", "stopped", "failed", "killed")
 
-_LONGEST = 1 << 28  # bytes of a log that is read
+# The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
+_LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,17 @@ class History:
         """That it was alive, over all its lives."""
         return sum(one.seconds for one in self.lives)
 
+    @cached_property
+    def _clock(self) -> tuple[list[float], list[float]]:
+        """When each life was over, and how long the ones before it had lasted."""
+        ends = accumulate((one.end for one in self.lives), max)
+        return list(ends), [0.0, *accumulate(one.seconds for one in self.lives)]
+
     def hours(self, time: float) -> float:
         """Of life, until a moment."""
-        past = 0.0
-        for one in self.lives:
-            if time <= one.end:
-                return (past + max(0.0, time - one.time)) / 3600
-            past += one.seconds
-        return past / 3600
+        ends, past = self._clock
+        at = bisect_left(ends, time)
+        return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
     def last(self, tag: str) -> float | None:
         found = self.curves.get(tag)
@@ -155,42 +166,64 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
     lives = lives_of(folder / FILE, seen)
     if lives and goes_on and lives[-1].state == "killed":
         lives[-1].state = "going on"
-    text = _text(folder / "config.yaml")
+    text = ""
     try:
-        config = masked(parsed := parse_yaml(text))
+        config = masked(parsed := parse_yaml(text := read_text(folder / "config.yaml", _CONFIG, follow=False)))
         text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
     checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
-    said = [found.groups() for line in _text(folder / "log.txt").splitlines() if (found := _SAID.match(line))]
+    said = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
     return History(
         *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
-        said=[(str(when), str(level), str(words)) for when, level, words in said],
+        said=[(when, level, words) for when, level, words in (found.groups() for found in said)],
     )
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
     """`seen`: when, and at which step, the run has left something."""
     lives: list[Life] = []
-    for line in _text(path).splitlines():
+    for line in _end(path, _LIVES).splitlines():
+        if '"event"' not in line:
+            continue
         try:
             entry = parse_json(line)
-            event, time, step = entry.pop("event"), float(entry.pop("time")), entry.pop("step")
+            event, time, step = entry.pop("event"), as_time(entry.pop("time")), entry.pop("step")
             if event == "start":
-                lives.append(Life(time, int(step), int(entry.pop("ranks")), entry, time, int(step)))
-            elif lives:
+                ranks = as_count(entry.pop("ranks"), 1, _MOST_RANKS)
+                lives.append(Life(time, as_count(step), ranks, _known(entry), time, step))
+            elif lives and entry["state"] in _STATES:
                 life = lives[-1]
-                life.end, life.state, life.why = time, str(entry["state"]), entry["why"]
-                life.end_step = life.step if step is None else int(step)  # None: from a warden, which knows no steps
+                why = None if entry["why"] is None else as_text(entry["why"])
+                end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
+                life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # half a line, which a kill or a full disk has left
+            continue  # half a line, which a kill or a full disk has left; or somebody else's
+    lives, seen = lives[-_STARTS:], sorted(seen)
     for life, until in zip(lives, [*(one.time for one in lives[1:]), float("inf")], strict=False):
-        if life.state == "killed":
-            of_it = [one for one in seen if life.time <= one[0] < until]
-            life.end = max([life.end, *(time for time, _ in of_it)])
-            life.end_step = max([life.end_step, *(step for _, step in of_it)])
+        before = bisect_left(seen, (until,))
+        if life.state == "killed" and before > bisect_left(seen, (life.time,)):
+            time, step = seen[before - 1]
+            life.end, life.end_step = max(life.end, time), max(life.end_step, step)
     return lives
+
+
+def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What else a start has written down, as far as it is what was written."""
+    known: dict[str, Any] = {
+        name: as_text(value) if isinstance(value, str) else value
+        for name, value in entry.items()
+        if value is None or isinstance(value, (str, int, float))
+    }
+    for name in ("of", "global_batch"):
+        if entry.get(name) is not None:
+            as_count(entry[name])
+    if "hosts" in entry:
+        known["hosts"] = {as_text(host): as_count(ranks) for host, ranks in entry["hosts"].items()}
+    if "versions" in entry:
+        known["versions"] = {as_text(name): as_text(value) for name, value in entry["versions"].items()}
+    return known
 
 
 def _curves(folder: Path) -> dict[str, list[Point]]:
@@ -199,35 +232,10 @@ def _curves(folder: Path) -> dict[str, list[Point]]:
     return {tag: [Point(one.step, one.value, one.wall_time) for one in events.scalars(tag)] for tag in events.read()}
 
 
-class Events:
-    """TensorBoard's reader of a folder. `keep`: values of each curve, the newest and others by chance; 0: all."""
-
-    def __init__(self, folder: Path, keep: int = 0) -> None:
-        self._folder, self._keep = folder, keep
-        self._found: Any = None
-
-    def read(self) -> list[str]:
-        """What is new since it was called last. The names of all curves."""
-        if self._found is None and not any(self._folder.glob("events.out.tfevents.*")):
-            return []
-        quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
-        try:
-            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-
-            self._found = self._found or EventAccumulator(str(self._folder), size_guidance={"scalars": self._keep})
-            self._found.Reload()
-        finally:
-            logging.root.manager.disable = quiet
-        return list(self._found.Tags()["scalars"])
-
-    def scalars(self, tag: str) -> Sequence[Any]:
-        return self._found.Scalars(tag) if self._found else ()
-
-
 def held(lock: Path) -> bool:
     """Whether a process writes to the run's folder; never asked by that process, whose lock would be lost by it."""
     try:
-        with lock.open("r+") as file:
+        with os.fdopen(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -236,16 +244,16 @@ def held(lock: Path) -> bool:
     return False
 
 
-def _text(path: Path) -> str:
+def _end(path: Path, most: int) -> str:
     try:
-        return read_text(path, _LONGEST, errors="replace")
+        return read_end(path, most)
     except OSError:
         return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read_json(path, follow=False)
     except (OSError, ValueError):
         return {}
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -157,7 +158,8 @@ _MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger:
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
     """What an earlier start has written down."""
     try:
-        return {str(place): str(one) for place, one in read_json(folder / _FILE).items()}
+        known = read_json(folder / _FILE, follow=False).items()
+        return {place: one for place, one in known if isinstance(one, str) and re.fullmatch(r"[\w-]{1,64}", one)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

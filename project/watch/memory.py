@@ -10,18 +10,19 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from project.train.allocator import save_doings
-from project.untrusted import write_text
+from project.untrusted import make_folder, replacing, write_text
 
 _SHOWN = 15  # kinds of tensors
 
 
 def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
     """STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stem.parent)
     text = stem.with_name(f"{stem.name}.txt")
     write_text(text, "\n".join([*_held(trainer, module), ""]))
     if trainer.strategy.root_device.type == "cuda":
-        save_doings(stem.with_name(f"{stem.name}.pickle"))
+        with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
+            save_doings(file)
     return text
 
 

@@ -1,8 +1,11 @@
 """What the pages of one run and of several have in common."""
 
+import base64
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from project.untrusted import printable
 from project.watch.charts import Line, Mark, chart
 from project.watch.history import OURS, SKIPPED
 
@@ -40,10 +43,18 @@ for (const f of document.querySelectorAll('figure')) {
 """
 
 
+_ALLOWED = (
+    f"default-src 'none'; script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
+"""A Content-Security-Policy: the page runs its own script and no other, and loads nothing."""
+
+
 def html(title: str, parts: Sequence[str]) -> str:
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"</head><body>{''.join(parts)}<script>{_SCRIPT}</script></body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_ALLOWED}"><title>{printable(escape(title))}</title>'
+        f"<style>{_STYLE}</style></head><body>{printable(''.join(parts))}<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
@@ -60,9 +71,10 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def charts(found: Iterable[Chart], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
-    drawn = [one for title, lines in found if (one := chart(title, lines, x_name, marks, from_zero))]
-    left = f'<p class="soft">and {len(drawn) - _CHARTS} more</p>' if len(drawn) > _CHARTS else ""
-    return f'<div class="charts">{"".join(drawn[:_CHARTS])}</div>{left}' if drawn else ""
+    known = [(title, lines) for title, lines in found if any(line.points for line in lines)]
+    drawn = [chart(title, lines, x_name, marks, from_zero) for title, lines in known[:_CHARTS]]
+    left = f'<p class="soft">and {len(known) - _CHARTS} more</p>' if len(known) > _CHARTS else ""
+    return f'<div class="charts">{"".join(drawn)}</div>{left}' if drawn else ""
 
 
 def of_the_module(tag: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.train.data_ranks import data_ranks
+from project.untrusted import replacing
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class PredictionWriter(Callback):
             path = Path(trainer.default_root_dir) / "predictions.csv"
             rows = sorted(row for part in parts for row in part)
             columns = [*_COLUMNS] + ["file"] * any(file for *_, file in rows)
-            with path.open("w", newline="") as opened:
+            with replacing(path) as part, part.open("x", newline="") as opened:
                 writer = csv.writer(opened)
                 writer.writerow(columns)
                 writer.writerows((s, c, f"{p:.4f}", file)[: len(columns)] for s, c, p, file in rows)

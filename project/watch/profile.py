@@ -5,7 +5,7 @@ Nothing of this is among a step's hooks until it is wanted. `python -m project p
 """
 
 import logging
-import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.errors import UserError
 from project.train.loop import joins
-from project.untrusted import read_text
+from project.untrusted import read_text, shortened
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.memory import ran_out, write_held
 from project.watch.recording import Recording, StepRanges
@@ -83,7 +83,7 @@ class Profile(Callback):
             self._look_at = now + _PAUSE
             file = Path(trainer.default_root_dir) / FILE
             free = trainer.is_global_zero and (self._recording is None or self._recording.over)
-            self._found = free and os.path.lexists(file) and not file.is_dir()
+            self._found = free and _is_there(file)
         return self._found
 
     def answers(self, trainer: Trainer, group: Any) -> None:
@@ -99,12 +99,12 @@ class Profile(Callback):
         file = Path(trainer.default_root_dir) / FILE
         try:
             try:
-                text = read_text(file, _LONGEST)
+                text = read_text(file, _LONGEST, follow=False)
             finally:
                 file.unlink()
             return Asked.of(text)
         except (OSError, ValueError) as error:
-            log.warning("%s can't be answered: %s", file, error)
+            log.warning("%s can't be answered: %s", file, shortened(error))
             return None
 
     # Both ------------------------------------------------------------------------------------------------------------
@@ -127,3 +127,11 @@ class Profile(Callback):
             log.error("Memory has run out. What it holds: %s", write_held(trainer, pl_module, stem))
         except Exception as error:  # the one that ends the run is the one to be told
             log.debug("What the memory holds can't be written: %s", error)
+
+
+def _is_there(file: Path) -> bool:
+    """Whether there is something that can be taken away."""
+    try:
+        return not stat.S_ISDIR(file.lstat().st_mode)
+    except OSError:
+        return False

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.train.allocator import note_doings
 from project.train.loop import fetching, fetching_now, leaves
-from project.untrusted import write_text
+from project.untrusted import make_folder, replacing, write_text
 from project.watch.memory import write_held
 from project.watch.recorded import RANGE, events_of, lines
 from project.watch.throughput import Throughput
@@ -224,12 +224,13 @@ class Recording(StepRanges):
 
     def _write(self, recorded: profile | None, steps: int, trainer: Trainer, stem: Path) -> list[str]:
         """The trace, and last, with all that is to be said, the text: who finds it finds the rest."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         said = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}"]
         if recorded is None:
             said.append(self._why_not or "")
         else:
-            recorded.export_chrome_trace(f"{stem}.json.gz")
+            with replacing(stem.with_name(f"{stem.name}.json.gz")) as trace:  # which would be written through a link
+                recorded.export_chrome_trace(str(trace))
             on_gpu = trainer.strategy.root_device.type == "cuda"
             events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
             said += lines(events, steps, on_gpu)

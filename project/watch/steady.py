@@ -60,7 +60,10 @@ class Csv(Steady, CSVLogger):
         """The file. Lightning's would delete what an earlier start has written."""
         if self._file is None:
             until, logged = self._goes_on or (None, ())
-            self._file = CsvFile(Path(self.log_dir, "metrics.csv"), until)
+            try:
+                self._file = CsvFile(path := Path(self.log_dir, "metrics.csv"), until)
+            except OSError as error:
+                raise UserError(f"CSV can't go on with {path}: {said(error)}. HINT: move it away.") from error
             for step, entries in groupby(logged, key=itemgetter(0)):
                 CSVLogger.log_metrics(self, {tag: value for _, tag, value in entries}, step)
         return self._file

@@ -52,6 +52,20 @@ def test_hosts_make_the_same_run_as_one_process(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+def test_only_the_ports_between_the_hosts_are_open(hosts, tmp_path):
+    """On every host the address between them; on rank 0's, torch's three stores listen on all of its addresses."""
+    stranger = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.strangers.Stranger"}])
+    running = [launch(host, tmp_path, *FIT, stranger, nodes=2) for host in hosts[:2]]
+    assert [one.wait(180) for one in running] == [0, 0], printed(tmp_path)
+    for number, host in enumerate(hosts[:2]):
+        lines = [line.split()[:3] for line in (tmp_path / f"listeners-{number}.txt").read_text().splitlines()]
+        assert ["udp", host.address] in [line[:2] for line in lines], "its heartbeats were seen"
+        everywhere = [line for line in lines if line[1] not in (host.address, "127.0.0.1", "::ffff:127.0.0.1")]
+        assert len(everywhere) <= (0 if number else 3), everywhere
+        assert all(kind == "tcp6" for kind, *_ in everywhere)
+        assert number or ["tcp6", "::", "29500"] in everywhere
+
+
 @pytest.mark.faults
 def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
     """Three hosts, then two of them, against one process; killed on the way."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from project.survive.checkpoints import Checkpoints
 from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
+from tests.cluster.machine import wait_until
 from tests.conftest import TINY, environment
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")
@@ -236,3 +237,23 @@ def test_what_is_ignored_from_the_start_stays_so(ignored):
     finally:
         signals.teardown()
         signal.signal(ignored, before)
+
+
+@pytest.mark.parametrize("where", ["Python", pytest.param("C", marks=pytest.mark.slow)])
+def test_a_second_sigterm_ends_a_run_that_never_begins(tmp_path, where):
+    """It is still reading what its config names."""
+    words = ("--model.class_path=tests.endless.Model", "--trainer.max_steps=1")
+    with (tmp_path / "output.txt").open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "project", "fit", *words],
+            cwd=tmp_path, env=environment(WAITS_IN=where), stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            wait_until((tmp_path / "loading").exists, 60, (tmp_path / "output.txt").read_text)
+            run.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):  # a launcher and a terminal may both pass on one
+                run.wait(2.5)
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(10) == 143
+        finally:
+            run.kill()

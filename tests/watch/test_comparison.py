@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from project.errors import UserError
+from project.untrusted import cut_off_half_a_line
 from project.watch.comparison import compare, compare_with_itself, ranks_that_differed, surroundings
-from project.watch.fingerprint_file import FILE, Recorded, Start, Step, cut_off_half_a_line, read
+from project.watch.fingerprint_file import FILE, Recorded, Start, Step, read
 
 NAMES = ("body.0.weight", "body.1.weight", "head.weight", "head.bias")
 START = Start(0, 2, 4, False, "2.12", "a CPU", 1, NAMES, "0" * 16, b"abcd")

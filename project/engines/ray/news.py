@@ -1,6 +1,7 @@
 """What a search says while it goes on, and at its end."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class News(tune.Callback):  # type: ignore[misc]
         """The one of that step, or what is left of the run: the newest."""
         there = sorted((folder / "checkpoints").glob("step-*.json"))
         for manifest in there:
-            if read_json(manifest).get("position", {}).get("global_step") == step:
-                return manifest.with_suffix(".ckpt")
+            with suppress(OSError, ValueError, AttributeError):
+                if read_json(manifest).get("position", {}).get("global_step") == step:
+                    return manifest.with_suffix(".ckpt")
         return there[-1].with_suffix(".ckpt") if there else folder

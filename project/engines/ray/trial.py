@@ -13,7 +13,8 @@ from project.engines.ray.child import Child
 from project.engines.ray.ledger import STOPPED, shown
 from project.engines.ray.worker import at_usual_priority, environment_of
 from project.errors import WRONG
-from project.watch.history import OURS, Events
+from project.watch.curves import Events
+from project.watch.history import OURS
 
 _TURN = 0.5  # seconds from one look at the run's curves to the next
 _KEPT = 20  # lines of what it printed last

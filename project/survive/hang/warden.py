@@ -21,6 +21,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -301,27 +302,50 @@ class Watch:
         print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
         found = dumped(self.pid, self.dump, wake=True)
         with suppress(OSError):
-            Path(file).write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
+            _put(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
         end_with_children(self.pid)
 
     def note_end(self, how: str) -> None:
         """In the life of the run, which the rank could not write to its end; then the report of it is written."""
         life = Path(self.known.get("life", ""))
-        if not life.is_file():  # a pipe would be waited for
-            return
+        why = self.known.get("why")
+        line = {"event": "stop", "time": round(time.time(), 3), "step": None}
+        line |= {"state": "failed" if why else "killed", "why": why or how or None}
         try:
-            last = json.loads(life.read_text().splitlines()[-1])
-            if last["event"] != "start" or last["pid"] != self.pid:
+            if not _add_stop(life, self.pid, json.dumps(line)):
                 return  # it has said so itself, or the run goes on elsewhere
-            why = self.known.get("why")
-            line = {"event": "stop", "time": round(time.time(), 3), "step": None}
-            line |= {"state": "failed" if why else "killed", "why": why or how or None}
-            with life.open("a") as file:
-                file.write(json.dumps(line) + "\n")
             words = [sys.executable, "-m", "project", "report", str(life.parent)]
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return  # no training was begun, or there is no room
+
+
+# In the run's folder others may write, too: no link is followed, and no pipe is waited for. See project/untrusted.py.
+
+_LAST = 1 << 16  # bytes, in which the last line is
+
+
+def _put(file: Path, text: str) -> None:
+    part = file.with_name(f".{os.urandom(4).hex()}.{file.name}")
+    try:
+        with part.open("x") as opened:
+            opened.write(text)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _add_stop(life: Path, pid: int, line: str) -> bool:
+    """Adds a line to the life of a run, if the last one is this process's start; whether it was."""
+    with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return False
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
+        last = json.loads(file.read(_LAST).splitlines()[-1])
+        if last["event"] != "start" or last["pid"] != pid:
+            return False
+        file.write(f"{line}\n".encode())
+        return True
 
 
 def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
