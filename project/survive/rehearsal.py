@@ -11,9 +11,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
+from torch.optim import Optimizer
 
 from project.survive.checkpoints import checkpoints_of
 from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, moved_attributes
+from project.train.exactness import MovedWeights
 from project.train.position import position
 from project.train.resuming import checkpoint_of, note_values, restored_values
 from project.train.usual import spread
@@ -34,15 +36,20 @@ class Rehearsal(Callback):
         self._ends_at = 0
         self._named = set[str]()
         self._has_looked_within = False
+        self._first_step: MovedWeights | bool | None = None
+        """The buffers as they were when it began; False once it has been looked at."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
-        self._before, self._named, self._has_looked_within = None, set(), False
+        self._before, self._named, self._has_looked_within, self._first_step = None, set(), False, None
         self._at_start = attributes(trainer) if restored_values(trainer) else {}
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._first_step is None:
+            looks = trainer.is_global_zero and not trainer.fit_loop.epoch_loop.exact
+            self._first_step = MovedWeights(pl_module, parameters=False) if looks else False
         if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._before = attributes(trainer)
             note_values(trainer, self._before)
@@ -58,6 +65,17 @@ class Rehearsal(Callback):
                 log.warning(
                     "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "
                     "another one. HINT: change it in on_before_optimizer_step, by what all ranks have.",
+                    _listed(moved),
+                )
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """The first step's gradients are there: a buffer that is another one was moved by a micro-batch of this rank."""
+        if isinstance(self._first_step, MovedWeights):
+            moved, self._first_step = self._first_step.buffers(), False
+            if moved:
+                log.warning(
+                    "%s: the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another "
+                    "number of ranks it is another one. HINT: move it in on_before_optimizer_step, by what all ranks have.",
                     _listed(moved),
                 )
 

@@ -150,25 +150,37 @@ def gradients_come_last() -> Iterator[None]:
 class MovedWeights:
     """Parameters and buffers that a step's micro-batches move (a codebook, a mean teacher, spectral norm's buffers) are each
     rank's own. Between the first forward pass of a step and its last gradient all of them must stay.
+
+    Args:
+        module: the network.
+        parameters: whether it looks at parameters, too, for which it keeps a copy of them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parameters: bool = True) -> None:
         self._known = {f"{name}.{one}" for name, norm in batch_norms(module) for one, _ in norm.named_buffers(recurse=False)}
         self._module = module
         # A sharded network has other objects under these names while it computes.
         self._parameters = [
-            (name, one, local(one.detach()).clone()) for name, one in module.named_parameters() if not is_lazy(one)
+            (name, one, local(one.detach()).clone())
+            for name, one in module.named_parameters()
+            if parameters and not is_lazy(one)
         ]
-        self._buffers = {name: one.clone() for name, one in module.named_buffers() if name not in self._known}
+        self._buffers = {
+            name: one.clone() for name, one in module.named_buffers() if name not in self._known and not is_lazy(one)
+        }
+
+    def buffers(self) -> list[str]:
+        """Returns the names of the buffers that have moved. Batch norm's are brought together."""
+        known = self._buffers
+        return [name for name, one in self._module.named_buffers() if name in known and not _same(one, known[name])]
 
     def refuse(self, where: str = "in its forward pass") -> None:
-        """Looks whether they stayed. Batch norm's are brought together."""
-        for name, one in self._module.named_buffers():
-            if name in self._buffers and not _same(one, self._buffers[name]):
-                raise UserError(
-                    f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
-                    "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
-                )
+        """Looks whether they stayed."""
+        for name in self.buffers():
+            raise UserError(
+                f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
+                "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
+            )
         for name, parameter, before in self._parameters:
             if not _same(local(parameter.detach()), before):
                 raise UserError(

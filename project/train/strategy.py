@@ -8,7 +8,6 @@ the order in which their gradients come.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from project.train.norms import batch_norms
-
-log = logging.getLogger(__name__)
 
 _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names that a module wants left to each rank
@@ -78,9 +75,6 @@ class OrderedDDP(DistributedDataParallel):
         given = left_to_each_rank(module) - {*kept_equal}
         self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
         others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
-        if others:
-            more = ", ..." if len(others) > 5 else ""
-            log.info("Buffers that the network moves by itself are rank 0's: %s%s", ", ".join(others[:5]), more)
         usual: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
         if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it

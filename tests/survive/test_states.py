@@ -445,6 +445,33 @@ class Average(Callback):
         return {"mean": self.mean, "steps": self.steps}
 
 
+class Moving(Regression):
+    """Has a buffer that forward moves, one that it moves once a step, and batch norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6).double()
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("steps", torch.zeros(2))
+        self.register_buffer("nothing", torch.full((2,), float("nan")))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.seen += 1
+        return self.loss({**batch, "point": self.norm(batch["point"])})
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_a_buffer_that_a_micro_batch_moves_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, samples: int) -> None:
+    fit(tmp_path, Moving(), points(), global_batch_size=samples)
+    (line,) = [record.getMessage() for record in caplog.records if "the network moves it" in record.getMessage()]
+    assert line.partition(": ")[0] == "seen"
+    with pytest.raises(UserError, match="each micro-batch moves the buffer seen"):
+        fit(tmp_path / "exact", Moving(), points(), exact=True, global_batch_size=samples)
+
+
 def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path / "many", Regression(), points(), callbacks=[Average()], global_batch_size=8)
     (line,) = [record.getMessage() for record in caplog.records if "changes with each micro-batch" in record.getMessage()]
