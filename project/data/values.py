@@ -7,13 +7,14 @@ import io
 import itertools
 import os
 import random
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _LIBRARIES = frozenset(
 )
 _OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 Digest = bytes | None
+CACHED = type(lru_cache(len))
+"""What functools.lru_cache makes of a function."""
+_DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multinomial|poisson|dropout")
 
 
 def is_of_a_library(kind: type) -> bool:
@@ -141,6 +145,9 @@ class Digests:
             return self._digest((value.func, value.args, value.keywords), deep - 1)
         if isinstance(value, FunctionType):
             return self._of_function(value, deep)
+        if isinstance(value, CACHED):  # one that draws is not what it was once it keeps more
+            draws = _draws(getattr(value.__wrapped__, "__code__", None))
+            return self._digest(value.cache_info().currsize, deep) if draws else None
         kept = getattr(value, "__dict__", None)
         if isinstance(value, type) or is_of_a_library(type(value)) or not isinstance(kept, dict):
             # Where an iterator stands nobody can ask it. A file is one, too.
@@ -163,9 +170,16 @@ class Digests:
         return _joined([digest for digest in digests if digest is not None])
 
 
+def _draws(code: CodeType | None) -> bool:
+    """Returns whether a function seems to draw random numbers, by the names in it."""
+    inner = () if code is None else (part for part in code.co_consts if isinstance(part, CodeType))
+    return code is not None and (any(map(_DRAWING.search, code.co_names)) or any(map(_draws, inner)))
+
+
 def digests_of(thing: object) -> dict[str, bytes]:
-    """Returns the digests of an object's attributes, as far as they have any."""
-    digests, kept = Digests(), getattr(thing, "__dict__", {})
+    """Returns the digests of an object's attributes, as far as they have any, and of its methods that keep what they gave."""
+    cached = {name: value for kind in type(thing).__mro__ for name, value in vars(kind).items() if isinstance(value, CACHED)}
+    digests, kept = Digests(), {**cached, **getattr(thing, "__dict__", {})}
     return {name: digest for name, value in kept.items() if (digest := digests.of(value)) is not None}
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
-from project.data.values import Digests, is_of_a_library
+from project.data.values import CACHED, Digests, is_of_a_library
 from project.train.evaluation import loaders_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +31,7 @@ _STANDARD = (
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
-_DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, CACHED)
 
 Attributes = dict[str, dict[str, bytes]]
 """Of each owner: the digests of its attributes; UNKNOWN of those that can't be compared."""
@@ -125,7 +125,11 @@ def _values(owner: Any) -> dict[str, Any]:
     if isinstance(owner, Metric):  # whose states are saved by themselves
         aside = aside | _OF_METRICS | {*owner.metric_state}
     kept = {**shared, **getattr(owner, "__dict__", {})}
-    replaced = {name for name, value in kept.items() if callable(value) and callable(getattr(type(owner), name, None))}
+    replaced = {
+        name
+        for name, value in kept.items()
+        if callable(value) and callable(getattr(type(owner), name, None)) and not isinstance(value, CACHED)
+    }
     aside = aside | replaced  # methods that others put there
     return {name: value for name, value in kept.items() if name not in aside and not name.startswith("_ddp")}  # torch's
 

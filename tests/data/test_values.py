@@ -1,12 +1,13 @@
 """Digests of what users keep: what is large is looked at in part, or not at all, and never for long."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 
-from project.data.values import Digests
+from project.data.values import Digests, digests_of, moved_names
 
 
 @pytest.fixture
@@ -44,3 +45,23 @@ def test_a_set_or_a_dict_that_grows_is_another_one() -> None:
     assert digests.of({*many}) != digests.of({*many, 1000})
     assert digests.of(dict.fromkeys(many)) != digests.of(dict.fromkeys([*many, 1000]))
     assert digests.of({"a": 1}) != digests.of({"a": 2})
+
+
+class Remembering:
+    @lru_cache  # noqa: B019
+    def drawn(self, index: int) -> float:
+        return float(torch.rand(()))
+
+    @lru_cache  # noqa: B019
+    def doubled(self, index: int) -> int:
+        return 2 * index
+
+
+def test_a_function_that_draws_and_keeps_what_it_gave_is_another_one() -> None:
+    thing = Remembering()
+    before = digests_of(thing)
+    assert before.keys() == {"drawn"}  # what does not draw gives the same again
+    thing.doubled(1)
+    assert moved_names(thing, before, digests_of(thing)) == ""
+    thing.drawn(1)
+    assert moved_names(thing, before, digests_of(thing)) == "Remembering.drawn"
