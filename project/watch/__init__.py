@@ -1,1 +1,1 @@
-"""WHAT YOU SEE."""
+"""The room of what you see: console, curves, events, report, profiles, fingerprints and the comparison of runs."""

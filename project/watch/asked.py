@@ -1,4 +1,4 @@
-"""A word to a run that goes on: a file in its folder asks for a profile. `python -m project profile RUN` puts it there.
+"""The request for a profile: a file in the folder of a run in training. `python -m project profile RUN` puts it there.
 
 Nothing is imported that a login node would have to wait for.
 """
@@ -14,14 +14,14 @@ from project.untrusted import parse_json, printable, write_text
 
 FILE = "profile.json"
 FOLDER = "profiles"
-"""In the run's folder: what was recorded."""
+"""The folder, within the run's, of what was recorded."""
 MOST = 1_000
-"""Steps of a profile: each takes some MB of memory until all are recorded."""
+"""The most steps of a profile: each takes some MB of memory until all are recorded."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be recorded."""
+    """A request: how many steps are recorded, of which ranks, and whether their memory is, too."""
 
     steps: int = 5
     ranks: Sequence[int] | None = (0,)
@@ -34,23 +34,23 @@ class Asked:
         if not isinstance(self.memory, bool):
             raise UserError(f"The profile's memory is true or false, not {self.memory!r}.")
         known = self.ranks is None or (isinstance(self.ranks, (list, tuple)) and self.ranks)
-        if not known or not all(_is_number(one) and one >= 0 for one in self.ranks or ()):
+        if not known or not all(_is_number(rank) and rank >= 0 for rank in self.ranks or ()):
             raise UserError(f"The profile's ranks are a list of ranks, or null for all, not {self.ranks!r}.")
 
     def put(self, folder: Path) -> None:
-        """Asks for it; whole, or not at all."""
+        """Writes the request into the run's folder, whole or not at all."""
         write_text(folder / FILE, json.dumps(asdict(self)))
 
     @staticmethod
     def of(text: str) -> "Asked":
         try:
-            said = parse_json(text) if text.strip() else {}
+            request = parse_json(text) if text.strip() else {}
         except ValueError as error:
             raise UserError(f"It is not JSON: {error}.") from error
-        names = {one.name for one in fields(Asked)}
-        if not isinstance(said, dict) or not names >= said.keys():
+        names = {field.name for field in fields(Asked)}
+        if not isinstance(request, dict) or not names >= request.keys():
             raise UserError(f"It says {printable(text.strip(), 100)}, and what it may say is {', '.join(sorted(names))}.")
-        return Asked(**said)
+        return Asked(**request)
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line, with what it says."""
+    """A vertical line of a chart, with its text."""
 
     x: float
     text: str
@@ -32,7 +32,7 @@ class Mark:
 
 
 def chart(title: str, lines: Sequence[Line], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
-    """A figure with its title and its legend. Values that are no numbers are marked at the upper edge."""
+    """Returns a figure with its title and its legend. Values that are not finite are marked at the upper edge."""
     finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     xs = [x for line in lines for x, _ in line.points]
     if not xs:
@@ -69,7 +69,7 @@ def chart(title: str, lines: Sequence[Line], x_name: str, marks: Sequence[Mark] 
 
 
 class _Axis:
-    """Values to places."""
+    """An axis, which maps values to places in the figure."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         if low == high:
@@ -80,7 +80,7 @@ class _Axis:
         return self._start + (self._end - self._start) * (value - self.low) / (self.high - self.low)
 
     def ticks(self, wanted: int) -> list[tuple[float, float]]:
-        """Round numbers, about as many as wanted."""
+        """Returns round numbers and their places, about as many as wanted."""
         rough = (self.high - self.low) / wanted
         power = 10.0 ** math.floor(math.log10(rough))
         step = next((power * each for each in (1, 2, 5) if power * each >= rough), power * 10)
@@ -90,7 +90,7 @@ class _Axis:
 
 
 def _drawn(line: Line, across: _Axis, up: _Axis) -> str:
-    """Broken where a value is no number; there it has a cross."""
+    """Returns a line as SVG: broken where a value is not finite; there it has a cross."""
     colour = COLOURS[line.colour % len(COLOURS)]
     parts, path, before = [], [], False
     few = _fewer(line.points)
@@ -114,14 +114,14 @@ def _drawn(line: Line, across: _Axis, up: _Axis) -> str:
 def _fewer(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     if len(points) <= _POINTS:
         return list(points)
-    found = []
+    kept = []
     size = -(-len(points) // (_POINTS // 2))
     for at in range(0, len(points), size):
         part = points[at : at + size]
-        odd = [one for one in part if not math.isfinite(one[1])]
-        ends = odd[:1] or [min(part, key=lambda one: one[1]), max(part, key=lambda one: one[1])]
-        found += sorted(set(ends))
-    return found
+        odd = [point for point in part if not math.isfinite(point[1])]
+        ends = odd[:1] or [min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])]
+        kept += sorted(set(ends))
+    return kept
 
 
 def _json_number(value: float) -> float | str:
@@ -129,7 +129,7 @@ def _json_number(value: float) -> float | str:
 
 
 def number(value: float) -> str:
-    """Short, for people."""
+    """Returns a number as a short text for people."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6 or 0 < abs(value) < 1e-4:

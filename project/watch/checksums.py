@@ -22,11 +22,11 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-_GOLDEN, _FIRST, _SECOND = (_signed(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _FIRST, _SECOND = (_signed(constant) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _factors(places: Tensor) -> Tensor:
-    """An odd number for each place, which looks like chance: splitmix64's. Odd ones lose no bit."""
+    """Returns an odd number for each place, which looks like chance: splitmix64's. Odd ones lose no bit."""
     mixed = (places + 1) * _GOLDEN
     mixed = (mixed ^ (mixed >> 30)) * _FIRST
     mixed = (mixed ^ (mixed >> 27)) * _SECOND
@@ -39,14 +39,14 @@ def _mixed(sums: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether it is values in memory, and nothing else: no sparse tensor, none that is spread over ranks or not there yet."""
+    """Returns whether it is values in memory, and nothing else: not sparse, not spread over ranks, not lazy."""
     if torch.nn.parameter.is_lazy(tensor) or type(tensor.detach()) is not Tensor:
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All values, in the order in which they lie in memory; a copy only where there are gaps between them."""
+    """Returns all values, in the order in which they lie in memory; a copy only where there are gaps between them."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -55,7 +55,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Its bits as integers: of a large tensor 64-bit ones, if it can be cut into them."""
+    """Returns a tensor's bits as integers: of a large tensor 64-bit ones, if it can be cut into them."""
     flat = _flat(tensor)
     size = flat.element_size()
     if flat.numel() * size > 8 * _SMALL and flat.numel() * size % 8 == 0:
@@ -66,13 +66,13 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 class Checksums:
-    """Of some tensors, always the same ones: called, it gives a 64-bit number for each, on their device, without a wait."""
+    """The checksums of a fixed list of tensors: a call gives a 64-bit number for each, on their device, without a wait."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._places = _places(tensors)
         words = [_words(tensor) for tensor in tensors]
         # Where all is a view into the tensors' memory, it need not be made anew at each step.
-        self._views = all(one.data_ptr() == tensor.data_ptr() for one, tensor in zip(words, tensors, strict=True))
+        self._views = all(flat.data_ptr() == tensor.data_ptr() for flat, tensor in zip(words, tensors, strict=True))
         self._parts: list[Tensor] = []  # of large tensors: rows of words
         few: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}  # owner, where it begins, words
         sizes: list[tuple[int, int, int]] = []  # in the room: owner, where it begins, how many
@@ -93,7 +93,7 @@ class Checksums:
         self._lay_out(len(tensors), sizes, tensors[0].device if tensors else torch.device("cpu"))
 
     def _lay_out(self, tensors: int, sizes: list[tuple[int, int, int]], device: torch.device) -> None:
-        """The room for all that is multiplied: the sums of each part, then the words of small tensors."""
+        """Allocates the memory for all that is multiplied: the sums of each part, then the words of small tensors."""
         owners, begins, counts = torch.tensor(sizes, dtype=torch.int64).view(-1, 3).unbind(1)
         total = int(counts.sum())
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -102,12 +102,14 @@ class Checksums:
         self._factors = _factors(places).to(device, non_blocking=True)
         self._room = torch.zeros(total, dtype=torch.int64, device=device)
         self._zeros = torch.zeros(tensors, dtype=torch.int64, device=device)
-        split = torch.split(self._room, [_ROW + len(part) for part in self._parts] + [sum(map(len, one)) for one in self._few])
-        self._sums = [(one[:_ROW], one[_ROW:]) for one in split[: len(self._parts)]]
+        split = torch.split(
+            self._room, [_ROW + len(part) for part in self._parts] + [sum(map(len, pieces)) for pieces in self._few]
+        )
+        self._sums = [(block[:_ROW], block[_ROW:]) for block in split[: len(self._parts)]]
         self._copies = split[len(self._parts) :]
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, and lie where they lay."""
+        """Returns whether these are the same tensors, at the same addresses."""
         return self._views and _places(tensors) == self._places
 
     def __call__(self) -> Tensor:
@@ -124,12 +126,12 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def together(checksums: Tensor) -> Tensor:
-    """One number for several, which stand in the last dimension. What comes in stays as it is."""
+    """Returns one number for several, which stand in the last dimension. The input is not changed."""
     factors = _factors(torch.arange(checksums.shape[-1], device=checksums.device))
     return (_mixed(checksums.clone()) * factors).sum(-1)
 
 
 def as_bytes(checksums: Tensor, size: int) -> bytes:
-    """The upper bytes of each number, once they have been mixed: so many of each."""
+    """Returns the upper `size` bytes of each number, after mixing."""
     mixed = (_mixed(checksums.clone()) * _GOLDEN).cpu()
     return mixed.view(torch.uint8).view(-1, 8)[:, 8 - size :].numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Are two runs the same to the last bit? If not: in which step they part, in its forward pass or after it, and in which module.
+"""The comparison of two runs to the last bit: in which step they part, in its forward pass or after it, and in which module.
 
 No heavy imports: this reads two files and needs no PyTorch.
 """
@@ -13,7 +13,7 @@ _SHOWN = 5  # names
 
 @dataclass
 class Verdict:
-    """What is said, line by line. `starts`: of both runs, where they part."""
+    """A verdict, line by line. `starts`: those of both runs, where they part."""
 
     same: bool
     lines: list[str] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Verdict:
 
 
 def compare(one: Recorded, other: Recorded) -> Verdict | None:
-    """None if there is no step that both have."""
+    """Compares two runs; returns None if there is no step that both have."""
     steps = sorted(one.steps.keys() & other.steps.keys())
     if not steps:
         return None
@@ -36,16 +36,16 @@ def compare(one: Recorded, other: Recorded) -> Verdict | None:
         ]
         return Verdict(False, lines, (begins, other_begins))
     for step in steps:
-        mine, theirs = one.steps[step], other.steps[step]
-        if not same_step(mine, theirs):
-            lines = [f"{pair} are not the same: step {step} (epoch {mine.record.epoch}) is the first that differs."]
-            lines += _batches_by_ranks(mine.start, theirs.start)
-            return Verdict(False, [*lines, *_where(one, other, mine, theirs)], (mine.start, theirs.start))
+        taken, other_taken = one.steps[step], other.steps[step]
+        if not same_step(taken, other_taken):
+            lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch}) is the first that differs."]
+            lines += _batches_by_ranks(taken.start, other_taken.start)
+            return Verdict(False, [*lines, *_where(one, other, taken, other_taken)], (taken.start, other_taken.start))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(one, other, steps)}."])
 
 
 def compare_with_itself(one: Recorded) -> Verdict:
-    """Steps that were taken more than once, after a kill say: did they come out the same?"""
+    """Compares the steps that a run took more than once, after a kill for example."""
     for earlier, later in one.again:
         if not same_step(earlier, later):
             step = later.record.step
@@ -60,7 +60,7 @@ def compare_with_itself(one: Recorded) -> Verdict:
 
 
 def ranks_that_differed(one: Recorded) -> list[str]:
-    """What the run itself has found out: a rank whose weights were not rank 0's."""
+    """Reports the first step after which the run itself found a rank whose weights were not rank 0's."""
     for step, taken in sorted(one.steps.items()):
         if taken.record.others:
             ranks = ", ".join(taken.record.others)
@@ -69,19 +69,19 @@ def ranks_that_differed(one: Recorded) -> list[str]:
 
 
 def surroundings(one: Start, other: Start) -> list[str]:
-    """What else differs where two runs part, and may be why."""
+    """Returns what else differs where two runs part, and may be the cause."""
     lines = []
     if one.micro_batches != other.micro_batches and not _batches_by_ranks(one, other):
         lines.append(
             f"A step has {one.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
         )
-    for what, mine, theirs, why in (
+    for what, value, other_value, why in (
         ("torch", one.torch, other.torch, "another version has other kernels"),
         ("hardware", one.device, other.device, "on other hardware, sums are rounded otherwise"),
         ("threads", one.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
     ):
-        if mine != theirs:
-            lines.append(f"{what}: {mine}, and {theirs}: {why}.")
+        if value != other_value:
+            lines.append(f"{what}: {value}, and {other_value}: {why}.")
     if one.exact != other.exact:
         lines.append(f"trainer.exact: {one.exact}, and {other.exact}: it rounds gradients otherwise.")
     elif one.ranks != other.ranks:
@@ -90,11 +90,11 @@ def surroundings(one: Start, other: Start) -> list[str]:
     return lines
 
 
-def _batches_by_ranks(one: Start, other: Start) -> list[str]:
-    """Says so where a step has as many micro-batches as ranks, or a multiple: then the runs have other global batches."""
-    if one.ranks == other.ranks or one.micro_batches * other.ranks != other.micro_batches * one.ranks:
+def _batches_by_ranks(start: Start, other: Start) -> list[str]:
+    """Reports where a step has as many micro-batches as ranks, or a multiple: then the runs have other global batches."""
+    if start.ranks == other.ranks or start.micro_batches * other.ranks != other.micro_batches * start.ranks:
         return []
-    counts = f"{one.micro_batches} micro-batches on {one.ranks} rank(s), and {other.micro_batches} on {other.ranks}"
+    counts = f"{start.micro_batches} micro-batches on {start.ranks} rank(s), and {other.micro_batches} on {other.ranks}"
     return [
         f"  A step has {counts}: it follows from the number of ranks,",
         "  and so the global batch is another. HINT: trainer.global_batch_size, the same in both.",
@@ -105,50 +105,50 @@ def same_step(one: Taken, other: Taken) -> bool:
     return one.record.weights == other.record.weights and not _differing_losses(one, other)
 
 
-def _differing_losses(one: Taken, other: Taken) -> list[int]:
-    """The numbers of micro-batches. Of a run that failed, those of other ranks than 0 may not be known."""
-    mine, theirs = one.record.losses, other.record.losses
-    return sorted(number for number in mine.keys() & theirs.keys() if mine[number] != theirs[number])
+def _differing_losses(taken: Taken, other: Taken) -> list[int]:
+    """Returns the micro-batches whose losses differ. Of a run that failed, those of other ranks than 0 may not be known."""
+    losses, other_losses = taken.record.losses, other.record.losses
+    return sorted(number for number in losses.keys() & other_losses.keys() if losses[number] != other_losses[number])
 
 
-def _how_far(one: Recorded, other: Recorded, steps: Sequence[int]) -> str:
+def _how_far(recorded: Recorded, other: Recorded, steps: Sequence[int]) -> str:
     last = steps[-1]
-    ends = [run for run in (one, other) if run.last > last]
-    ranks = [run.steps[last].record.ranks for run in (one, other)]
+    ends = [run for run in (recorded, other) if run.last > last]
+    ranks = [run.steps[last].record.ranks for run in (recorded, other)]
     on = f"on {ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else f"on {ranks[0]} rank{'s' * (ranks[0] > 1)} each"
     if not ends:
         return f"up to step {last} of both, {on}"
     return f"up to step {last}, {on}; {ends[0].name} goes on to step {ends[0].last}"
 
 
-def _where(one: Recorded, other: Recorded, mine: Taken, theirs: Taken) -> list[str]:
-    """Within a step."""
-    if mine.before != theirs.before:
+def _where(recorded: Recorded, other: Recorded, taken: Taken, other_taken: Taken) -> list[str]:
+    """Reports where within a step two runs part."""
+    if taken.before != other_taken.before:
         return ["  The weights before this step were others already."]
-    if numbers := _differing_losses(mine, theirs):
+    if numbers := _differing_losses(taken, other_taken):
         more = f" (and those of {len(numbers) - 1} more)" if len(numbers) > 1 else ""
-        by = [f"rank {taken.rank_of(numbers[0])} of {taken.record.ranks}" for taken in (mine, theirs)]
+        by = [f"rank {entry.rank_of(numbers[0])} of {entry.record.ranks}" for entry in (taken, other_taken)]
         who = f"{by[0]} in both" if by[0] == by[1] else f"{by[0]} in the one, {by[1]} in the other"
         what = f"the loss of micro-batch {numbers[0]}{more}"
         return [
             f"  The weights before it are the same, and {what} is not: it is the forward pass, or its samples.",
             f"  Micro-batch {numbers[0]} was computed by {who}.",
-            f"  {_modules(one, other, mine, theirs, numbers)}",
+            f"  {_modules(recorded, other, taken, other_taken, numbers)}",
         ]
-    named = _tensors(mine.start.names, mine.record.tensors, theirs.record.tensors, one)
+    named = _tensors(taken.start.names, taken.record.tensors, other_taken.record.tensors, recorded)
     return [
         "  The weights before it and all losses in it are the same, and the weights after it are not: it is the backward",
         f"  pass or the optimiser. {named}",
     ]
 
 
-def _modules(one: Recorded, other: Recorded, mine: Taken, theirs: Taken, numbers: Sequence[int]) -> str:
-    calls, their_calls = mine.record.modules, theirs.record.modules
+def _modules(recorded: Recorded, other: Recorded, taken: Taken, other_taken: Taken, numbers: Sequence[int]) -> str:
+    calls, their_calls = taken.record.modules, other_taken.record.modules
     if not calls or not their_calls:
-        common = [(step, taken.record.modules) for step, taken in one.steps.items() if step in other.steps]
+        common = [(step, entry.record.modules) for step, entry in recorded.steps.items() if step in other.steps]
         alike = [
-            step for step, found in common
-            if found and found == other.steps[step].record.modules and step < mine.record.step
+            step for step, outputs in common
+            if outputs and outputs == other.steps[step].record.modules and step < taken.record.step
         ]  # fmt: skip
         known = f" The latest that both have is step {max(alike)}, and there all gave the same." if alike else ""
         return f"What each module gives is recorded in the first step after a start and after every 100th step.{known}"
@@ -163,21 +163,21 @@ def _modules(one: Recorded, other: Recorded, mine: Taken, theirs: Taken, numbers
     return "All modules gave the same in micro-batch 0: it is what is computed from what they give."
 
 
-def _tensors(names: Sequence[str], mine: bytes, theirs: bytes, run: Recorded) -> str:
-    found = [name for name, one, other in zip(names, mine, theirs, strict=False) if one != other]
-    if not found:
+def _tensors(names: Sequence[str], checksums: bytes, other_checksums: bytes, run: Recorded) -> str:
+    differing = [name for name, checksum, other in zip(names, checksums, other_checksums, strict=False) if checksum != other]
+    if not differing:
         return "Which tensors differ is not known."
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    text = f"{len(found)} of {len(names)} tensors differ: {', '.join(found[:_SHOWN])}{more}."
-    owner = found[0].rpartition(".")[0]
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    text = f"{len(differing)} of {len(names)} tensors differ: {', '.join(differing[:_SHOWN])}{more}."
+    owner = differing[0].rpartition(".")[0]
     kinds = [name for _, records in run.starts for step in records for name, _ in step.modules if name.startswith(f"{owner} (")]
     return f"{text} The first belongs to {kinds[0]}." if kinds else text
 
 
-def _other_names(one: Recorded, other: Recorded) -> str:
-    mine, theirs = one.starts[0][0].names, other.starts[0][0].names
+def _other_names(recorded: Recorded, other: Recorded) -> str:
+    recorded_names, other_names = recorded.starts[0][0].names, other.starts[0][0].names
     parts = []
-    for run, names, others in ((one, mine, theirs), (other, theirs, mine)):
+    for run, names, others in ((recorded, recorded_names, other_names), (other, other_names, recorded_names)):
         if left := [name for name in names if name not in set(others)]:
             more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             parts.append(f"only {run.name} has {', '.join(left[:_SHOWN])}{more}")

@@ -1,4 +1,4 @@
-"""What you see: the log, in which rank 0 speaks and the others only warn; a progress bar on a terminal, plain lines elsewhere.
+"""The console: the log, in which rank 0 reports and the others only warn; a progress bar on a terminal, plain lines elsewhere.
 
 `open_log` sets up the log of this process. `Progress` is the Trainer's progress bar and prints the summary of a run.
 """
@@ -48,7 +48,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscript
 
 
 class _Formatter(logging.Formatter):
-    """Shows what this project says as text: names of hosts, reasons of other ranks and the like may hold anything."""
+    """Formats what this project logs as printable text: names of hosts, reasons of other ranks and so on may hold anything."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -56,7 +56,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Speaker(logging.Filter):
-    """Writes into each record of this project's handlers who speaks. A factory of records would be the whole program's."""
+    """Adds the speaking rank to each record of this project's handlers. A factory of records would be the whole program's."""
 
     rank, host, world_size = 0, "", 1
 
@@ -70,7 +70,7 @@ _SPEAKER = _Speaker()
 
 
 def open_log(rank: int, host: str) -> None:
-    """Lines with time and level on standard error: all of rank 0's, of other ranks only warnings, which say who."""
+    """Sends the log to standard error, with time and level: all of rank 0's lines, of other ranks only warnings, signed."""
     handler = _Stderr()
     handler.addFilter(_SPEAKER)
     handler.setFormatter(_Formatter(_FORMAT, "%H:%M:%S"))
@@ -85,12 +85,12 @@ def open_log(rank: int, host: str) -> None:
 
 
 def name_speaker(rank: int, host: str, world_size: int = 1) -> None:
-    """From here on this process's lines say who speaks: all lines of other ranks than 0, and the errors of rank 0."""
+    """Signs this process's lines from now on: all lines of other ranks than 0, and the warnings and errors of rank 0."""
     _SPEAKER.rank, _SPEAKER.host, _SPEAKER.world_size = rank, host, world_size
 
 
 def silence_libraries(rank: int) -> None:
-    """Silences what libraries say that is no news: tips, adverts, deprecations, advice that doesn't hold here."""
+    """Silences messages of libraries that have no use here: tips, adverts, deprecations, advice that doesn't hold."""
     for name in _NOISY:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -119,7 +119,7 @@ def silence_libraries(rank: int) -> None:
 
 
 def log_to(path: Path, level: int = logging.INFO) -> None:
-    """Writes the log to a file too, with what was said before there was one."""
+    """Writes the log to a file, too, including the lines from before there was one."""
     try:
         file = logging.StreamHandler(open_to_append(path))
     except OSError as error:
@@ -137,7 +137,7 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
 
 
 class RankLogs(Callback):
-    """For debugging: what every rank has to say, in full, in rank-N.log in the run's folder."""
+    """A callback for debugging: it writes the full log of every rank to rank-N.log in the run's folder."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = Path(trainer.strategy.broadcast(trainer.default_root_dir))
@@ -148,7 +148,7 @@ class RankLogs(Callback):
 
 @dataclass
 class Count:
-    """How far a fit is, under the names that a tqdm bar has for it."""
+    """The progress of a fit, under the names that a tqdm bar has for it."""
 
     trainer: Trainer
 
@@ -238,16 +238,16 @@ class Progress(ProgressBar):
         metrics = trainer.progress_bar_metrics
         names = [*(name for name in ("train/loss", "train/acc") if name in metrics), *metrics]
         shown = [f"{name.removeprefix('train/')} {_short(metrics[name])}" for name in dict.fromkeys(names)]
-        if groups := [group for one in trainer.optimizers for group in one.param_groups]:
+        if groups := [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
             shown.append(f"lr {groups[0]['lr']:.2g}")
         shown.append(f"{speed:,.0f} samples/s")
-        for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, Throughput) and one.phases:
-                shown.append(longest(one.phases))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Throughput) and callback.phases:
+                shown.append(longest(callback.phases))
         return "  ".join([*shown, *self._left(trainer)])
 
     def _left(self, trainer: Trainer) -> list[str]:
-        """To the end of the whole run, at the pace since this start, with its validations."""
+        """Returns the time to the end of the whole run, at the pace since this start, with its validations."""
         steps, now = planned_steps(trainer), time.monotonic()
         if self._pace_from is None or steps is None:
             return []
@@ -258,7 +258,7 @@ class Progress(ProgressBar):
         return [f"{timedelta(seconds=round(left))} left"]
 
     def _pause(self, trainer: Trainer) -> None:
-        """Training stops here for a while: its time and its samples are booked."""
+        """Adds up the time and the samples of training until now: training pauses here."""
         self._training += time.monotonic() - self._resumed_at
         self._trained += self._seen * data_ranks(trainer).count
         self._seen = 0
@@ -292,7 +292,7 @@ class Progress(ProgressBar):
     # The end ---------------------------------------------------------------------------------------------------------
 
     def summary(self, trainer: Trainer) -> dict[str, str]:
-        """What there is to say about a finished fit."""
+        """Returns the lines that summarize a finished fit, by their titles."""
         lines = {}
         if last := _show(trainer, "val"):
             lines["validation"] = last
@@ -301,18 +301,18 @@ class Progress(ProgressBar):
         if self._training:
             parts = [f"{self._trained / self._training:,.0f} samples/s", f"{trainer.global_step} steps"]
             parts.append(str(timedelta(seconds=round(self._training))))
-            for one in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(one, Throughput):
-                    parts += [f"{share:.0%} {name}" for name, share in one.shares.items()]
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, Throughput):
+                    parts += [f"{share:.0%} {name}" for name, share in callback.shares.items()]
             lines["training"] = ", ".join(parts)
-        for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, EarlyStopping) and one.stopping_reason_message:
-                lines["early stop"] = one.stopping_reason_message.strip()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+                lines["early stop"] = callback.stopping_reason_message.strip()
         return lines
 
 
 def _plan(trainer: Trainer, module: LightningModule) -> str:
-    """hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
+    """Returns the line hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
     ranks, accumulation = trainer.world_size, trainer.accumulate_grad_batches
     global_batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
     nodes = trainer.num_nodes
@@ -323,7 +323,8 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
     parts = [shape]
-    if groups := [group for one in trainer.optimizers for group in one.param_groups]:  # who has no optimiser gets a mock
+    # A module without an optimiser gets a mock.
+    if groups := [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
         group = groups[0]
         parts.append(f"lr {group.get('initial_lr', group['lr']):g}")
     for config in trainer.lr_scheduler_configs:
@@ -336,17 +337,17 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _short(value: float | str) -> str:
-    """A number that a module logs with prog_bar=True."""
+    """Returns the text of a number that a module logs with prog_bar=True."""
     if isinstance(value, str) or value != value:
         return str(value)
     return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, singular: str, many: str) -> str:
+    return f"{number} {singular if number == 1 else many}"
 
 
 def _show(trainer: Trainer, stage: str, ending: str = "") -> str:
-    found = trainer.callback_metrics.items()
-    metrics = {name.removesuffix(ending): value for name, value in found if name.startswith(stage) and name.endswith(ending)}
+    items = trainer.callback_metrics.items()
+    metrics = {name.removesuffix(ending): value for name, value in items if name.startswith(stage) and name.endswith(ending)}
     return "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

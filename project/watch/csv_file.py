@@ -1,4 +1,4 @@
-"""metrics.csv: one file over all starts of a run. Lightning's writer would delete what an earlier start has written."""
+"""The file metrics.csv, one over all starts of a run. Lightning's writer would delete what an earlier start has written."""
 
 import csv
 import io
@@ -13,17 +13,17 @@ Row = dict[str, Any]
 
 
 class CsvFile:
-    """Rows of a step and its values, written when `save` is called; a value that is new makes a new column.
+    """A file of rows, a step and its values each. `save` writes them; a value that is new makes a new column.
 
     Args:
-        path: the file; one that is there is gone on with.
+        path: the file; one that exists is continued.
         until: rows of this step and later ones are left out, as these steps are taken again.
     """
 
     def __init__(self, path: Path, until: int | None = None) -> None:
         self.path = path
         self.metrics: list[Row] = []
-        """Those that are not written yet; Lightning's logger looks at this."""
+        """The rows that are not written yet; Lightning's logger looks at this."""
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = self._read()
         self._names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
@@ -31,11 +31,11 @@ class CsvFile:
             self._write([row for row in rows if until is None or int(row["step"]) < until])
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Another row, once `save` is called."""
+        """Adds a row, which `save` writes."""
         self.metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def save(self) -> None:
-        """What was logged is in the file afterwards."""
+        """Writes what was logged to the file."""
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self._names)

@@ -28,7 +28,7 @@ class Events:
         self._found: Any = None
 
     def read(self) -> list[str]:
-        """What is new since it was called last. The names of all curves."""
+        """Reads what is new since the last call, and returns the names of all curves."""
         if self._found is None and not any(self._folder.glob(_FILES)):
             return []
         quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
@@ -89,7 +89,7 @@ class Records:
                 yield file.read(length)
 
     def _numbers(self, record: bytes) -> Any:
-        """The event, with what is a number in it; None for one that has none, and says of no start."""
+        """Returns the event with only the numbers in it; None for one that has none, and marks no start."""
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 

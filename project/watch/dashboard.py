@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside the curves that a module logs: the run's configuration, versions and hosts, its settings as
+"""The dashboard: TensorBoard shows, beside the curves that a module logs, the run's configuration, versions, hosts, settings as
 hparams (so that runs can be compared by them), the gradient's norm, where it was started again and on how many ranks, and a
 page that puts the curves in order (Custom Scalars).
 """
@@ -80,7 +80,7 @@ class Dashboard(Callback):
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
-        renews = any(isinstance(one, StochasticWeightAveraging) for one in callbacks)
+        renews = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
         shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
         looks = whole and measurement_loggers(trainer) and shown and len(trainer.optimizers) == 1 and not renews
         # A fused optimiser takes the loss scale off within its step, where the module steps by itself.
@@ -137,7 +137,9 @@ class Dashboard(Callback):
             self._draw(trainer, module)
         if not self._every or step % self._every:
             return
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
         if not parameters:  # the step is left out
             return
         # The host waits for the device here, as it does to log the loss of this step.
@@ -146,16 +148,18 @@ class Dashboard(Callback):
             logger.log_metrics({"train/grad_norm": norm}, step=step)  # as the loss of this step
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
-        found = {f"weights/{name}": one.detach() for name, one in module.named_parameters()}
-        found |= {f"gradients/{name}": one.grad for name, one in module.named_parameters() if one.grad is not None}
-        for name, values in found.items():
+        tensors = {f"weights/{name}": parameter.detach() for name, parameter in module.named_parameters()}
+        tensors |= {
+            f"gradients/{name}": parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
+        }
+        for name, values in tensors.items():
             if values.isfinite().all():  # TensorBoard's writer can't count others
                 for board in boards(trainer):
                     board.experiment.add_histogram(name, values, self._step)
 
 
 class Graph(Callback):
-    """Shows the network's graph, and is among the callbacks until then."""
+    """Draws the network's graph after the first micro-batch, and then removes itself from the callbacks."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -165,7 +169,7 @@ class Graph(Callback):
         first = images[0] if images is not None else batch
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
-        training = [one for one in pl_module.modules() if one.training]
+        training = [module for module in pl_module.modules() if module.training]
         try:
             pl_module.eval()  # a pass in training would move the statistics of batch norm
             with warnings.catch_warnings(), torch.no_grad():
@@ -175,12 +179,12 @@ class Graph(Callback):
         except Exception as error:  # whatever tracing somebody's forward raises
             log.warning("The network's graph can't be drawn: %s", " ".join(str(error).split())[:_LONGEST])
         finally:
-            for one in training:
-                one.training = True
+            for module in training:
+                module.training = True
 
 
 def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
-    """Those that have a value, by their dotted names."""
+    """Returns the settings that have a value, by their dotted names."""
     beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     return {
@@ -191,7 +195,7 @@ def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]
 
 
 def _without_loggers(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Where they log to is nothing that a run learns from, and an address may hold a password."""
+    """Returns the configuration without its loggers: they change no training, and an address may hold a password."""
     trainer = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
     return {**configuration, "trainer": trainer}
 

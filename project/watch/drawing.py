@@ -24,7 +24,7 @@ Picture = Any  # an array (height, width, 3) of bytes
 
 
 def thumbnails(images: Tensor) -> Tensor:
-    """Bytes (images, 3, SIDE, SIDE), each from its darkest to its brightest value, whatever it was normalised to."""
+    """Returns bytes (images, 3, SIDE, SIDE), each from its darkest to its brightest value, whatever it was normalised to."""
     images = images.detach().float()
     channels = images.shape[1]
     images = images[:, :3] if channels >= 3 else images[:, :1].expand(-1, 3, -1, -1)
@@ -36,7 +36,7 @@ def thumbnails(images: Tensor) -> Tensor:
 
 
 def tiles(images: Tensor, texts: Sequence[Sequence[str]]) -> Picture:
-    """A grid of thumbnails, each with its lines below it."""
+    """Draws a grid of thumbnails, each with its lines below it."""
     lines = max(map(len, texts), default=0)
     width, height = 2 * SIDE, 2 * SIDE + lines * _LINE + 4
     across = min(_ACROSS, len(images))
@@ -57,7 +57,7 @@ def shortened(words: str, most: int = _LETTERS) -> str:
 
 
 def confusion(counts: Tensor, names: Sequence[str]) -> Picture:
-    """Of each class a row: what it was taken for. As dark as its share of the row, with the numbers where there is room."""
+    """Draws the guesses for each class in a row, as dark as their share of it, with the numbers where there is room."""
     classes = len(counts)
     cell = max(2, min(36, _LARGEST // classes))
     shares = (counts.double() / counts.sum(1, keepdim=True).clamp_min(1)).numpy()

@@ -1,4 +1,4 @@
-"""Events: TensorBoard's logger, made to last. One continuous curve over restarts, and a full disk does not end a run."""
+"""TensorBoard's logger, made to last: one continuous curve over restarts, and a full disk does not end a run."""
 
 import logging
 import secrets
@@ -29,14 +29,14 @@ _LATEST = 2000  # values that may have been logged for the step at hand and the 
 
 
 def _thread_failed(before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writing thread leaves its OSError to the next call, which reports it: no traceback in between."""
+    """Ignores an OSError of TensorBoard's writing thread: the next call reports it, with no traceback in between."""
     if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
         before(args)
 
 
 def _put_before_now(folder: Path) -> None:
-    """TensorBoard reads files by the time in their names. The clock may have been ahead when they were written: they get an
-    earlier one, or what they hold would be read after what is logged from now on, and shown again.
+    """Gives files from the future an earlier time in their names, by which TensorBoard orders them. The clock may have been
+    ahead when they were written: what they hold would be read after what is logged from now on, and shown again.
     """
     files = sorted(folder.glob("events.out.tfevents.*"), reverse=True)
     latest = int(time.time()) - 1
@@ -53,13 +53,13 @@ def _put_before_now(folder: Path) -> None:
 
 
 def _keep_open(writer: Any) -> None:
-    """TensorBoard would open its file by name at each flush: a pipe that somebody puts there would be waited for."""
+    """Keeps TensorBoard's file open. It would open it by name at each flush, and wait for a pipe that somebody puts there."""
     records = writer._async_writer._writer
     records._writer = open_to_append(Path(writer._file_name)).detach()  # type: ignore[attr-defined]
 
 
 class Lasting:
-    """TensorBoard's writer for whoever asks a logger for its `experiment`: a full disk does not end a run here, either."""
+    """A writer for those who use a logger's `experiment`: a full disk does not end a run here, either."""
 
     def __init__(self, writer: Callable[[], SummaryWriter], attempt: Callable[[Callable[[], object]], None]) -> None:
         self._writer, self._attempt = writer, attempt
@@ -71,13 +71,13 @@ class Lasting:
 
 
 class LoggedAgain:
-    """What a run that goes on had logged before its checkpoint, and logs a second time."""
+    """The values that a resumed run had logged before its checkpoint, and logs a second time."""
 
     def __init__(self, logged: Sequence[tuple[int, str, float]] = ()) -> None:
         self._left = Counter((number, tag) for number, tag, _ in logged)
 
     def has(self, step: int | None, tag: str) -> bool:
-        """Whether this is there already; each is asked for once."""
+        """Returns whether this value was logged already; each is reported once."""
         if not self._left or step is None or not self._left[step, tag]:
             return False
         self._left[step, tag] -= 1
@@ -109,7 +109,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         return Lasting(self._writer, self._try)
 
     def _writer(self) -> Any:
-        """Lightning's logger would keep one whose disk was full, and can't be told a step later on."""
+        """Returns a writer that works. Lightning's logger would keep one whose disk was full, and takes no step later on."""
         if self._tensorboard is None or self._tensorboard.file_writer is None:  # there is none yet, or it was closed
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
             hidden_from, self._hidden_from = self._hidden_from, None
@@ -120,15 +120,15 @@ class Events(TakesMeasurements, TensorBoardLogger):
         return self._tensorboard
 
     def __getstate__(self) -> dict[str, Any]:
-        """A process that is started with a copy of this logger makes a writer of its own."""
+        """Leaves out the writer: a process that is started with a copy of this logger makes its own."""
         return {**super().__getstate__(), "_tensorboard": None}
 
     def since(self, step: int) -> list[tuple[int, str, float]]:
-        """What has been logged for this step and later ones: a checkpoint takes it along."""
+        """Returns what has been logged for this step and later ones, which a checkpoint saves."""
         return [entry for entry in self._latest if entry[0] >= step]
 
     def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
-        """What is there from this step on is shown no more: the run goes on from a checkpoint that had logged this for it.
+        """Hides what is there from this step on: the run resumes from a checkpoint that had logged these values for it.
 
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
         the last one; and what its start had logged before it was saved is logged by its start again, if it `starts_again`
@@ -143,11 +143,11 @@ class Events(TakesMeasurements, TensorBoardLogger):
 
     @rank_zero_only
     def write(self, what: Callable[[SummaryWriter], object]) -> None:
-        """Pictures, texts and the like, by TensorBoard's own writer."""
+        """Writes pictures, texts and so on by TensorBoard's own writer."""
         self._try(lambda: what(self._writer()))
 
     def flush(self) -> None:
-        """What was logged is on the disk afterwards."""
+        """Writes what was logged to the disk."""
         self._try(lambda: self._writer().flush())
 
     @rank_zero_only
@@ -171,7 +171,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, *args: Any, **kwargs: Any) -> None:
-        """The run's config.yaml has them."""
+        """Does nothing: the run's config.yaml has them."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -200,5 +200,5 @@ class Events(TakesMeasurements, TensorBoardLogger):
 
 
 def boards(trainer: Trainer) -> list[Events]:
-    """Those of a trainer's loggers that are TensorBoard's, by this project."""
+    """Returns those of a trainer's loggers that are TensorBoard's, by this project."""
     return [logger for logger in trainer.loggers if isinstance(logger, Events)]
