@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`from project import Trainer, Sharded`; nothing heavy is imported until it is used."""
+    """Imports `Trainer` and `Sharded` when they are first used: `import project` loads nothing heavy."""
     if name == "Trainer":
         from project.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""python -m project fit --config configs/ddp.yaml"""
+"""The program: python -m project fit --config configs/ddp.yaml"""
 
 import gc
 import os
@@ -20,9 +20,9 @@ _READERS = {
     "profile": "project.profiling",
     "sweep": "project.sweep",
 }
-"""Verbs that read files, and need no libraries either."""
+"""The verbs that read files, and need no libraries either."""
 _ENGINES = {"ray": "project.engines.ray.verb", "prove": "project.prove"}
-"""Who starts this program, elsewhere or in processes that it forks."""
+"""The verbs that start this program, elsewhere or in processes that they fork."""
 
 
 def main() -> None:

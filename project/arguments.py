@@ -1,4 +1,4 @@
-"""What a number among the Trainer's arguments can mean."""
+"""The bounds of the numbers among the Trainer's arguments."""
 
 import os
 import re
@@ -21,7 +21,7 @@ LEAST = {
 
 
 def refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
-    """Ends with a UserError, where Lightning would take a number for something else."""
+    """Raises a UserError where Lightning would take a number for something else."""
     for name, least in LEAST.items():
         value = settings.get(name)
         if isinstance(value, (int, float)) and not value >= least:
@@ -35,7 +35,7 @@ def refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
 
 
 def with_environment(init: Callable[..., None]) -> Callable[..., None]:
-    """Has a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does.
+    """Lets a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does.
 
     Lightning finds the names in the signature, in which those that are passed on do not stand.
     """

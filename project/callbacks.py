@@ -33,11 +33,11 @@ def with_ours(
     fingerprints: bool,
     ranks_differ: WhenRanksDiffer,
 ) -> list[Callback]:
-    """The user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
+    """Returns the user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for kind in wanted:
         alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
-        if not any(isinstance(one, alike) for one in callbacks):
+        if not any(isinstance(callback, alike) for callback in callbacks):
             callbacks.append(made := kind())
             if isinstance(made, Checkpoints):
                 made.by_default = True
@@ -45,7 +45,7 @@ def with_ours(
         callbacks.append(CompressGradients(compression))
 
     def those(kind: type[Callback]) -> list[Callback]:
-        return [one for one in callbacks if isinstance(one, kind)] or [kind()]
+        return [callback for callback in callbacks if isinstance(callback, kind)] or [kind()]
 
     watchdogs, dashboards, (profile, *_) = those(Watchdog), those(Dashboard), those(Profile)
     assert isinstance(profile, Profile)
@@ -54,4 +54,4 @@ def with_ours(
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]
-    return [*before, *(one for one in callbacks if one not in [*watchdogs, *dashboards, profile]), *after]
+    return [*before, *(callback for callback in callbacks if callback not in [*watchdogs, *dashboards, profile]), *after]

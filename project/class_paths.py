@@ -1,4 +1,4 @@
-"""Functions as guests: what jsonargparse refuses of a function behind a class_path, and need not.
+"""The support of functions behind a class_path, which jsonargparse refuses without need.
 
 By itself it takes a function only if its signature says what it returns, gives it no arguments where something is still to
 come (a schedule gets its optimiser later), and knows no argument that hides behind **kwargs, as those of timm.create_model do.
@@ -18,61 +18,61 @@ from project.errors import UserError
 
 
 def take_functions() -> None:
-    """From here on, in this process. A version of jsonargparse that is built otherwise is left as it is."""
+    """Lets jsonargparse take any function, in this process from now on. A version that is built otherwise stays as it is."""
     for name, ours in (
         ("is_subclass_or_implements_protocol", _is_the_class),
         ("function_returns_subclass", _returns_the_class),
         ("adapt_partial_callable_class", _with_what_comes_later),
         ("adapt_class_type", _with_all_arguments),
     ):
-        theirs = getattr(hints, name, None)
-        if theirs is not None and getattr(theirs, "guests", None) is None:
-            setattr(hints, name, _around(theirs, ours))
+        original = getattr(hints, name, None)
+        if original is not None and getattr(original, "guests", None) is None:
+            setattr(hints, name, _around(original, ours))
 
 
-def _around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, *args, **kwargs)
+        return ours(original, *args, **kwargs)
 
     both.guests = True  # type: ignore[attr-defined]
     return both
 
 
-def _is_the_class(theirs: Any, value: Any, wanted: Any) -> Any:
-    return inspect.isfunction(value) or theirs(value, wanted)
+def _is_the_class(original: Any, value: Any, wanted: Any) -> Any:
+    return inspect.isfunction(value) or original(value, wanted)
 
 
-def _returns_the_class(theirs: Any, function: Any, *args: Any) -> Any:
-    return inspect.isfunction(function) or theirs(function, *args)
+def _returns_the_class(original: Any, function: Any, *args: Any) -> Any:
+    return inspect.isfunction(function) or original(function, *args)
 
 
-def _with_what_comes_later(theirs: Any, wanted: Any, spec: Any) -> Any:
-    """The specification, and how many of the first arguments come later: what the wanted callable gets."""
-    spec, later = theirs(wanted, spec)
+def _with_what_comes_later(original: Any, wanted: Any, spec: Any) -> Any:
+    """Returns the specification, and how many of the first arguments come later: what the wanted callable gets."""
+    spec, later = original(wanted, spec)
     if later is None and inspect.isfunction(import_object(spec.class_path)):
         later = {len(wanted.__args__) - 1}
     return spec, later
 
 
-def _with_all_arguments(theirs: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Arguments that only **kwargs can take are given to it: in jsonargparse's words, they are `dict_kwargs`."""
+def _with_all_arguments(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Passes on the arguments that only **kwargs can take; jsonargparse calls them `dict_kwargs`."""
     known = _known(import_object(value["class_path"]))
     if known is None:
-        return theirs(value, *args, **kwargs)
+        return original(value, *args, **kwargs)
     given = value.get("init_args")
     more: dict[str, Any] = {}
     if isinstance(given, tuple):  # one, from the command line: its name and its value
-        name, one = given
-        more = {} if name.split(".")[0] in known else {name: one}
+        name, argument = given
+        more = {} if name.split(".")[0] in known else {name: argument}
     elif given:
-        more = {name: one for name, one in vars(given).items() if name not in known}
+        more = {name: argument for name, argument in vars(given).items() if name not in known}
     if more:
         value = value.clone()
         value["dict_kwargs"] = {**(value.get("dict_kwargs") or {}), **more}
-        rest = {} if isinstance(given, tuple) else {name: one for name, one in vars(given).items() if name in known}
+        rest = {} if isinstance(given, tuple) else {name: argument for name, argument in vars(given).items() if name in known}
         value["init_args"] = Namespace(rest)  # type: ignore[no-untyped-call]
     try:
-        return theirs(value, *args, **kwargs)
+        return original(value, *args, **kwargs)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
@@ -80,13 +80,13 @@ def _with_all_arguments(theirs: Any, value: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _known(guest: Any) -> set[str] | None:
-    """The arguments that its signature names, if there are others that nobody could find out; otherwise None."""
+    """Returns the arguments that its signature names, if there are others that nobody could find out; otherwise None."""
     try:
         parameters = inspect.signature(guest).parameters.values()
     except (TypeError, ValueError):
         return None
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    names = {one.name for one in parameters}
-    found = {one.name for one in get_signature_parameters(guest, None)}
-    return None if found - names else names
+    names = {parameter.name for parameter in parameters}
+    resolved = {parameter.name for parameter in get_signature_parameters(guest, None)}
+    return None if resolved - names else names

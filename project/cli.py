@@ -1,7 +1,7 @@
 """The front door: YAML and launcher in, Trainer, model and data out. `python -m project fit --help` shows every key.
 
 Lightning's CLI does the work. What is ours: configs that stand on other configs (`base:`), a folder for each run, the
-launcher's word on nodes and processes, errors in one line, and the silent traps made loud.
+launcher's numbers of nodes and processes, errors in one line, and the silent traps made loud.
 """
 
 import json
@@ -77,7 +77,7 @@ class ProjectCLI(LightningCLI):
 
     trainer: Trainer
     running: ClassVar[Trainer | None] = None
-    """That of the verb that has begun, for `main`: an error is reported otherwise from then on."""
+    """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
@@ -128,8 +128,8 @@ class ProjectCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "export")}}
         verbs["manifest"] = {"model", "datamodule", "run", "words", "configs"}
-        asked = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
-        return {asked: verbs[asked]} if asked in verbs else verbs
+        wanted = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
+        return {wanted: verbs[wanted]} if wanted in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self.model_class is ImageClassifier:
@@ -144,7 +144,7 @@ class ProjectCLI(LightningCLI):
         parser.add_lightning_class_args(Dashboard, "dashboard")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Looks at what Lightning acts on next: the seed, and the path of a checkpoint."""
+        """Checks what Lightning acts on next: the seed, and the path of a checkpoint."""
         super().parse_arguments(parser, args)
         settings = self.config[self.config.subcommand]
         if not 0 <= settings.seed_everything < 2**32:
@@ -156,7 +156,7 @@ class ProjectCLI(LightningCLI):
 
     @property
     def dry(self) -> bool:
-        """Nothing is trained, and nothing is left."""
+        """Returns whether this is a dry run, which trains nothing and leaves nothing."""
         return self.subcommand == "fit" and str(self.config[self.subcommand].dry_run).lower() not in ("none", "false")
 
     def before_instantiate_classes(self) -> None:
@@ -201,12 +201,12 @@ class ProjectCLI(LightningCLI):
             raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
 
     def _placed(self, text: str) -> str:
-        """With the flag, or the file and line, of the setting that it is about."""
+        """Returns a text with the flag, or the file and line, of the setting that it is about."""
         assert isinstance(self.parser, Parser)
         return self.parser.placed(text)
 
     def _is_built_later(self) -> bool:
-        """Whether the strategy gives the network its weights, block by block."""
+        """Returns whether the strategy gives the network its weights, block by block."""
         settings = self.config[self.subcommand]
         strategy = settings.trainer.strategy
         named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
@@ -264,7 +264,7 @@ class ProjectCLI(LightningCLI):
         return trainer
 
     def _loggers(self, given: Any, root: Path, rank: int) -> Any:
-        """TensorBoard's events, of which the report is made, and beside them those that the YAML names.
+        """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
 
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the others.
         """
@@ -277,7 +277,7 @@ class ProjectCLI(LightningCLI):
         return [Events(str(self.folder)), *named] if fit else named
 
     def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
-        """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it goes on from."""
+        """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it resumes from."""
         settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
@@ -309,11 +309,11 @@ class ProjectCLI(LightningCLI):
         content = not _several_hosts(settings, launch)  # which wait for this rank; Verification reads it then
         begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path, content)
         if begun is not None:
-            found = begun[0]
+            checkpoint = begun[0]
             self._resume(*begun)
             # Where it began stays known: a checkpoint of another run, or nothing.
-            own = found.parent.absolute() == self.folder / "checkpoints"
-            saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(found)
+            own = checkpoint.parent.absolute() == self.folder / "checkpoints"
+            saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
         self._saved = saved
         return begun
 
@@ -326,7 +326,7 @@ class ProjectCLI(LightningCLI):
             log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
 
     def after_instantiate_classes(self) -> None:
-        """The verb runs from here on."""
+        """Notes the Trainer: the verb runs from here on."""
         ProjectCLI.running = self.trainer
 
     def before_fit(self) -> None:
@@ -339,10 +339,10 @@ class ProjectCLI(LightningCLI):
 
     def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
         """Ends the program where the cluster is not fit for the run."""
-        found = verdict(self.trainer.doctor(model, datamodule, **settings))
+        outcome = verdict(self.trainer.doctor(model, datamodule, **settings))
         if self.trainer.is_global_zero:
             log.info("The doctor's findings: %s", self.folder / "doctor.json")
-        if found == "bad":
+        if outcome == "bad":
             raise SystemExit(1)
 
     def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
@@ -354,7 +354,7 @@ class ProjectCLI(LightningCLI):
             print(text, end="")
 
     def _kind(self) -> str:
-        """The name of the config, or of the run that it was saved by."""
+        """Returns the name of the config, or of the run that it was saved by."""
         configs = self.config[self.subcommand].config or []
         path = Path(str(configs[-1] if configs else "default"))
         return path.absolute().parent.name if path.name == "config.yaml" else path.stem
@@ -366,7 +366,7 @@ class ProjectCLI(LightningCLI):
         self._note_metrics()
 
     def _note_metrics(self) -> None:
-        """VERB.json: what was found, and of which weights."""
+        """Writes VERB.json: the metrics, and of which weights they are."""
         if self.trainer.is_global_zero:
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
             path = self.folder / f"{self.subcommand}.json"
@@ -399,7 +399,7 @@ class ProjectCLI(LightningCLI):
 
 
 def log_communication(folder: Path) -> None:
-    """NCCL and torch.distributed say what they do; what the user has set already stays.
+    """Lets NCCL and torch.distributed log what they do; what the user has set already stays.
 
     INFO and not DETAIL: with gloo, DETAIL makes DistributedDataParallel of torch 2.15 crash (SIGSEGV).
     """
@@ -432,11 +432,11 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         open_log(rank, host())
         words = with_trial(sys.argv[1:])
         if words != sys.argv[1:] and rank == 0:
-            log.info("Trial: %s", " ".join(word for word in words if word not in sys.argv))
+            log.info("Trial: %s", " ".join(argument for argument in words if argument not in sys.argv))
         if rank == 0 and (config := config_of_run(words)) and (who := strangers(config)):
             log.warning("%s %s, and what it names is imported and called. HINT: read it first, or copy it.", config, who)
         sys.argv[1:] = expand(run_config(words))
-        Parser.configs = [Path(one) for at, one in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
+        Parser.configs = [Path(argument) for at, argument in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
         refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
         front(
@@ -473,7 +473,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
 
 
 def _report_of_run(error: Exception, trainer: Trainer) -> int:
-    """Once, by the rank at fault; the exit code."""
+    """Reports an error once, by the rank at fault, and returns the exit code."""
     observed = getattr(trainer.strategy.launcher, "procs", [])
     launched = [*early_start.processes, *observed]
     observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
@@ -481,9 +481,9 @@ def _report_of_run(error: Exception, trainer: Trainer) -> int:
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
-    """Of a fit that has ended, however it did."""
+    """Writes the report of a fit that has ended, however it did."""
     folder = Path(ran.default_root_dir)
-    if not (ran.is_global_zero and ran.global_step and any(isinstance(one, Life) and one.wrote for one in ran.callbacks)):  # type: ignore[attr-defined]
+    if not (ran.is_global_zero and ran.global_step and any(isinstance(item, Life) and item.wrote for item in ran.callbacks)):  # type: ignore[attr-defined]
         return
     try:
         say("%-11s %s", "report", write(read_history(folder, folder.name)))

@@ -1,4 +1,4 @@
-"""What jsonargparse says of a wrong value, in a line: the innermost key, what was expected, and the value."""
+"""The complaints of jsonargparse about a wrong value, in a line: the innermost key, what was expected, and the value."""
 
 import re
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ _LONGEST = 300  # characters of a value
 
 @dataclass(frozen=True)
 class Complaint:
-    """What jsonargparse says of one value, for which it has tried all that its type could mean."""
+    """A complaint of jsonargparse about one value, for which it has tried all that its type could mean."""
 
     key: str
-    """Within the value that was given: the key of a class's argument, say; '' for the value itself."""
+    """The key within the value that was given: that of a class's argument, say; '' for the value itself."""
     text: str
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def complaint(message: str, within: str = "") -> Complaint:
 
 
 def _under(lines: list[str], at: int) -> list[str]:
-    """The lines that are indented more than this one."""
+    """Returns the lines that are indented more than this one."""
 
     def depth(line: str) -> int:
         return len(line) - len(line.lstrip())
@@ -63,7 +63,7 @@ def _under(lines: list[str], at: int) -> list[str]:
 
 
 def _expected(lines: list[str]) -> str:
-    """What each type would have to be, and what the value is."""
+    """Returns what each type would have to be, and what the value is."""
     lines = [line.strip().removeprefix("- ") for line in lines]
     value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
     says = []

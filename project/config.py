@@ -1,4 +1,4 @@
-"""The parser: flags and configs, what is shown of them, and what is said where they are wrong."""
+"""The parser: flags and configs, what is shown of them, and what is reported where they are wrong."""
 
 import argparse
 import difflib
@@ -24,7 +24,7 @@ from project.untrusted import compose_yaml, read_yaml, write_text
 
 
 class UsageError(SettingError):
-    """The command line or a config does not fit together."""
+    """Raised where the command line or a config does not fit together."""
 
 
 class SaveConfig(Callback):
@@ -50,7 +50,7 @@ def save_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def brought(argv: list[str]) -> tuple[bool, bool]:
-    """Whether a LightningModule and a LightningDataModule of the user's own are named, by the configs or on the command line.
+    """Returns whether the user's own LightningModule and LightningDataModule are named, by the configs or on the command line.
 
     A module of one's own may have its loaders itself: then there is no `data`, and that is the user's own, too.
     """
@@ -62,7 +62,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
         return in_config or option(argv, f"--{key}", f"--{key}.class_path") is not None
 
     model = named("model")
-    data_at_all = any(section.get("data") for section in sections) or any(word.startswith("--data.") for word in argv)
+    data_at_all = any(section.get("data") for section in sections) or any(argument.startswith("--data.") for argument in argv)
     return model, named("data") or (model and not data_at_all)
 
 
@@ -96,7 +96,7 @@ Complete, commented configs: configs/*.yaml.
 
 
 class HelpAll(argparse._HelpAction):
-    """--help_all: every key there is."""
+    """The flag --help_all, which shows every key there is."""
 
     def __call__(self, parser: Any, *args: Any, **kwargs: Any) -> None:
         print(parser.format_all_help(), end="")
@@ -108,7 +108,7 @@ yaml.representer.SafeRepresenter.add_multi_representer(StrEnum, lambda dumper, v
 
 
 class Parser(LightningArgumentParser):
-    """Says what is wrong without listing every flag there is, and takes no abbreviated flags."""
+    """A parser that reports what is wrong without listing every flag there is, and takes no abbreviated flags."""
 
     configs: list[Path] = []  # noqa: RUF012, because the verbs' parsers share it: those that were named, bases first
 
@@ -126,7 +126,7 @@ class Parser(LightningArgumentParser):
         return str(yaml.safe_dump(_writable(yaml.safe_load(text)), sort_keys=False))
 
     def format_help(self, *args: Any) -> str:
-        """Of a verb, a page with what matters."""
+        """Returns the help; of a verb, a page with what matters."""
         actions = {action.dest: action for action in self._actions}
         if "trainer.max_epochs" not in actions:
             return str(super().format_help(*args))
@@ -159,10 +159,10 @@ class Parser(LightningArgumentParser):
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
             verbs = [*re.findall(r"\w+", choice[2]), "report", "same", "watch"]
             return f"There is no {choice[1]!r}{_meant(choice[1], verbs) or '.'} Choose from {', '.join(verbs)}."
-        found = re.match(r'Parser key "([\w.]+)"', message)
-        if not found:
+        match = re.match(r'Parser key "([\w.]+)"', message)
+        if not match:
             return message.strip()
-        key = found[1]
+        key = match[1]
         if wrong := re.search(r"Option '(\w+)' is not accepted", message):
             classes = re.findall(r"class_path[ ']*[=:]?[ ']+([\w.]+)'", message)
             return self._unknown(f"{key}.init_args.{wrong[1]}", _arguments(key, classes))
@@ -173,10 +173,10 @@ class Parser(LightningArgumentParser):
         return f"{self._where(full)}{full}: {of.text}"
 
     def placed(self, text: str) -> str:
-        """What somebody says of settings, with the flag or the line that has the first of them that the text names."""
+        """Returns a text about settings with the flag or the line that has the first of them that the text names."""
         words = {*re.findall(r"[\w.]+\w", text)}
         if text.startswith("The trainer's settings"):  # what follows is Lightning's, which names arguments of its Trainer
-            words |= {f"trainer.{word}" for word in re.findall(r"\w+", text)}
+            words |= {f"trainer.{name}" for name in re.findall(r"\w+", text)}
         keys = (key for key in self._keys() if (key in words and "." in key) or text.startswith(f"{key}="))
         named = sorted((text.find(key.removeprefix("trainer.")), key) for key in keys)
         for _, key in named:
@@ -188,7 +188,7 @@ class Parser(LightningArgumentParser):
         return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
 
     def _where(self, key: str) -> str:
-        """The flag, or the config and the line in it, that says something under a key."""
+        """Returns the flag, or the config and the line in it, that sets something under a key."""
         parts = key.split(".")
         for end in range(len(parts), 0, -1):  # or a flag gives all that is around the key
             name = ".".join(parts[:end])
@@ -206,11 +206,11 @@ class Parser(LightningArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-        return [action.dest for one in parsers for action in one._actions]
+        return [action.dest for parser in parsers for action in parser._actions]
 
 
 def refuse_odd_sections(configs: Iterable[Path]) -> None:
-    """A section that is a number or a list would be taken for a class's arguments.
+    """Refuses a section that is a number or a list, which would be taken for a class's arguments.
 
     Raises:
         UsageError: names the section, and its line.
@@ -226,7 +226,7 @@ def refuse_odd_sections(configs: Iterable[Path]) -> None:
 
 
 def _line(node: Any, parts: list[str]) -> int | None:
-    """The line in a YAML document that says something under a key; of a list, the first entry that does."""
+    """Returns the line in a YAML document that sets something under a key; of a list, the first entry that does."""
     if isinstance(node, yaml.SequenceNode):
         return next((line for entry in node.value if (line := _line(entry, parts))), None)
     if not isinstance(node, yaml.MappingNode):
@@ -244,25 +244,25 @@ def _writable(value: Any) -> Any:
     return value
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
-    """What may have been meant; of a class's arguments, those that there are."""
-    place, _, last = word.rpartition(".")
-    beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == place]
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Returns what may have been meant; of a class's arguments, those that there are."""
+    place, _, last = name.rpartition(".")
+    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == place]
     if near := difflib.get_close_matches(last, beside, n=1):
         return f". Did you mean {place}{'.' * bool(place)}{near[0]}?"
-    if near := difflib.get_close_matches(word, list(known), n=1, cutoff=0.7 if place else 0.6):
+    if near := difflib.get_close_matches(name, list(known), n=1, cutoff=0.7 if place else 0.6):
         return f". Did you mean {near[0]}?"
     return f". There are: {', '.join(beside)}." if place.endswith("init_args") and beside else ""
 
 
 def _arguments(key: str, classes: list[str]) -> list[str]:
-    """The keys of a class's arguments, of those that an error message names."""
-    found: list[str] = []
+    """Returns the keys of a class's arguments, of those that an error message names."""
+    keys: list[str] = []
     for name in classes:
         module, _, attribute = name.rpartition(".")
         try:
             parameters = inspect.signature(getattr(import_module(module), attribute)).parameters
         except (ImportError, AttributeError, ValueError, TypeError):
             continue
-        found += [f"{key}.init_args.{one}" for one in parameters if one not in ("params", "kwargs", "args")]
-    return found
+        keys += [f"{key}.init_args.{parameter}" for parameter in parameters if parameter not in ("params", "kwargs", "args")]
+    return keys

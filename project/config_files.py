@@ -1,6 +1,6 @@
-"""Which YAML files a command line names: configs, what they stand on (`base:`), and those of runs that exist.
+"""The YAML files that a command line names: configs, what they stand on (`base:`), and those of runs that exist.
 
-Imports nothing heavy: it is asked before PyTorch is loaded.
+Imports nothing heavy: it runs before PyTorch is loaded.
 """
 
 import os
@@ -25,13 +25,13 @@ def expand(argv: list[str]) -> list[str]:
     """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
     expanded: list[str] = []
     words = iter(argv)
-    for word in words:
-        if word in ("-c", "--config"):
+    for argument in words:
+        if argument in ("-c", "--config"):
             expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
-        elif word.startswith("--config="):
-            expanded += [flag for path in _stack(word.partition("=")[2]) for flag in ("--config", str(path))]
+        elif argument.startswith("--config="):
+            expanded += [flag for path in _stack(argument.partition("=")[2]) for flag in ("--config", str(path))]
         else:
-            expanded.append(word)
+            expanded.append(argument)
     return expanded
 
 
@@ -53,11 +53,11 @@ def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: base is the path of a config, or a list of them, and it is {bases!r}.")
-    return [one for base in bases for one in _stack(base, (*above, path))] + [path]
+    return [config for base in bases for config in _stack(base, (*above, path))] + [path]
 
 
 def find(name: str, asking: Path | None) -> Path:
-    """A config beside the one that names it, from here, or one that comes with the project."""
+    """Finds a config beside the one that names it, from here, or one that comes with the project."""
     places = [asking.parent / name] if asking else [Path(name)]
     if not Path(name).is_absolute():
         plain = name.removeprefix("configs/")
@@ -76,57 +76,57 @@ def find(name: str, asking: Path | None) -> Path:
 
 
 def option(argv: list[str], *names: str) -> str | None:
-    """The value of a flag on a command line, the last one."""
-    found = None
-    for word, following in pairwise([*argv, ""]):
+    """Returns the value of a flag on a command line, the last one."""
+    value = None
+    for argument, following in pairwise([*argv, ""]):
         for name in names:
-            if word == name:
-                found = following
-            elif word.startswith(name + "="):
-                found = word.partition("=")[2]
-    return found
+            if argument == name:
+                value = following
+            elif argument.startswith(name + "="):
+                value = argument.partition("=")[2]
+    return value
 
 
 def without(argv: list[str], *names: str) -> list[str]:
-    """A command line without these flags and their values."""
+    """Returns a command line without these flags and their values."""
     kept, words = [], iter(argv)
-    for word in words:
-        if word in names:
+    for argument in words:
+        if argument in names:
             next(words, None)
-        elif not word.startswith(tuple(f"{name}=" for name in names)):
-            kept.append(word)
+        elif not argument.startswith(tuple(f"{name}=" for name in names)):
+            kept.append(argument)
     return kept
 
 
 def documents(argv: list[str]) -> list[dict[str, Any]]:
-    """What the configs of a command line hold, one after the other; of one that `expand` has returned."""
-    configs = [following for word, following in pairwise(argv) if word == "--config"]
+    """Reads the configs of a command line, one after the other; of one that `expand` has returned."""
+    configs = [following for argument, following in pairwise(argv) if argument == "--config"]
     return [read_yaml(Path(config)) or {} for config in configs]
 
 
 def checked(name: str) -> str:
-    """The name of a run, if it can be one."""
+    """Returns the name of a run, if it can be one."""
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise UserError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
     return name
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """The folder of a run, by its name or, where the folder was moved elsewhere, by its path."""
+    """Returns the folder of a run, by its name or, where the folder was moved elsewhere, by its path."""
     return Path(name).absolute() if os.sep in name else root / RUNS / checked(name)
 
 
 def run_config(argv: list[str]) -> list[str]:
-    """Without a config, `--run NAME` of a run that exists stands for the config that it was trained with."""
+    """Adds to a command line with `--run NAME` and no config the one that this run was trained with, if the run exists."""
     config = config_of_run(argv)
     if config is None:
         return argv
-    verb = next(at for at, word in enumerate(argv) if word in {"fit", *EVALUATING})
+    verb = next(at for at, argument in enumerate(argv) if argument in {"fit", *EVALUATING})
     return [*argv[: verb + 1], "--config", str(config), *argv[verb + 1 :]]
 
 
 def config_of_run(argv: list[str]) -> Path | None:
-    """The config that `--run` stands for."""
+    """Returns the config that `--run` stands for."""
     name = option(argv, "--run")
     if name is None or option(argv, "-c", "--config") is not None or not set(argv) & {"fit", *EVALUATING}:
         return None
@@ -136,21 +136,24 @@ def config_of_run(argv: list[str]) -> Path | None:
 
 
 def strangers(config: Path) -> str | None:
-    """Who else may have written a config, which can run any code; None where it is this user's alone."""
-    found = config.stat()
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}"
-    return "can be written by everybody" if found.st_mode & stat.S_IWOTH else None
+    """Returns who else may have written a config, which can run any code; None where it is this user's alone."""
+    status = config.stat()
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}"
+    return "can be written by everybody" if status.st_mode & stat.S_IWOTH else None
 
 
 def run_folder(name: str, file: str) -> Path:
-    """Of a run that is named, or whose folder is; one that has left this file, if there are several."""
+    """Returns the folder of a run, by its name or its path; one that has left this file, if there are several."""
     path = Path(name)
     places = [path, Path(RUNS) / name]
-    for place in (*(one for one in places if (one / file).is_file()), *(one for one in places if one.is_dir())):
+    for place in (
+        *(candidate for candidate in places if (candidate / file).is_file()),
+        *(candidate for candidate in places if candidate.is_dir()),
+    ):
         return place
     if len(path.parts) == 1:
         checked(name)
-    known = sorted(one.parent.name for one in Path(RUNS).glob(f"*/{file}"))
-    there = f"there are: {', '.join(known[:_NAMED])}" if known else f"there is none in {Path(RUNS).absolute()}"
-    raise UserError(f"There is no run {name}. HINT: give its name in {RUNS}/, or its folder; {there}.")
+    known = sorted(entry.parent.name for entry in Path(RUNS).glob(f"*/{file}"))
+    listing = f"there are: {', '.join(known[:_NAMED])}" if known else f"there is none in {Path(RUNS).absolute()}"
+    raise UserError(f"There is no run {name}. HINT: give its name in {RUNS}/, or its folder; {listing}.")

@@ -1,13 +1,13 @@
-"""What a user can mend, and the exit codes that say what to do next."""
+"""The errors that a user can mend, and the exit codes that tell what to do next."""
 
 WRONG = 2
 """A wrong key or flag, which is as wrong the next time."""
 TRY_AGAIN = 75
-"""A temporary failure, says sysexits.h. The same command goes on."""
+"""A temporary failure, as in sysexits.h. The same command resumes the run."""
 
 
 class UserError(ValueError):
-    """Something that the user wrote, or a machine that the user runs on: its message is the cause and the fix, on one line.
+    """An error in what the user wrote, or on a machine that the user runs on: its message is the cause and the fix, on one line.
 
     Every other error is taken for a bug, and keeps its traceback.
     """

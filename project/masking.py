@@ -1,4 +1,4 @@
-"""Which values of a configuration are secrets, and what stands for them wherever a configuration is written down or shown.
+"""The secrets in a configuration, and the mask that stands for them wherever a configuration is written down or shown.
 
 The real ones are kept by a run's config.yaml alone, which then only its owner can read. What a module keeps by
 `save_hyperparameters` goes by the same rules where a checkpoint is written.

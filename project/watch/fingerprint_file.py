@@ -1,6 +1,6 @@
-"""fingerprints.jsonl in a run's folder: what each step left behind, in a few bytes.
+"""The file fingerprints.jsonl in a run's folder: what each step left behind, in a few bytes.
 
-A line with `format` says what begins: a start of the run at some step. The lines that follow are the steps that were taken from
+A line with `format` begins a start of the run at some step. The lines that follow are the steps that were taken from
 there, one each. After a kill some steps are taken again: they stand there twice, and the later line counts.
 
 No heavy imports: a file is read without PyTorch.
@@ -26,19 +26,19 @@ _MOST = 1_000_000  # ranks, threads, and micro-batches of a step
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins or goes on here."""
+    """A start of the run, where it begins or resumes."""
 
     step: int
-    """Steps that are done."""
+    """The steps that are done."""
     ranks: int
     micro_batches: int
-    """In a step, over all ranks."""
+    """The number in a step, over all ranks."""
     exact: bool
     torch: str
     device: str
     threads: int
     names: tuple[str, ...]
-    """Of the tensors: parameters and floating-point buffers."""
+    """The names of the tensors: parameters and floating-point buffers."""
     weights: str | None
     """A checksum of all tensors, in hex; None where it was not taken."""
     tensors: bytes
@@ -50,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step left behind."""
+    """The record of a step: checksums of the weights after it, and its losses."""
 
     step: int
     epoch: int
@@ -60,12 +60,12 @@ class Step:
     losses: Mapping[int, bytes]
     """The bits of each micro-batch's loss, by its number."""
     modules: Sequence[tuple[str, bytes]] = ()
-    """Where it was recorded: what each module gave in micro-batch 0, in the order in which they were done."""
+    """The outputs, where they were recorded: what each module gave in micro-batch 0, in the order in which they were done."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Ranks whose weights are not rank 0's, with their checksums."""
 
     def line(self, micro_batches: int) -> str:
-        """`micro_batches`: of the start; a step that has just these does not name them."""
+        """Returns the line of a step. `micro_batches`: of the start; a step that has just these does not name them."""
         known: dict[str, Any] = {**vars(self), "tensors": _text(self.tensors)}
         numbers = sorted(self.losses)
         known["losses"] = _text(b"".join(self.losses[number] for number in numbers))
@@ -73,7 +73,7 @@ class Step:
             known["numbers"] = numbers
         del known["modules"]
         if self.modules:
-            known["modules"] = [[name for name, _ in self.modules], _text(b"".join(found for _, found in self.modules))]
+            known["modules"] = [[name for name, _ in self.modules], _text(b"".join(output for _, output in self.modules))]
         if not self.others:
             del known["others"]
         return _line(known)
@@ -93,12 +93,12 @@ class Taken:
 
 
 class Recorded:
-    """All that a run's file holds."""
+    """The content of a run's file."""
 
     def __init__(self, name: str, starts: Sequence[tuple[Start, Sequence[Step]]]) -> None:
         self.name, self.starts = name, starts
         self.steps: dict[int, Taken] = {}
-        """As the run stands now: a start leaves what was recorded before it for later steps to be taken again."""
+        """The steps as the run stands now: a start leaves what was recorded before it for later steps to be taken again."""
         self.again: list[tuple[Taken, Taken]] = []
         """Steps that were taken more than once: an earlier and the next later time."""
         ever: dict[int, Taken] = {}
@@ -123,7 +123,7 @@ class Recorded:
 
 
 def read(folder: Path, name: str) -> Recorded:
-    """The run's file. A UserError says what is wrong with it."""
+    """Reads the run's file; a UserError names what is wrong with it."""
     path = folder / FILE
     try:
         starts = _starts(path)
@@ -202,7 +202,7 @@ def _step(entry: dict[str, Any], start: Start) -> Step:
 
 
 def _places(content: bytes, size: int) -> Iterable[int]:
-    """Where its parts begin."""
+    """Returns the places where the parts begin."""
     return range(0, len(content), size) if size else ()
 
 

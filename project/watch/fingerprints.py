@@ -46,8 +46,12 @@ class _Watched:
 
     def __init__(self, module: nn.Module) -> None:
         norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
-        parameters = [name for name, one in module.named_parameters() if plain(one)]
-        buffers = [name for name, one in module.named_buffers() if plain(one) and (one.is_floating_point() or one.is_complex())]
+        parameters = [name for name, parameter in module.named_parameters() if plain(parameter)]
+        buffers = [
+            name
+            for name, buffer in module.named_buffers()
+            if plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())
+        ]
         self.names = (*parameters, *buffers)
         alike = ({*parameters} - left_to_each_rank(module)) | norms
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
@@ -81,7 +85,7 @@ class _Row:
 
 @dataclass
 class _Read:
-    """What a row says, on the host."""
+    """The values of a row, on the host."""
 
     weights: int
     shared: int
@@ -90,8 +94,8 @@ class _Read:
 
 
 Brought = tuple[str, list[tuple[int, dict[int, bytes]]], bytes]
-"""Of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches; of the last
-row a byte for each tensor."""
+"""The record of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches;
+of the last row a byte for each tensor."""
 
 
 class Fingerprints(Callback):
@@ -99,13 +103,13 @@ class Fingerprints(Callback):
 
     Args:
         exact: whether the run is the same on any number of ranks (`trainer.exact`).
-        ranks_differ: whether the run stops where the ranks' weights part, or goes on with a warning.
+        ranks_differ: whether the run stops where the ranks' weights part, or continues with a warning.
     """
 
     def __init__(self, exact: bool = False, ranks_differ: WhenRanksDiffer = "stop") -> None:
         self.exact, self.ranks_differ = exact, ranks_differ
         self.outputs_every = _SELDOM
-        """What each module gives is recorded after so many steps."""
+        """The steps from one recording of the modules' outputs to the next."""
         self._forget()
 
     def _forget(self) -> None:
@@ -122,7 +126,7 @@ class Fingerprints(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or spread(trainer)
         if sharded or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
-            trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         if sharded:
             log.info("trainer.fingerprints is for strategy=ddp: with this one steps are not recorded.")
 
@@ -134,10 +138,10 @@ class Fingerprints(Callback):
         self._look_again(pl_module)
 
     def _look_again(self, module: nn.Module) -> None:
-        """A network may be changed while the run goes on."""
-        found = _Watched(module)
-        if self._watched is None or found.places != self._watched.places:
-            self._watched = found
+        """Finds the tensors again: a network may be changed during training."""
+        watched = _Watched(module)
+        if self._watched is None or watched.places != self._watched.places:
+            self._watched = watched
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -161,8 +165,8 @@ class Fingerprints(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_listening()
-        if (found := loss_at_hand(trainer)) is not None and found.numel() == 1:
-            self._losses.append((micro_batch(trainer).key[2], found.reshape(1)))
+        if (loss := loss_at_hand(trainer)) is not None and loss.numel() == 1:
+            self._losses.append((micro_batch(trainer).key[2], loss.reshape(1)))
         step, before = trainer.global_step, self._step
         if before is None or step == before:
             return  # the step goes on; or the loader gave None for the run's first micro-batch
@@ -186,7 +190,7 @@ class Fingerprints(Callback):
             checksums = self._watched.checksums(trainer)
         row = _Row(step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
         if self._losses:
-            row.losses = torch.cat([one for _, one in self._losses]).view(torch.uint8)
+            row.losses = torch.cat([loss for _, loss in self._losses]).view(torch.uint8)
         if self._heard is not None:
             row.modules, self._heard = self._heard.calls, None
         row.begins = begins
@@ -196,7 +200,7 @@ class Fingerprints(Callback):
     # What all ranks bring together -----------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """All ranks are here: a run that goes on from this checkpoint has all before it on record."""
+        """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
         self._write_all(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,7 +208,7 @@ class Fingerprints(Callback):
         self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The others may be elsewhere, and a GPU may never come to an end: rank 0 writes what it knows without them."""
+        """Writes what rank 0 knows: its peers may be elsewhere, and a GPU may never come to an end."""
         self._end_listening()
         if pl_module.device.type == "cpu" or trainer.world_size == 1:
             with suppress(RuntimeError):  # a device that has failed
@@ -216,25 +220,29 @@ class Fingerprints(Callback):
         if not rows:
             return
         read = list(_read(rows))
-        mine: Brought = host(), [(one.shared, one.losses) for one in read], read[-1].tensors
-        of_all: list[Brought] = [mine] if alone else gathered(mine, trainer.world_size)
+        record: Brought = host(), [(values.shared, values.losses) for values in read], read[-1].tensors
+        of_all: list[Brought] = [record] if alone else gathered(record, trainer.world_size)
         if trainer.is_global_zero:
             self._append(trainer, "".join(self._lines(trainer, rows, read, of_all)))
         if shares_weights(trainer):
             self._compare_ranks(trainer, rows, of_all)
 
     def _lines(self, trainer: Trainer, rows: list[_Row], read: list[_Read], of_all: list[Brought]) -> Iterator[str]:
-        for at, (row, one) in enumerate(zip(rows, read, strict=True)):
+        for at, (row, values) in enumerate(zip(rows, read, strict=True)):
             if row.begins or row.watched.names != self._header:
-                yield self._start(trainer, row, one).line()
+                yield self._start(trainer, row, values).line()
                 self._header = row.watched.names
             if row.begins:
                 continue
-            of_ranks = {number: bits for _, found, _ in of_all for number, bits in found[at][1].items()}
-            others = {str(rank): _hex(found[at][0]) for rank, (_, found, _) in enumerate(of_all) if found[at][0] != one.shared}
+            of_ranks = {number: bits for _, rows_of, _ in of_all for number, bits in rows_of[at][1].items()}
+            others = {
+                str(rank): _hex(rows_of[at][0])
+                for rank, (_, rows_of, _) in enumerate(of_all)
+                if rows_of[at][0] != values.shared
+            }
             step = Step(
-                row.step, row.epoch, trainer.world_size, _hex(one.weights), one.tensors, of_ranks,
-                [(name, as_bytes(found.view(1), MODULE_BYTES)) for name, found in row.modules],
+                row.step, row.epoch, trainer.world_size, _hex(values.weights), values.tensors, of_ranks,
+                [(name, as_bytes(output.view(1), MODULE_BYTES)) for name, output in row.modules],
                 others if shares_weights(trainer) else {},
             )  # fmt: skip
             yield step.line(_micro_batches(trainer))
@@ -248,15 +256,15 @@ class Fingerprints(Callback):
         )  # fmt: skip
 
     def _compare_ranks(self, trainer: Trainer, rows: Sequence[_Row], of_all: Sequence[Brought]) -> None:
-        """Says once where the ranks' weights part, going by what most ranks have. All ranks know, and so all of them stop."""
+        """Reports once where the ranks' weights part, by what most ranks have. All ranks know, and so all of them stop."""
         numbers = [[rows_of[at][0] for _, rows_of, _ in of_all] for at in range(len(rows))]
-        parted = next((at for at, found in enumerate(numbers) if len(set(found)) > 1), None)
+        parted = next((at for at, checksums in enumerate(numbers) if len(set(checksums)) > 1), None)
         if parted is None or self._warned:
             return
         self._warned = True
         _, odd = odd_ones([{"weights": number} for number in numbers[parted]], "weights")
         who = named(sorted(odd), [host for host, *_ in of_all])
-        tensors = zip(*(found for *_, found in of_all), strict=False)
+        tensors = zip(*(tensor_bytes for *_, tensor_bytes in of_all), strict=False)
         differ = [name for name, bits in zip(rows[-1].watched.names, tensors, strict=False) if len(set(bits)) > 1]
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         which = f" Not the same: {', '.join(differ[:_SHOWN])}{more}." if differ else ""
@@ -291,7 +299,7 @@ class Fingerprints(Callback):
 
 
 def _micro_batches(trainer: Trainer) -> int:
-    """In a step, over all ranks."""
+    """Returns the number of micro-batches in a step, over all ranks."""
     return int(trainer.accumulate_grad_batches * trainer.world_size)
 
 
@@ -300,7 +308,7 @@ def _hex(number: int) -> str:
 
 
 def _read(rows: Sequence[_Row]) -> Iterator[_Read]:
-    """The host waits for the device here."""
+    """Reads the rows; the host waits for the device here."""
     for watched, group in groupby(rows, lambda row: row.watched):
         some = list(group)
         checksums = torch.stack([row.checksums for row in some]).cpu()
@@ -312,6 +320,6 @@ def _read(rows: Sequence[_Row]) -> Iterator[_Read]:
 
 
 def _parts(numbers: Sequence[int], bits: bytes) -> dict[int, bytes]:
-    """The bits of each loss, by the number of its micro-batch."""
+    """Returns the bits of each loss, by the number of its micro-batch."""
     size = len(bits) // len(numbers) if numbers else 0
     return {number: bits[at * size : (at + 1) * size] for at, number in enumerate(numbers)}

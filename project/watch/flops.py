@@ -1,4 +1,4 @@
-"""What a step has to compute, and what a device could compute in that time."""
+"""The operations of a step, and what a device could compute in that time."""
 
 import copy
 import logging
@@ -20,7 +20,7 @@ _COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32
 
 
 def peak(trainer: Trainer) -> float | None:
-    """Floating-point operations a second that a rank's device can do in this precision, where that is known."""
+    """Returns the floating-point operations a second of a rank's device in this precision, where that is known."""
     computes = _COMPUTES_IN.get(str(trainer.precision).partition("-")[0])
     device = trainer.strategy.root_device
     if computes is None or device.type != "cuda":
@@ -32,9 +32,9 @@ def peak(trainer: Trainer) -> float | None:
 
 
 def flops(network: Any, shape: Sequence[int]) -> float:
-    """Floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
+    """Returns the floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
 
-    Counted on a twin that has shapes and no values.
+    They are counted on a twin that has shapes and no values.
     """
     if not isinstance(network, nn.Module):
         return 0.0

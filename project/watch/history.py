@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read again: its starts and stops, its curves, its configuration, its checkpoints, its
+"""The history of a run, read from its folder: its starts and stops, its curves, its configuration, its checkpoints, its
 warnings. Nothing is imported that a login node would have to wait for, and nothing is changed.
 """
 
@@ -24,11 +24,11 @@ from project.watch.curves import Events
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
-"""Settings that say nothing of what is trained."""
+"""The settings that do not affect what is trained."""
 PHASES = ("data_wait", "forward", "backward", "gradient_sync", "optimizer", "rest")
-"""Of a step; their shares are curves under speed/."""
+"""The phases of a step; their shares are curves under speed/."""
 OURS = ("speed/", "ranks/", "run/")
-"""What the curves that are not the module's begin with."""
+"""The prefixes of the curves that are not the module's."""
 SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$", re.MULTILINE)
@@ -50,15 +50,15 @@ class Point:
 
 @dataclass
 class Life:
-    """From a start to the stop, or to where the trace ends."""
+    """A life of a run: from a start to the stop, or to where the trace ends."""
 
     time: float
     step: int
     ranks: int
     known: Mapping[str, Any]
-    """What else was written down at the start."""
+    """The other entries of the start."""
     end: float
-    """When it stopped; of a life that was cut off, when it was last seen."""
+    """The time of the stop; of a life that was cut off, the last sign of it."""
     end_step: int
     state: str = "killed"
     why: str | None = None
@@ -70,7 +70,7 @@ class Life:
 
 @dataclass
 class History:
-    """Of one run."""
+    """The history of one run."""
 
     name: str
     folder: Path
@@ -93,45 +93,45 @@ class History:
 
     @property
     def global_batch(self) -> int | None:
-        known = [one.known.get("global_batch") for one in self.lives]
+        known = [life.known.get("global_batch") for life in self.lives]
         return known[-1] if known else None
 
     @property
     def seconds(self) -> float:
-        """That it was alive, over all its lives."""
-        return sum(one.seconds for one in self.lives)
+        """Returns the seconds that the run was alive, over all its lives."""
+        return sum(life.seconds for life in self.lives)
 
     @cached_property
     def _clock(self) -> tuple[list[float], list[float]]:
-        """When each life was over, and how long the ones before it had lasted."""
-        ends = accumulate((one.end for one in self.lives), max)
-        return list(ends), [0.0, *accumulate(one.seconds for one in self.lives)]
+        """Returns when each life was over, and how long the ones before it had lasted."""
+        ends = accumulate((life.end for life in self.lives), max)
+        return list(ends), [0.0, *accumulate(life.seconds for life in self.lives)]
 
     def hours(self, time: float) -> float:
-        """Of life, until a moment."""
+        """Returns the hours of life until a moment."""
         ends, past = self._clock
         at = bisect_left(ends, time)
         return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
     def last(self, tag: str) -> float | None:
-        found = self.curves.get(tag)
-        return found[-1].value if found else None
+        points = self.curves.get(tag)
+        return points[-1].value if points else None
 
     def usual(self, tag: str) -> float | None:
-        """The median of the last life in which speed was measured."""
+        """Returns the median of a curve in the last life in which speed was measured."""
         times = [point.time for point in self.curves.get("speed/samples_per_s", ())]
-        since = max((one.time for one in self.lives if times and one.time <= times[-1]), default=0.0)
-        found = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
-        return median(found) if found else None
+        since = max((life.time for life in self.lives if times and life.time <= times[-1]), default=0.0)
+        values = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
+        return median(values) if values else None
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of a step, by what it was spent in."""
-        found = {name: self.usual(f"speed/{name}") for name in PHASES}
-        return {name: share for name, share in found.items() if share is not None}
+        """Returns the shares of a step's time, by phase."""
+        medians = {name: self.usual(f"speed/{name}") for name in PHASES}
+        return {name: share for name, share in medians.items() if share is not None}
 
     def summary(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the history's figures, for programs."""
         newest = self.checkpoints[0] if self.checkpoints else None
         last = self.lives[-1] if self.lives else None
         return {
@@ -150,17 +150,17 @@ class History:
             "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
             "lives": [
                 {
-                    **{"time": one.time, "end": one.end, "step": one.step, "end_step": one.end_step, "ranks": one.ranks},
-                    **{"state": one.state, "why": one.why},
-                    **one.known,
+                    **{"time": life.time, "end": life.end, "step": life.step, "end_step": life.end_step, "ranks": life.ranks},
+                    **{"state": life.state, "why": life.why},
+                    **life.known,
                 }
-                for one in self.lives
+                for life in self.lives
             ],
         }
 
 
 def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
-    """Of the run in this folder. `goes_on`: a process is at it."""
+    """Reads the history of the run in this folder. `goes_on`: a process is training it."""
     curves = _curves(folder)
     seen = [(point.time, point.step) for points in curves.values() for point in points]
     lives = lives_of(folder / FILE, seen)
@@ -174,15 +174,15 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
         config, text = {}, masked_text(text)
     checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
-    said = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
+    matches = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
     return History(
         *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
-        said=[(when, level, words) for when, level, words in (found.groups() for found in said)],
+        said=[(when, level, words) for when, level, words in (match.groups() for match in matches)],
     )
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
-    """`seen`: when, and at which step, the run has left something."""
+    """Reads the lives of a run. `seen`: when, and at which step, the run has left something."""
     lives: list[Life] = []
     for line in _end(path, _LIVES).splitlines():
         if '"event"' not in line:
@@ -201,7 +201,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
-    for life, until in zip(lives, [*(one.time for one in lives[1:]), float("inf")], strict=False):
+    for life, until in zip(lives, [*(following.time for following in lives[1:]), float("inf")], strict=False):
         before = bisect_left(seen, (until,))
         if life.state == "killed" and before > bisect_left(seen, (life.time,)):
             time, step = seen[before - 1]
@@ -210,7 +210,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
 
 
 def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What else a start has written down, as far as it is what was written."""
+    """Returns the other entries of a start, checked one by one."""
     known: dict[str, Any] = {
         name: as_text(value) if isinstance(value, str) else value
         for name, value in entry.items()
@@ -227,13 +227,13 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curves(folder: Path) -> dict[str, list[Point]]:
-    """Of TensorBoard's events, as TensorBoard shows them: what a run that went on has taken back is left out."""
+    """Reads the curves as TensorBoard shows them: what a resumed run has taken back is left out."""
     events = Events(folder)
-    return {tag: [Point(one.step, one.value, one.wall_time) for one in events.scalars(tag)] for tag in events.read()}
+    return {tag: [Point(event.step, event.value, event.wall_time) for event in events.scalars(tag)] for tag in events.read()}
 
 
 def held(lock: Path) -> bool:
-    """Whether a process writes to the run's folder; never asked by that process, whose lock would be lost by it."""
+    """Returns whether a process writes to the run's folder. That process must not call it: its lock would be lost."""
     try:
         with os.fdopen(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,11 +259,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def longest(shares: Mapping[str, float]) -> str:
-    """The part that most of a step goes into, in three words."""
-    name = max(shares, key=lambda one: shares[one])
+    """Returns the phase that most of a step goes into, with its share."""
+    name = max(shares, key=lambda phase: shares[phase])
     return f"{shares[name]:.0%} {name.replace('_', ' ')}"
 
 
 def date(time: float) -> str:
-    """In this machine's time zone."""
+    """Returns the text of a time, in this machine's time zone."""
     return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"

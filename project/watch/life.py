@@ -66,7 +66,7 @@ class Life(Callback):
         )
 
     def _made_of(self, trainer: Trainer) -> dict[str, str | None]:
-        """The commit and the image; a run may go on with others, and then that is said."""
+        """Returns the commit and the image, and warns where a run resumes with others."""
         if not trainer.is_global_zero:
             return {}
         now = {"commit": _commit(), "image": named if (named := image()) != "none" else None}
@@ -108,7 +108,7 @@ class Life(Callback):
 
 
 def _signal(exception: BaseException) -> str | None:
-    """The name of the signal that an end follows from."""
+    """Returns the name of the signal that an end follows from."""
     if isinstance(exception, KeyboardInterrupt):
         return "SIGINT"
     code = exception.code if isinstance(exception, SystemExit) else None
@@ -117,12 +117,12 @@ def _signal(exception: BaseException) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the code in the working directory, with a plus sign if something is changed; else of the project's own code."""
+    """Returns the commit of the working directory, with a plus sign if something is changed; else of the project's own code."""
     git = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=5)
-        found = done.stdout.strip()
+        commit = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):  # in most images there is no git
-        found = ""
-    found = found or code.commit()
-    return found if found != "none" else None
+        commit = ""
+    commit = commit or code.commit()
+    return commit if commit != "none" else None

@@ -51,7 +51,7 @@ class Named(DummyLogger):
 
 
 def take_from_yaml(parser: Any) -> None:
-    """From here on this parser makes `Named` of what it finds under trainer.logger."""
+    """Sets up a parser to make a `Named` of each logger under trainer.logger."""
     parser.add_instantiator(Named, Logger)
     _set_default(CSVLogger, "save_dir", ".")  # Lightning wants to be told
     _set_default(MLFlowLogger, "tracking_uri", None)  # Lightning's is the environment's, and config.yaml would have it
@@ -65,16 +65,16 @@ def _set_default(kind: type[Logger], argument: str, value: Any) -> None:
 
 
 def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
-    """Those that YAML names, for the run in this folder; the order is the YAML's."""
+    """Makes the loggers that YAML names, for the run in this folder; the order is the YAML's."""
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("lightning.pytorch.loggers.mlflow").addFilter(lambda record: "Creating it" not in record.getMessage())
     loggers: dict[str, Logger] = {}
-    for one in given if isinstance(given, (list, tuple)) else [given]:
-        kind = one.kind
+    for named in given if isinstance(given, (list, tuple)) else [given]:
+        kind = named.kind
         make: Maker = _MAKERS.get(kind, _as_it_is)
         try:
-            place, logger = make(kind, dict(one.words), folder, name, rank)
+            place, logger = make(kind, dict(named.words), folder, name, rank)
         except ModuleNotFoundError as error:
             extra = {WandbLogger: "project[wandb]", MLFlowLogger: "project[mlflow]"}.get(kind)
             hint = f' HINT: pip install "{extra}".' if extra else ""
@@ -140,7 +140,7 @@ def _mlflow(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tupl
 
 
 def _is_there(words: Words, run_id: str) -> bool:
-    """Whether MLflow still has this run."""
+    """Returns whether MLflow still has this run."""
     try:
         run = MLFlowLogger(**words | {"run_id": run_id}).experiment.get_run(run_id)
         if run.info.lifecycle_stage == "active":
@@ -156,10 +156,10 @@ _MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger:
 
 
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
-    """What an earlier start has written down."""
+    """Returns the ids that an earlier start has written down."""
     try:
         known = read_json(folder / _FILE, follow=False).items()
-        return {place: one for place, one in known if isinstance(one, str) and re.fullmatch(r"[\w-]{1,64}", one)}
+        return {place: run_id for place, run_id in known if isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -168,7 +168,7 @@ def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
 
 
 def _keep(folder: Path, place: str, run_id: str) -> None:
-    """Writes it down, whole or not at all."""
+    """Writes an id down, whole or not at all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / _FILE, json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))

@@ -1,4 +1,4 @@
-"""What a rank measures: the moments of its steps, and of a window of them what is sent to the others."""
+"""The measurements of a rank: the moments of its steps, and of a window of them what is sent to the other ranks."""
 
 import math
 import os
@@ -29,7 +29,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank has measured in a window, on the average of its steps."""
+    """The measurements of a rank in a window, on the average of its steps."""
 
     times: Times
     samples: float
@@ -38,9 +38,9 @@ class Measured:
     device_memory: float
     """Bytes, at most since the start; 0 without a GPU."""
     cores: float
-    """That the process kept busy."""
+    """The cores that the process kept busy."""
     gpu: float
-    """The share of time in which the GPU computed anything; NaN where nobody says so."""
+    """The share of time in which the GPU computed anything; NaN where nothing reports it."""
 
     def row(self) -> Tensor:
         times, *rest = vars(self).values()
@@ -53,7 +53,7 @@ class Measured:
 
 
 def host_memory() -> float:
-    """Bytes that this process has in the host's memory; its loader processes have their own."""
+    """Returns the bytes that this process has in the host's memory; its loader processes have their own."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))

@@ -1,4 +1,4 @@
-"""What the memory of a rank holds: parameters, gradients, the optimiser's states, and the largest of the other tensors."""
+"""The content of a rank's memory: parameters, gradients, the optimiser's states, and the largest of the other tensors."""
 
 import gc
 from collections import Counter
@@ -16,7 +16,7 @@ _SHOWN = 15  # kinds of tensors
 
 
 def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
-    """STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
+    """Writes STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
     make_folder(stem.parent)
     text = stem.with_name(f"{stem.name}.txt")
     write_text(text, "\n".join([*_held(trainer, module), ""]))
@@ -27,52 +27,52 @@ def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory did."""
+    """Returns whether an error means that memory ran out."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
 def _held(trainer: Trainer, module: LightningModule) -> list[str]:
-    states = [state for one in trainer.optimizers for state in one.state.values() if isinstance(state, dict)]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values() if isinstance(state, dict)]
     kinds: dict[str, Iterable[Tensor]] = {
         "parameters": module.parameters(),
-        "gradients": [one.grad for one in module.parameters() if one.grad is not None],
+        "gradients": [parameter.grad for parameter in module.parameters() if parameter.grad is not None],
         "buffers": module.buffers(),
-        "states of the optimisers": [one for state in states for one in state.values() if isinstance(one, Tensor)],
+        "states of the optimisers": [value for state in states for value in state.values() if isinstance(value, Tensor)],
     }
     known: set[int] = set()  # addresses: several tensors may be views of one memory
-    said = [f"rank {trainer.global_rank}, step {trainer.global_step}, {trainer.strategy.root_device}"]
+    lines = [f"rank {trainer.global_rank}, step {trainer.global_step}, {trainer.strategy.root_device}"]
     for name, tensors in kinds.items():
         bytes_ = 0
-        for one in tensors:
-            if (at := _address(one)) and at not in known:
+        for tensor in tensors:
+            if (at := _address(tensor)) and at not in known:
                 known.add(at)
-                bytes_ += one.untyped_storage().nbytes()
-        said.append(f"{_mb(bytes_)}  {name}")
-    said += _others(known)
+                bytes_ += tensor.untyped_storage().nbytes()
+        lines.append(f"{_mb(bytes_)}  {name}")
+    lines += _others(known)
     if trainer.strategy.root_device.type == "cuda":
-        said += ["", torch.cuda.memory_summary(abbreviated=True)]
-    return said
+        lines += ["", torch.cuda.memory_summary(abbreviated=True)]
+    return lines
 
 
 def _others(known: set[int]) -> list[str]:
-    """Tensors that Python knows; what autograd keeps for the backward pass is not among them."""
+    """Lists the tensors that Python knows; what autograd keeps for the backward pass is not among them."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for one in gc.get_objects():
-        if type(one) is not Tensor or not (at := _address(one)) or at in known:
+    for tensor in gc.get_objects():
+        if type(tensor) is not Tensor or not (at := _address(tensor)) or at in known:
             continue
         known.add(at)
-        kind = f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')} on {one.device}"
-        sizes[kind] += one.untyped_storage().nbytes()
+        kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+        sizes[kind] += tensor.untyped_storage().nbytes()
         counts[kind] += 1
-    said = [f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:"]
-    return said + [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_SHOWN)]
+    lines = [f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:"]
+    return lines + [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_SHOWN)]
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its memory; 0 where it has none of its own."""
+    """Returns the address of a tensor's memory; 0 where it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, or on no device

@@ -1,4 +1,4 @@
-"""What each module of a network gives in one forward pass, as checksums: they name the first in which two runs differ."""
+"""The outputs of a network's modules in one forward pass, as checksums: they name the first in which two runs differ."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -14,7 +14,7 @@ _MOST = 2000  # calls: a network that loops over its layers has many
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in whatever a module returns, in their order."""
+    """Yields the tensors in whatever a module returns, in their order."""
     if isinstance(output, Tensor):
         if plain(output):
             yield output
@@ -23,7 +23,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (list, tuple)):
         yield from (tensor for value in output for tensor in tensors_in(value))
     elif is_dataclass(output) and not isinstance(output, type):
-        yield from (tensor for one in fields(output) for tensor in tensors_in(vars(output).get(one.name)))
+        yield from (tensor for field in fields(output) for tensor in tensors_in(vars(output).get(field.name)))
 
 
 class ModuleOutputs:
@@ -47,10 +47,10 @@ class ModuleOutputs:
         def listen(part: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or len(self.calls) >= _MOST:
                 return
-            found = list(tensors_in(output))
-            if found and not (found[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
+            tensors = list(tensors_in(output))
+            if tensors and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
                 # One by one: they may lie on several devices.
-                each = [together(Checksums([one])()).to(found[0].device) for one in found]
+                each = [together(Checksums([tensor])()).to(tensors[0].device) for tensor in tensors]
                 self.calls.append((name, together(torch.stack(each))))
 
         return listen

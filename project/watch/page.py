@@ -1,4 +1,4 @@
-"""What the pages of one run and of several have in common."""
+"""The parts that the pages of one run and of several have in common."""
 
 import base64
 import hashlib
@@ -10,7 +10,7 @@ from project.watch.charts import Line, Mark, chart
 from project.watch.history import OURS, SKIPPED
 
 Chart = tuple[str, list[Line]]
-"""With its title."""
+"""A chart's title, and its lines."""
 _CHARTS = 24  # in a section
 _STYLE = """
 :root{color-scheme:light dark;--grid:#8884;--soft:#777}
@@ -65,8 +65,8 @@ def section(title: str, *content: str) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Cells are HTML already."""
-    top = f"<tr>{''.join(f'<th>{one}</th>' for one in head)}</tr>" if head else ""
+    """Returns a table; its cells are HTML already."""
+    top = f"<tr>{''.join(f'<th>{title}</th>' for title in head)}</tr>" if head else ""
     return f"<table>{top}{''.join('<tr>' + ''.join(f'<td>{cell}</td>' for cell in row) + '</tr>' for row in rows)}</table>"
 
 

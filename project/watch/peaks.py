@@ -1,4 +1,4 @@
-"""What GPUs could compute at most, by their makers' data sheets: dense, with sums in fp32.
+"""The peaks of GPUs, by their makers' data sheets: dense, with sums in fp32.
 
 Lightning's table takes an L40S for an L4 and a slice of an H100 for a whole one, and has figures for sparse matrices.
 """
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one kind of GPU: TFLOP/s by what it computes in, and its multiprocessors."""
+    """The peak of one kind of GPU: TFLOP/s by what it computes in, and its multiprocessors."""
 
     name: str
     """A regular expression; the first that fits counts."""
@@ -52,20 +52,20 @@ _NO_BF16 = r"V100|T4\b"
 
 
 def peak_of(name: str, multiprocessors: int, computes_in: torch.dtype, tf32: bool) -> float | None:
-    """FLOP/s of a GPU of this name; of a slice of one (MIG), by its share of the multiprocessors. None: nobody knows.
+    """Returns the FLOP/s of a GPU of this name; of a slice (MIG), by its share of the multiprocessors. None: not known.
 
     Args:
-        name: as torch.cuda.get_device_name says it.
-        multiprocessors: that there are.
+        name: as torch.cuda.get_device_name reports it.
+        multiprocessors: how many there are.
         computes_in: fp16, bf16, fp32 or fp64.
         tf32: fp32 may be multiplied in TF32.
     """
-    found = next((one for one in _PEAKS if re.search(rf"\b({one.name})", name)), None)
-    if found is None or (computes_in == torch.bfloat16 and re.search(_NO_BF16, name)):
+    peak = next((entry for entry in _PEAKS if re.search(rf"\b({entry.name})", name)), None)
+    if peak is None or (computes_in == torch.bfloat16 and re.search(_NO_BF16, name)):
         return None
-    half = {torch.float16: found.half, torch.bfloat16: found.half}
-    known = {**half, torch.float32: found.tf32 if tf32 else found.single, torch.float64: found.double}
+    half = {torch.float16: peak.half, torch.bfloat16: peak.half}
+    known = {**half, torch.float32: peak.tf32 if tf32 else peak.single, torch.float64: peak.double}
     if computes_in not in known:
         return None
-    share = multiprocessors / found.multiprocessors if "MIG" in name else 1.0
+    share = multiprocessors / peak.multiprocessors if "MIG" in name else 1.0
     return known[computes_in] * 1e12 * share

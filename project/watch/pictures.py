@@ -1,4 +1,4 @@
-"""Pictures in the dashboard, of whatever classifies images: what it is trained on, its worst mistakes, what it takes for what.
+"""The pictures in the dashboard, of any classifier of images: its training images, its worst mistakes, its confusion matrix.
 
 Any LightningModule has them whose validation_step returns a dict with its `logits`, (images, classes), for a batch that is a
 dict with `image` and `label`, or a pair of these. Where nothing of the kind is returned, this costs a look at each batch.
@@ -30,15 +30,15 @@ _COLUMNS = 5  # of what is known of a mistake: loss, label, guess, confidence, s
 
 
 def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
-    """The images and the labels of a batch."""
+    """Returns the images and the labels of a batch."""
     if isinstance(batch, Mapping):
         pair: Sequence[Any] = (batch.get("image"), batch.get("label"))
     else:
         pair = batch if isinstance(batch, (list, tuple)) else ()
-    if len(pair) != 2 or not all(isinstance(one, Tensor) for one in pair):
+    if len(pair) != 2 or not all(isinstance(tensor, Tensor) for tensor in pair):
         return None
     images, labels = pair
-    plain = all(one.layout == torch.strided for one in pair)
+    plain = all(tensor.layout == torch.strided for tensor in pair)
     fits = images.ndim == 4 and images.shape[1] in (1, 3, 4) and images.is_floating_point() and len(labels) == len(images)
     numbers = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
     shares = labels.ndim == 2 and labels.is_floating_point() and labels.shape[1] > 1
@@ -46,7 +46,7 @@ def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
-    """To each logger that is TensorBoard's."""
+    """Adds a picture to each logger that is TensorBoard's."""
     for board in boards(trainer):
         board.experiment.add_image(tag, picture, step, dataformats="HWC")
 
@@ -65,7 +65,7 @@ class Worst:
 
 
 class Evaluated:
-    """What one loader's batches have shown so far, on the device, and without a wait for it."""
+    """The results of one loader's batches so far, on the device, and without a wait for it."""
 
     def __init__(self) -> None:
         self.classes = 0
@@ -73,7 +73,7 @@ class Evaluated:
         self.worst: Worst | None = None
 
     def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
-        """A label that is no class (-100, say) counts nowhere."""
+        """Adds a batch. A label that is no class (-100, say) counts nowhere."""
         classes = logits.shape[1]
         if self.classes not in (0, classes):
             return  # of another task
@@ -99,7 +99,7 @@ class Evaluated:
         self.worst = Worst(facts, small) if self.worst is None else self.worst.with_more(facts, small)
 
     def of_all(self, ranks: int, group: Any) -> bool:
-        """Joins those of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
+        """Joins the results of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
         if ranks == 1:
             if self.worst is None:
                 return False
@@ -121,12 +121,12 @@ class Evaluated:
 
 
 def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
-    """First the losses, and then the images of those that are among the worst: each rank adds its own."""
-    mine = torch.full((_MISTAKES, _COLUMNS), -1.0)
+    """Gathers the losses of all ranks, then the images of the worst: each rank adds its own."""
+    own_facts = torch.full((_MISTAKES, _COLUMNS), -1.0)
     if worst is not None:
-        mine[: len(worst.facts)] = worst.facts.cpu()
-    rows = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(rows, mine, group=group)
+        own_facts[: len(worst.facts)] = worst.facts.cpu()
+    rows = [torch.empty_like(own_facts) for _ in range(ranks)]
+    dist.all_gather(rows, own_facts, group=group)
     facts = torch.cat(rows)
     places = _order(facts)[:_MISTAKES]
     images = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.uint8)
@@ -139,9 +139,9 @@ def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
 
 
 def _order(facts: Tensor) -> list[int]:
-    """The worst first; of several that are as bad, by the sample: the same on any number of ranks."""
+    """Returns the order, the worst first; of several that are as bad, by the sample: the same on any number of ranks."""
     rows = facts.tolist()
-    return sorted(range(len(rows)), key=lambda one: (-rows[one][0], rows[one][4], rows[one][1:4]))
+    return sorted(range(len(rows)), key=lambda index: (-rows[index][0], rows[index][4], rows[index][1:4]))
 
 
 class Pictures(Callback):
@@ -178,9 +178,9 @@ class Pictures(Callback):
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not self._wanted or trainer.sanity_checking or not isinstance(logits, Tensor) or logits.ndim != 2:
             return
-        if (found := seen(batch)) is None or len(found[0]) != len(logits) or not logits.numel():
+        if (pair := seen(batch)) is None or len(pair[0]) != len(logits) or not logits.numel():
             return
-        images, labels = found
+        images, labels = pair
         if labels.ndim == 2 and labels.shape != logits.shape:
             return
         samples = batch.get("sample") if isinstance(batch, Mapping) else None
@@ -196,39 +196,39 @@ class Pictures(Callback):
         if not self._wanted or trainer.sanity_checking:
             return
         for loader in range(len(trainer.num_val_batches)):
-            found = self._seen.pop(loader, None) or Evaluated()
+            evaluated = self._seen.pop(loader, None) or Evaluated()
             ranks = data_ranks(trainer)
-            if found.of_all(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
-                self._show(trainer, found, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
+            if evaluated.of_all(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
+                self._show(trainer, evaluated, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
 
     @staticmethod
-    def _show(trainer: Trainer, found: Evaluated, suffix: str) -> None:
+    def _show(trainer: Trainer, evaluated: Evaluated, suffix: str) -> None:
         names = _names(trainer)
-        names = names if names and len(names) == found.classes else [str(number) for number in range(found.classes)]
-        if found.counts is not None:
-            show(trainer, f"val/confusion{suffix}", confusion(found.counts, names), trainer.global_step)
-        assert found.worst is not None
-        mistakes = [row for row in found.worst.facts.tolist() if row[0] > 0]
+        names = names if names and len(names) == evaluated.classes else [str(number) for number in range(evaluated.classes)]
+        if evaluated.counts is not None:
+            show(trainer, f"val/confusion{suffix}", confusion(evaluated.counts, names), trainer.global_step)
+        assert evaluated.worst is not None
+        mistakes = [row for row in evaluated.worst.facts.tolist() if row[0] > 0]
         if mistakes:
             texts = [
                 [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
                 for _, label, guess, confidence, _ in mistakes
             ]
-            show(trainer, f"val/mistakes{suffix}", tiles(found.worst.images[: len(mistakes)], texts), trainer.global_step)
+            show(trainer, f"val/mistakes{suffix}", tiles(evaluated.worst.images[: len(mistakes)], texts), trainer.global_step)
 
 
 def _names(trainer: Trainer) -> Sequence[str] | None:
-    """Of the classes: of a data module that has a list of `class_names`."""
+    """Returns the names of the classes, of a data module that has a list of `class_names`."""
     try:
         names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
     except Exception as error:  # a property of somebody's
         log.debug("The names of the classes can't be told: %s", error)
         return None
-    return [str(one) for one in names] if isinstance(names, (list, tuple)) else None
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
 
 
 class FirstBatch(Callback):
-    """Shows the first micro-batch, with what was done to it; is among the callbacks until then."""
+    """Shows the first micro-batch as it is trained on, and then removes itself from the callbacks."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names
@@ -237,11 +237,11 @@ class FirstBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         leaves(trainer, self)
-        if (found := seen(batch)) is None:
+        if (pair := seen(batch)) is None:
             return
-        images, labels = (one[:_INPUTS] for one in found)
+        images, labels = (tensor[:_INPUTS] for tensor in pair)
         numbers = (labels.argmax(1) if labels.ndim == 2 else labels).tolist()
         names = self._names or ()
-        texts = [[names[one] if 0 <= one < len(names) else str(one)] for one in numbers]
+        texts = [[names[number] if 0 <= number < len(names) else str(number)] for number in numbers]
         if texts:
             show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)

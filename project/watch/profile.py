@@ -78,7 +78,7 @@ class Profile(Callback):
     # What a file asks for --------------------------------------------------------------------------------------------
 
     def asks(self, trainer: Trainer) -> bool:
-        """Whether rank 0 has found the file. Called between steps."""
+        """Returns whether rank 0 has found the file. It is called between steps."""
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _PAUSE
             file = Path(trainer.default_root_dir) / FILE
@@ -87,13 +87,13 @@ class Profile(Callback):
         return self._found
 
     def answers(self, trainer: Trainer, group: Any) -> None:
-        """On all ranks, before the same step."""
-        asked: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
+        """Starts the recording that a file asks for, on all ranks before the same step."""
+        requests: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
         if group is not None:
-            dist.broadcast_object_list(asked, src=0, group=group)
+            dist.broadcast_object_list(requests, src=0, group=group)
         self._found = False
-        if asked[0] is not None:
-            self._begin(trainer, asked[0], trainer.global_step + 2)  # the one before it warms up
+        if requests[0] is not None:
+            self._begin(trainer, requests[0], trainer.global_step + 2)  # the one before it warms up
 
     def _take(self, trainer: Trainer) -> Asked | None:
         file = Path(trainer.default_root_dir) / FILE
@@ -109,17 +109,17 @@ class Profile(Callback):
 
     # Both ------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, trainer: Trainer, asked: Asked, first: int) -> None:
-        there = range(trainer.world_size)
-        wanted = {*(there if asked.ranks is None else asked.ranks)}
-        if (missing := sorted(wanted - {*there})) and trainer.is_global_zero:
-            log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(there))
-        if ranks := sorted(wanted & {*there}):
-            self._recording = Recording(first, asked.steps, ranks, asked.memory, self._folder)
+    def _begin(self, trainer: Trainer, request: Asked, first: int) -> None:
+        known_ranks = range(trainer.world_size)
+        wanted = {*(known_ranks if request.ranks is None else request.ranks)}
+        if (missing := sorted(wanted - {*known_ranks})) and trainer.is_global_zero:
+            log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(known_ranks))
+        if ranks := sorted(wanted & {*known_ranks}):
+            self._recording = Recording(first, request.steps, ranks, request.memory, self._folder)
             joins(trainer, self._recording)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What the memory holds when it has run out."""
+        """Writes what the memory holds when it has run out."""
         if not ran_out(exception):
             return
         stem = self._folder / f"out-of-memory-step-{trainer.global_step + 1:09d}-rank{trainer.global_rank}"
@@ -130,7 +130,7 @@ class Profile(Callback):
 
 
 def _is_there(file: Path) -> bool:
-    """Whether there is something that can be taken away."""
+    """Returns whether there is something that can be taken away."""
     try:
         return not stat.S_ISDIR(file.lstat().st_mode)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a profile says without being opened: where the steps' time went, the operators that took most of it, how long nothing
+"""The table of a profile: where the steps' time went, the operators that took most of it, how long nothing
 was computed, and how much of the communication went on beside the computing.
 """
 
@@ -12,7 +12,7 @@ from torch.profiler import DeviceType
 Span = tuple[float, float]  # microseconds
 
 RANGE = "step: "
-"""What the names of our own ranges begin with."""
+"""The prefix of the names of our own ranges."""
 _SHOWN = 12  # operators
 _WIDTH = 60  # characters of an operator's name
 _SEEN = 1000  # bytes a step: less is 0 in the table
@@ -20,7 +20,7 @@ _SEEN = 1000  # bytes a step: less is 0 in the table
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took its time."""
+    """An event of a profile, with the time that it took."""
 
     name: str
     start: float
@@ -34,14 +34,14 @@ class Event:
 
 
 def events_of(found: Iterable[Any], on_gpu: bool) -> list[Event]:
-    """Of torch's profiler."""
+    """Converts the events of torch's profiler."""
     events = []
-    for one in found:
-        device = one.device_type == DeviceType.CUDA
-        span = one.time_range.start, one.time_range.end
-        spent = span[1] - span[0] if device else one.self_cpu_time_total
-        bytes_ = one.self_device_memory_usage if on_gpu else one.self_cpu_memory_usage
-        events.append(Event(one.name, *span, spent, max(0, bytes_), _kind(one, device, on_gpu)))
+    for event in found:
+        device = event.device_type == DeviceType.CUDA
+        span = event.time_range.start, event.time_range.end
+        spent = span[1] - span[0] if device else event.self_cpu_time_total
+        bytes_ = event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage
+        events.append(Event(event.name, *span, spent, max(0, bytes_), _kind(event, device, on_gpu)))
     return events
 
 
@@ -55,7 +55,7 @@ def _kind(event: Any, device: bool, on_gpu: bool) -> str:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, without overlaps, in order."""
+    """Returns spans of the same time, without overlaps, in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -70,79 +70,79 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def shared(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """How long both go on; each without overlaps."""
+    """Returns how long both run at once; each comes without overlaps."""
     return length(some) + length(others) - length(union([*some, *others]))
 
 
 def gaps(spans: Sequence[Span], start: float, end: float) -> list[Span]:
-    """Of this time, what they leave."""
+    """Returns the parts of a time that the spans leave."""
     edges = [start, *(edge for span in spans for edge in span), end]
-    return [(one, other) for one, other in zip(edges[::2], edges[1::2], strict=True) if other > one]
+    return [(left, right) for left, right in zip(edges[::2], edges[1::2], strict=True) if right > left]
 
 
 def lines(events: Sequence[Event], steps: int, on_gpu: bool) -> list[str]:
-    """For people. `steps`: how many were recorded."""
-    ranges = [one for one in events if one.kind == "range"]
+    """Returns the table, for people. `steps`: how many were recorded."""
+    ranges = [event for event in events if event.kind == "range"]
     if not ranges:
         return ["Nothing was recorded."]
-    start, end = min(one.start for one in ranges), max(one.end for one in ranges)
+    start, end = min(event.start for event in ranges), max(event.end for event in ranges)
     if on_gpu:  # it is behind the host
-        end = max([end, *(one.end for one in events if one.kind in ("computing", "communication") and one.start < end)])
+        end = max([end, *(event.end for event in events if event.kind in ("computing", "communication") and event.start < end)])
     whole = end - start
     device = "GPU" if on_gpu else "CPU"
-    events = [one for one in events if one.end > start and one.start < end]
+    events = [event for event in events if event.end > start and event.start < end]
     spent: Counter[str] = Counter()
-    for one in ranges:
-        spent[one.name.removeprefix(RANGE)] += one.end - one.start  # type: ignore[assignment]
-    if (between := whole - length(union((one.start, one.end) for one in ranges))) > 0:
+    for event in ranges:
+        spent[event.name.removeprefix(RANGE)] += event.end - event.start  # type: ignore[assignment]
+    if (between := whole - length(union((event.start, event.end) for event in ranges))) > 0:
         spent["between steps"] += between  # type: ignore[assignment]
-    said = [
+    summary = [
         f"{_ms(whole / steps)} a step: "
         + ", ".join(f"{name} {time / whole:.0%}" for name, time in spent.most_common() if time / whole >= 0.005)
     ]
 
     def busy(kind: str) -> list[Span]:
-        return union((max(one.start, start), min(one.end, end)) for one in events if one.kind == kind)
+        return union((max(event.start, start), min(event.end, end)) for event in events if event.kind == kind)
 
     computing, communicating = busy("computing"), busy("communication")
     idle = gaps(computing, start, end)
-    longest = max(idle, key=lambda one: one[1] - one[0], default=(start, start))
-    where = next((one.name for one in ranges if one.start <= longest[0] < one.end), "between steps").removeprefix(RANGE)
-    said.append(
+    longest = max(idle, key=lambda span: span[1] - span[0], default=(start, start))
+    where = next((event.name for event in ranges if event.start <= longest[0] < event.end), "between steps").removeprefix(RANGE)
+    summary.append(
         f"The {device} computes nothing for {length(idle) / whole:.0%} of the time; the longest gap is "
         f"{_ms(longest[1] - longest[0])}" + f", in {where}"
     )
     if communicating:
         took, beside = length(communicating), shared(communicating, computing)
-        said.append(
+        summary.append(
             f"Communication goes on for {_ms(took / steps)} a step, {beside / took:.0%} of it beside computing; for "
             f"{(took - beside) / whole:.0%} of the time nothing else goes on"
         )
-    return [*said, "", *_table(events, steps, whole, device), *_allocations(events, steps)]
+    return [*summary, "", *_table(events, steps, whole, device), *_allocations(events, steps)]
 
 
 def _table(events: Sequence[Event], steps: int, whole: float, device: str) -> list[str]:
-    """The operators that take most of the time by themselves."""
+    """Lists the operators that take most of the time by themselves."""
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for one in events:
-        if one.kind in ("computing", "communication"):
-            times[one.name] += one.self_time  # type: ignore[assignment]
-            calls[one.name] += 1
-    said = [f"{f'Operators, by their own {device} time':<{_WIDTH}} {'calls a step':>12} {'time a step':>13} {'share':>8}"]
+    for event in events:
+        if event.kind in ("computing", "communication"):
+            times[event.name] += event.self_time  # type: ignore[assignment]
+            calls[event.name] += 1
+    rows = [f"{f'Operators, by their own {device} time':<{_WIDTH}} {'calls a step':>12} {'time a step':>13} {'share':>8}"]
     for name, time in times.most_common(_SHOWN):
-        said.append(f"{_short(name)} {calls[name] / steps:>12.5g} {_ms(time / steps):>13} {time / whole:>8.1%}")
-    return said
+        rows.append(f"{_short(name)} {calls[name] / steps:>12.5g} {_ms(time / steps):>13} {time / whole:>8.1%}")
+    return rows
 
 
 def _allocations(events: Sequence[Event], steps: int) -> list[str]:
-    """The operators that ask for most memory, given back or not."""
+    """Lists the operators that ask for most memory, given back or not."""
     sizes: Counter[str] = Counter()
-    for one in events:
-        sizes[one.name] += one.allocated  # type: ignore[assignment]
+    for event in events:
+        sizes[event.name] += event.allocated  # type: ignore[assignment]
     largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size / steps >= _SEEN]
-    said = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
-    return [*said, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
+    header = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
+    return [*header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
 
 
 def _short(name: str) -> str:

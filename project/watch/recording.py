@@ -36,7 +36,7 @@ class StepRanges(Callback):
         self._before: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def name_parts(self, trainer: Trainer) -> None:
-        """From now on."""
+        """Names the parts from now on."""
         before, after = self._before = fetching_now(trainer)
 
         def fetch() -> None:
@@ -56,7 +56,7 @@ class StepRanges(Callback):
         self._end()
 
     def _next(self, name: str) -> None:
-        """This part begins, and the one before it is over."""
+        """Begins a part, and ends the one before it."""
         if self._before is None:
             return
         self._end()
@@ -99,7 +99,7 @@ class StepRanges(Callback):
 
 
 class Recording(StepRanges):
-    """Is among the callbacks of all ranks until it is over; those that are not recorded wait for the ones that are.
+    """A callback of all ranks until the recording is over; ranks that are not recorded wait for the ones that are.
 
     Args:
         first: the number of the first step; the one before it warms the profiler up.
@@ -142,9 +142,9 @@ class Recording(StepRanges):
             )
             self._profile.start()
         except Exception as error:  # a device whose counters are not for everybody, say
-            said, self._profile = self._why_not, None
+            reported, self._profile = self._why_not, None
             self._why_not = f"The steps can't be recorded: {error}. Training goes on."
-            if said is None:
+            if reported is None:
                 log.warning("%s", self._why_not)
             return
         self.name_parts(trainer)
@@ -167,7 +167,7 @@ class Recording(StepRanges):
                 note_doings()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An evaluation is no part of a step, and a trace of it would be large."""
+        """Ends the recording, or begins it anew later: an evaluation is no part of a step, and its trace would be large."""
         if not self._began or trainer.sanity_checking:
             return
         if self._step >= self.first:
@@ -185,7 +185,7 @@ class Recording(StepRanges):
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> profile | None:
-        """It is among the callbacks no more."""
+        """Removes the callback, and stops the profiler."""
         self.over = True
         leaves(trainer, self)
         return self._stop(trainer)
@@ -204,14 +204,14 @@ class Recording(StepRanges):
         stem = f"step-{self.first:09d}"
         if recorded is not None or self._why_not:
             try:
-                said = self._write(recorded, done, trainer, self._folder / f"{stem}-rank{trainer.global_rank}")
+                summary = self._write(recorded, done, trainer, self._folder / f"{stem}-rank{trainer.global_rank}")
                 if self._memory:
                     write_held(trainer, module, self._folder / f"{stem}-memory-rank{trainer.global_rank}")
             except OSError as error:
                 log.warning("The profile can't be written: %s. Training goes on.", error)
                 return
             if trainer.is_global_zero:
-                for line in said:
+                for line in summary:
                     log.info("%s", line)
         if trainer.is_global_zero:
             if done < self.steps:
@@ -223,24 +223,24 @@ class Recording(StepRanges):
             )
 
     def _write(self, recorded: profile | None, steps: int, trainer: Trainer, stem: Path) -> list[str]:
-        """The trace, and last, with all that is to be said, the text: who finds it finds the rest."""
+        """Writes the trace, and last the text with its summary: whoever finds it finds the rest."""
         make_folder(self._folder)
-        said = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}"]
+        summary = [f"Rank {trainer.global_rank}, steps {self.first} to {self._step}"]
         if recorded is None:
-            said.append(self._why_not or "")
+            summary.append(self._why_not or "")
         else:
             with replacing(stem.with_name(f"{stem.name}.json.gz")) as trace:  # which would be written through a link
                 recorded.export_chrome_trace(str(trace))
             on_gpu = trainer.strategy.root_device.type == "cuda"
             events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
-            said += lines(events, steps, on_gpu)
-        write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*said, ""]))
-        return said
+            summary += lines(events, steps, on_gpu)
+        write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*summary, ""]))
+        return summary
 
 
 def _leave_out(trainer: Trainer) -> None:
-    """Steps that are recorded are slower, and so is the one in which a trace is waited for: they say nothing of the speed."""
+    """Leaves a step out of the throughput: recorded steps are slower, and so is the one in which a trace is waited for."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for one in callbacks:
-        if isinstance(one, Throughput):
-            one.leave_out()
+    for callback in callbacks:
+        if isinstance(callback, Throughput):
+            callback.leave_out()

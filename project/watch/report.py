@@ -1,6 +1,6 @@
-"""report.html: what a run did, on one page that opens anywhere, without a server or a network.
+"""The file report.html: what a run did, on one page that opens anywhere, without a server or a network.
 
-And summary.json beside it, for programs.
+The file summary.json beside it is for programs.
 """
 
 import json
@@ -29,7 +29,7 @@ _PHASES = {
     "optimizer": ("the optimiser's step", 5),
     "rest": ("the rest", 7),
 }
-"""With their names and colours."""
+"""The phases of a step, with their names and colours."""
 _SPEED = {
     "samples/s": {"speed/samples_per_s": ("all ranks", 0)},
     "shares of a step": {f"speed/{name}": named for name, named in _PHASES.items()},
@@ -55,14 +55,14 @@ _OF_RANKS = {
 
 
 def write(history: History) -> Path:
-    """The page and the summary of a run, in its folder."""
+    """Writes the page and the summary of a run into its folder."""
     write_text(history.folder / SUMMARY, json.dumps(history.summary(), indent=1))
     write_text(path := history.folder / PAGE, page(history))
     return path
 
 
 def page(history: History) -> str:
-    """Of one run."""
+    """Returns the page of one run."""
     marks = _marks(history)
     health = [*_of_ranks(history), *_speed(history, _HEALTH)]
     return html(
@@ -86,7 +86,7 @@ def _head(history: History) -> str:
 
 
 def facts(history: History) -> dict[str, str]:
-    """The figures of a run, in words."""
+    """Returns the figures of a run, as texts."""
     last = history.lives[-1] if history.lives else None
     speed, batch = history.usual("speed/samples_per_s"), history.global_batch
     known = last.known if last else {}
@@ -110,34 +110,34 @@ def _ranks(life: Life) -> str:
 
 
 def _marks(history: History) -> list[Mark]:
-    """Each start but the first; each fault."""
+    """Returns a mark for each start but the first, and for each fault."""
     starts = [
         Mark(life.step, f"{date(life.time)}: started again at step {life.step} on {_ranks(life)}, was {before.state}")
         for before, life in zip(history.lives, history.lives[1:], strict=False)
     ]
     failed = [
-        Mark(one.end_step, f"{date(one.end)}: failed after step {one.end_step}: {one.why}", fault=True)
-        for one in history.lives
-        if one.state == "failed"
+        Mark(life.end_step, f"{date(life.end)}: failed after step {life.end_step}: {life.why}", fault=True)
+        for life in history.lives
+        if life.state == "failed"
     ]
     left_out = [
-        Mark(one.step, f"{date(one.time)}: step {one.step} was left out, it was not finite", fault=True)
-        for one in history.curves.get(SKIPPED, ())
+        Mark(point.step, f"{date(point.time)}: step {point.step} was left out, it was not finite", fault=True)
+        for point in history.curves.get(SKIPPED, ())
     ]
     return [*starts, *failed, *left_out[-_FAULTS:]]
 
 
 def _learning(history: History) -> Iterator[Chart]:
-    """What has been logged, other than speed: training and validation of one thing in one chart."""
+    """Yields the charts of what was logged, other than speed: training and validation of one thing in one chart."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for tag in history.curves:
         if of_the_module(tag):
             stage, _, name = tag.partition("/")
             known = stage in _STAGES and name
             groups.setdefault((name if known else tag), []).append((stage if known else tag, tag))
-    for name, tags in sorted(groups.items(), key=lambda one: one[0] not in _FIRST):
+    for name, tags in sorted(groups.items(), key=lambda group: group[0] not in _FIRST):
         lines = []
-        for stage, tag in sorted(tags, key=lambda one: _order(one[0])):
+        for stage, tag in sorted(tags, key=lambda pair: _order(pair[0])):
             colour = _order(stage) if stage in _STAGES else 0
             lines.append(Line(tag, _over_steps(history, tag), colour))
         yield name, lines
@@ -153,13 +153,13 @@ def _over_steps(history: History, tag: str) -> list[tuple[float, float]]:
 
 def _speed(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]) -> Iterator[Chart]:
     for title, tags in wanted.items():
-        there = {tag: named for tag, named in tags.items() if tag in history.curves}
-        lines = [Line(name, _over_steps(history, tag), colour) for tag, (name, colour) in there.items()]
+        logged = {tag: named for tag, named in tags.items() if tag in history.curves}
+        lines = [Line(name, _over_steps(history, tag), colour) for tag, (name, colour) in logged.items()]
         yield title, lines
 
 
 def _of_ranks(history: History) -> Iterator[Chart]:
-    """A line for each rank, with its host."""
+    """Yields charts with a line for each rank, named with its host."""
     for start, title in _OF_RANKS.items():
         tags = sorted((tag for tag in history.curves if tag.startswith(start)), key=_by_rank)
         named = [(tag, tag.removeprefix(start).partition(".")) for tag in tags]
@@ -238,7 +238,7 @@ def _weights(history: History, folder: str, config: str, newest: str) -> list[st
 
 
 def refuse_nothing(history: History) -> None:
-    """A folder that no run has written to has nothing to tell."""
+    """Raises a UserError for a folder that no run has written to."""
     if not history.lives and not history.curves:
         raise UserError(
             f"{history.folder} has neither curves nor a life.jsonl: no training has begun there, or it was trained by an older "

@@ -24,14 +24,14 @@ class Sender:
         threading.Thread(target=self._run, name="logger", daemon=True).start()
 
     def put(self, entry: Any) -> None:
-        """Returns at once."""
+        """Adds an entry, and returns at once."""
         try:
             self._entries.put_nowait(entry)
         except Full:
             self._dropped += 1
 
     def left(self, seconds: float, hurry: bool = False) -> int:
-        """How many entries were not sent, when all are, or after so many seconds, or when the server is away.
+        """Returns how many entries were not sent, when all are, or after so many seconds, or when the server is away.
 
         With `hurry` it is their last chance: attempts follow each other at once.
         """

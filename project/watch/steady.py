@@ -1,4 +1,4 @@
-"""CSV, W&B and MLflow made to last: a run that goes on goes on there, and what they can't do does not end a training."""
+"""CSV, W&B and MLflow, made to last: a resumed run continues its curves there, and their faults do not end a training."""
 
 import logging
 from argparse import Namespace
@@ -25,13 +25,13 @@ _FLUSH_SECONDS, _LAST_SECONDS = 5.0, 15.0  # that a checkpoint, and the end of a
 
 
 class Steady(Logger):
-    """A logger that YAML names. Where it can't begin, nor does the run; later a fault is said once, and training goes on."""
+    """A logger that YAML names. If it can't begin, the run does not; a later fault is logged once, and training continues."""
 
     called = ""
     _failing = False
 
     def attempt(self, what: Callable[[], object]) -> Exception | None:
-        """Does it, or says once why it can't be done."""
+        """Calls a function, or reports once why it failed."""
         try:
             what()
         except Exception as error:
@@ -43,7 +43,7 @@ class Steady(Logger):
 
 
 def said(error: Exception) -> str:
-    """What an error says, in a line, without the password of an address."""
+    """Returns the message of an error, in a line, without the password of an address."""
     return masked_text(" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
@@ -57,7 +57,7 @@ class Csv(Steady, CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The file. Lightning's would delete what an earlier start has written."""
+        """Returns the file. Lightning's would delete what an earlier start has written."""
         if self._file is None:
             until, logged = self._goes_on or (None, ())
             try:
@@ -69,7 +69,7 @@ class Csv(Steady, CSVLogger):
         return self._file
 
     def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
-        """See `Events.goes_on`."""
+        """Resumes the curves, as `Events.goes_on` does."""
         self._goes_on, self._again = (step, logged), LoggedAgain(logged if starts_again else ())
 
     @rank_zero_only
@@ -83,7 +83,7 @@ class Csv(Steady, CSVLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None) -> None:
-        """The run's config.yaml has them."""
+        """Does nothing: the run's config.yaml has them."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -143,7 +143,7 @@ class MLFlow(Steady, MLFlowLogger):
 
     called = "MLflow"
     keep: Callable[[str], object] = str
-    """Is told the id of the run as soon as there is one."""
+    """Receives the id of the run as soon as there is one."""
     _begun = False
     _sender: Sender | None = None
 
@@ -164,12 +164,12 @@ class MLFlow(Steady, MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Those that it has no value of yet: it never takes another."""
+        """Logs those that MLflow has no value of yet: it never takes another."""
 
         def write() -> None:
-            there = self.experiment.get_run(self.run_id).data.params
+            logged = self.experiment.get_run(self.run_id).data.params
             named = flat(vars(params) if isinstance(params, Namespace) else params)
-            new = {name: str(value) for name, value in named.items() if value is not None and name not in there}
+            new = {name: str(value) for name, value in named.items() if value is not None and name not in logged}
             MLFlowLogger.log_hyperparams(self, new)
 
         self.attempt(write)
@@ -190,7 +190,7 @@ class MLFlow(Steady, MLFlowLogger):
 
     @rank_zero_only
     def flush(self) -> None:
-        """What was logged is there afterwards, if it answers."""
+        """Waits until what was logged is sent, if MLflow answers."""
         if self._sender is not None:
             self._sender.left(_FLUSH_SECONDS)
 

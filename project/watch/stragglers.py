@@ -1,4 +1,4 @@
-"""Which rank is slow again and again, on which host, and whether its data or its compute is why: all others wait for it.
+"""The ranks that are slow again and again, their hosts, and whether data or compute is the cause: their peers wait for them.
 
 `Throughput` measures, and hands over each window's times of all ranks; here they are compared. A rank's own work is what it
 does not wait for others in: getting its data, and computing.
@@ -27,7 +27,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a rank spent in a step, on the average of a window."""
+    """The seconds that a rank spent in a step, on the average of a window."""
 
     data: float
     compute: float
@@ -61,15 +61,15 @@ class Times:
 
 
 def excess(ranks: Sequence[Times], cause: Cause) -> list[float]:
-    """What each rank's own work would be, in that of the usual rank, if it differed in this alone: 1.0 is no slower."""
-    usual = median_low(times.own for times in ranks) or 1e-9
-    times = [getattr(one, cause) for one in ranks]
-    return [1 + (own - median_low(times)) / usual for own in times]
+    """Returns each rank's own work, relative to the median rank's, if it differed in this alone: 1.0 is no slower."""
+    reference = median_low(times.own for times in ranks) or 1e-9
+    times = [getattr(rank, cause) for rank in ranks]
+    return [1 + (own - median_low(times)) / reference for own in times]
 
 
 @dataclass
 class Streak:
-    """Windows in a row in which a rank was slow for one reason, or not slow."""
+    """The windows in a row in which a rank was slow for one reason, or not slow."""
 
     cause: Cause | None = None
     windows: int = 0
@@ -95,26 +95,26 @@ class Stragglers:
         self._named: dict[int, Cause] = {}
 
     def by_rank(self, ranks: Sequence[Times]) -> dict[str, float]:
-        """Curves of each rank's own work, with its host in their names; of many ranks those that are the slowest now."""
+        """Returns curves of each rank's own work, with its host in their names; of many ranks those of the slowest now."""
         slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].own)[:_CURVES]
         named = {f"{rank}.{short(self.hosts[rank])}": ranks[rank] for rank in sorted(slowest)}
         data = {f"ranks/data_ms/{name}": 1e3 * times.data for name, times in named.items()}
         return data | {f"ranks/compute_ms/{name}": 1e3 * times.compute for name, times in named.items()}
 
     def compare(self, ranks: Sequence[Times]) -> None:
-        """The times of one window, by rank."""
-        usual = median_low(times.own for times in ranks) or 1e-9
+        """Compares the times of one window, by rank."""
+        reference = median_low(times.own for times in ranks) or 1e-9
         by_data, by_compute = excess(ranks, "data"), excess(ranks, "compute")
         for rank, times in enumerate(ranks):
             cause: Cause | None = "data" if by_data[rank] > by_compute[rank] else "compute"
-            if times.own / usual < _SLOW:
+            if times.own / reference < _SLOW:
                 cause = None
             if self._streaks[rank].cause != cause:
                 self._streaks[rank] = Streak(cause)
             streak = self._streaks[rank]
             streak.windows += 1
             streak.seconds += times.total * self.steps
-            streak.factors = [*streak.factors[1 - _IN_A_ROW :], times.own / usual]
+            streak.factors = [*streak.factors[1 - _IN_A_ROW :], times.own / reference]
             if streak.counts:
                 self._speak(rank, streak, ranks)
 
@@ -129,5 +129,5 @@ class Stragglers:
                 "Rank %d, %s, is slow, and all wait for it: its own work is %.1f times the usual rank's, because of its %s "
                 "(%.3g ms a step, usually %.3g), and was for %d steps. HINT: %s",
                 *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * getattr(ranks[rank], cause)),
-                *(1e3 * median_low(getattr(one, cause) for one in ranks), streak.windows * self.steps, _HINTS[cause]),
+                *(1e3 * median_low(getattr(times, cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
             )

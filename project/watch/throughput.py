@@ -1,5 +1,5 @@
-"""Where the time of a step goes: waiting for data, forwards, backwards, waiting for the other ranks' gradients, the optimiser,
-and the rest; how fast that is, and in how much memory.
+"""The time of a step, by its phases (waiting for data, forwards, backwards, waiting for peers' gradients, the optimiser,
+and the rest), its speed, and its memory.
 
 Lightning's ThroughputMonitor waits for the device at each log point and knows one rank. Here the ranks' times are collected
 once in a window of steps, by one small all-gather that is read a step later; on a GPU they are read from events that have
@@ -93,7 +93,7 @@ class Throughput(Callback):
         fetching(trainer, self._fetch, self._fetched)
 
     def _hook(self, trainer: Trainer, *parameters: Tensor) -> None:
-        """Only these say when their gradient is there."""
+        """Hooks these parameters alone, which then report when their gradient is there."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -171,7 +171,7 @@ class Throughput(Callback):
         self._last_end = None
 
     def leave_out(self) -> None:
-        """The step at hand, or between two the next one, says nothing of the speed. All ranks leave out the same."""
+        """Leaves out the step at hand, or between two the next one, from the speed. All ranks leave out the same."""
         self._left_out = True
 
     # Windows ---------------------------------------------------------------------------------------------------------
@@ -195,14 +195,14 @@ class Throughput(Callback):
             self._rows = [row]
 
     def _sum_up(self, window: list[StepTimes]) -> Measured:
-        """Seconds a step."""
+        """Returns the averages of a window, in seconds a step."""
         if self._on_gpu:
             window[-1].end.synchronize()  # of two steps ago: nothing to wait for
         data = forward = backward = sync = optimizer = work = between = 0.0
         for step in window:
-            data += sum(self._seconds_between(*one) for one in step.fetches)
-            forward += sum(self._seconds_between(*one) for one in step.forwards)
-            backward += sum(self._seconds_between(*one) for one in step.backwards)
+            data += sum(self._seconds_between(*span) for span in step.fetches)
+            forward += sum(self._seconds_between(*span) for span in step.forwards)
+            backward += sum(self._seconds_between(*span) for span in step.backwards)
             work += self._seconds_between(step.fetches[0][0], step.end)
             if step.before is not None:
                 between += self._seconds_between(step.before, step.fetches[0][0])
@@ -214,7 +214,7 @@ class Throughput(Callback):
         samples = sum(step.samples for step in window)
         busy, self._busy = self._busy, (time.process_time(), time.perf_counter())
         return Measured(
-            Times(*(one / len(window) for one in phases)),
+            Times(*(seconds / len(window) for seconds in phases)),
             samples / len(window),
             host_memory(),
             float(torch.cuda.max_memory_allocated()) if self._on_gpu else 0.0,
@@ -223,7 +223,7 @@ class Throughput(Callback):
         )
 
     def _read(self, trainer: Trainer) -> None:
-        """What was sent at the last step has arrived by now: all ranks have met in that step's gradients since."""
+        """Reads what was sent at the last step, and has arrived by now: all ranks have met in that step's gradients since."""
         if not self._rows:
             return
         if self._arriving is not None:
@@ -231,10 +231,10 @@ class Throughput(Callback):
             self._arriving = None
         assert self._closed is not None
         step = self._closed[0]
-        found = [Measured.of(row) for row in self._rows]
+        measurements = [Measured.of(row) for row in self._rows]
         self._closed, self._rows = None, []
         if trainer.is_global_zero:
-            self._report(trainer, step, found)
+            self._report(trainer, step, measurements)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(trainer)
@@ -245,11 +245,11 @@ class Throughput(Callback):
 
     # What is said ----------------------------------------------------------------------------------------------------
 
-    def _report(self, trainer: Trainer, step: int, found: Sequence[Measured]) -> None:
-        ranks = [one.times for one in found]
-        samples = sum(one.samples for one in found[:: data_ranks(trainer).shared_by])
+    def _report(self, trainer: Trainer, step: int, measurements: Sequence[Measured]) -> None:
+        ranks = [measured.times for measured in measurements]
+        samples = sum(measured.samples for measured in measurements[:: data_ranks(trainer).shared_by])
         seconds = max(times.total for times in ranks)
-        self.phases = {name: sum(getattr(one, name) / one.total for one in ranks) / len(ranks) for name in PHASES}
+        self.phases = {name: sum(getattr(times, name) / times.total for times in ranks) / len(ranks) for name in PHASES}
         if len(ranks) == 1:
             del self.phases["gradient_sync"]
         values = {f"speed/{name}": share for name, share in self.phases.items()}
@@ -264,11 +264,11 @@ class Throughput(Callback):
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
             values |= self._stragglers.by_rank(ranks)
             self._stragglers.compare(ranks)
-        values["run/memory_gb"] = max(one.host_memory for one in found) / 1e9
-        values["run/cpu_cores"] = sum(one.cores for one in found) / len(found)
-        if device := max(one.device_memory for one in found):
+        values["run/memory_gb"] = max(measured.host_memory for measured in measurements) / 1e9
+        values["run/cpu_cores"] = sum(measured.cores for measured in measurements) / len(measurements)
+        if device := max(measured.device_memory for measured in measurements):
             values["run/gpu_memory_gb"] = device / 1e9
-        if not math.isnan(use := sum(one.gpu for one in found) / len(found)):
+        if not math.isnan(use := sum(measured.gpu for measured in measurements) / len(measurements)):
             values["run/gpu_use"] = use
         for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
