@@ -1,6 +1,6 @@
 """The support of functions behind a class_path, which jsonargparse refuses without need.
 
-By itself it takes a function only if its signature says what it returns, gives it no arguments where something is still to
+By itself it takes a function only if its signature names what it returns, gives it no arguments where something is still to
 come (a schedule gets its optimiser later), and knows no argument that hides behind **kwargs, as those of timm.create_model do.
 Here any function is taken, and who gets what it returns looks at that.
 """

@@ -73,7 +73,7 @@ _ABOUT = (
 
 
 class ProjectCLI(LightningCLI):
-    """LightningCLI for any LightningModule and LightningDataModule; where none is named, for ImageClassifier and ImageData."""
+    """A LightningCLI for any LightningModule and LightningDataModule; if none is named, for ImageClassifier and ImageData."""
 
     trainer: Trainer
     running: ClassVar[Trainer | None] = None
@@ -266,7 +266,7 @@ class ProjectCLI(LightningCLI):
     def _loggers(self, given: Any, root: Path, rank: int) -> Any:
         """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
 
-        The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the others.
+        The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
         """
         fit = self.subcommand == "fit"
         if self.dry:

@@ -28,7 +28,7 @@ class UsageError(SettingError):
 
 
 class SaveConfig(Callback):
-    """Writes config.yaml when training begins, and not before: it says what was trained, and runs again as it is."""
+    """Writes config.yaml when training begins, and not before: it records what was trained, and runs again as it is."""
 
     def __init__(self, config: dict[str, Any] | None) -> None:
         self.config = config

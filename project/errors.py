@@ -7,7 +7,7 @@ TRY_AGAIN = 75
 
 
 class UserError(ValueError):
-    """An error in what the user wrote, or on a machine that the user runs on: its message is the cause and the fix, on one line.
+    """Raised for what the user wrote, or a machine that the user runs on: its message is the cause and the fix, on one line.
 
     Every other error is taken for a bug, and keeps its traceback.
     """
@@ -30,6 +30,6 @@ def as_user_error(error: Exception, text: str) -> UserError:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised on all ranks where a loss or a gradient is not finite. By then rank 0 has said so, and where the newest checkpoint
-    is; from the command line the program ends with exit code 1.
+    """Raised on all ranks where a loss or a gradient is not finite. By then rank 0 has reported it, and the path of the newest
+    checkpoint; from the command line the program ends with exit code 1.
     """

@@ -44,19 +44,19 @@ class Box:
         return prod(self.size)
 
     def within(self, other: "Box") -> tuple[slice, ...] | None:
-        """What the two have in common, as an index into the other one; None if that is nothing."""
-        found = []
+        """Returns what the two have in common, as an index into the other one; None if that is nothing."""
+        slices = []
         for start, size, their_start, their_size in zip(self.start, self.size, other.start, other.size, strict=True):
             first, end = max(start, their_start), min(start + size, their_start + their_size)
             if first >= end:
                 return None
-            found.append(slice(first - their_start, end - their_start))
-        return tuple(found)
+            slices.append(slice(first - their_start, end - their_start))
+        return tuple(slices)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is spread: over a grid of ranks, cut along one dimension of it for each of the grid's.
+    """The layout of a spread tensor: over a grid of ranks, cut along one dimension of it for each of the grid's.
 
     Args:
         ranks: by their place in the grid, the last dimension first.
@@ -69,26 +69,26 @@ class Layout:
     along: tuple[int | None, ...]
 
     def box(self, shape: tuple[int, ...], place: tuple[int, ...]) -> Box:
-        """The slice at a place of the grid, cut as `torch.chunk` cuts."""
+        """Returns the slice at a place of the grid, cut as `torch.chunk` cuts."""
         start, size = [0] * len(shape), [*shape]
-        for dimension, count, mine in zip(self.along, self.grid, place, strict=True):
+        for dimension, count, index in zip(self.along, self.grid, place, strict=True):
             if dimension is not None:
                 each = -(-size[dimension] // count)
-                first = min(mine * each, size[dimension])
+                first = min(index * each, size[dimension])
                 start[dimension] += first
                 size[dimension] = min(each, size[dimension] - first)
         return Box(tuple(start), tuple(size))
 
     def is_copy(self, place: tuple[int, ...]) -> bool:
-        """Whether another place, which comes first, has the same slice."""
+        """Returns whether another place, which comes first, has the same slice."""
         return any(at for at, dimension in zip(place, self.along, strict=True) if dimension is None)
 
     def is_first(self, place: tuple[int, ...]) -> bool:
-        """Whether what is there counts, and is written: no other place has the same, nor do other ranks' grids."""
+        """Returns whether the slice there is written: no other place has the same, nor do other ranks' grids."""
         return 0 in self.ranks and not self.is_copy(place)
 
     def slices(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """Each slice once, with the rank that has written it."""
+        """Yields each slice once, with the rank that has written it."""
         for rank, place in zip(self.ranks, product(*map(range, self.grid)), strict=True):
             box = self.box(shape, place)
             if box.count and not self.is_copy(place):
@@ -99,21 +99,21 @@ class Layout:
 
 
 def mark(name: str, tensor: Tensor, layout: Layout) -> dict[str, Any]:
-    """What stands in `whole.pt` for a tensor that is spread."""
+    """Returns what stands in `whole.pt` for a tensor that is spread."""
     spread = {"ranks": layout.ranks, "grid": layout.grid, "along": layout.along}
     return {_MARK: name, "shape": tuple(tensor.shape), "dtype": tensor.dtype, **spread}
 
 
 def changed(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """The same dicts, lists and tuples, with other values in them: `change` is told each value, and its name."""
+    """Returns the same dicts, lists and tuples, with other values in them: `change` receives each value, and its name."""
     if isinstance(value, Mapping) and _MARK not in value:
         made: Any = copy(value)
-        for key, one in value.items():
-            if (new := changed(one, change, f"{name}/{key}")) is not one:
+        for key, item in value.items():
+            if (new := changed(item, change, f"{name}/{key}")) is not item:
                 made[key] = new
         return made
     if type(value) in (list, tuple):
-        return type(value)(changed(one, change, f"{name}/{at}") for at, one in enumerate(value))
+        return type(value)(changed(item, change, f"{name}/{at}") for at, item in enumerate(value))
     return change(value, name)
 
 
@@ -146,7 +146,7 @@ class Stored:
         return tensor
 
     def read(self, wanted: Box | None = None) -> Tensor:
-        """A slice, or all of it."""
+        """Reads a slice, or all of it."""
         wanted = wanted or self.all
         return self.fill(torch.empty(wanted.size, dtype=self.dtype), wanted)
 
@@ -168,25 +168,25 @@ class Parted:
         self._whole: dict[str, Any] = content["checkpoint"]
 
     def checkpoint(self, make: Callable[[Stored], Any] = Stored.read) -> dict[str, Any]:
-        """All of it, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
+        """Returns the whole checkpoint, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
 
         def change(value: Any, name: str) -> Any:
             return make(Stored(self, value)) if isinstance(value, Mapping) and _MARK in value else value
 
-        found: dict[str, Any] = changed(self._whole, change)
-        return found
+        content: dict[str, Any] = changed(self._whole, change)
+        return content
 
     def slice_of(self, rank: int, name: str, box: Box) -> Tensor:
-        """What a rank has written of a tensor."""
+        """Returns what a rank has written of a tensor."""
         if rank not in self._parts:
             content = self._open(file := part_name(rank, self._ranks), f"what rank {rank} held")
             if content["name"] != self._name:
                 raise UserError(f"{self.path / file} is a part of another checkpoint.")
             self._parts[rank] = content["slices"]
-        found = self._parts[rank].get(name)
-        if found is None or tuple(found.shape) != box.size:
+        part = self._parts[rank].get(name)
+        if part is None or tuple(part.shape) != box.size:
             raise UserError(f"{self.path / part_name(rank, self._ranks)}: rank {rank} has not written its slice of {name}.")
-        return found
+        return part
 
     def _open(self, file: str, what: str) -> Any:
         try:

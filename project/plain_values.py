@@ -71,7 +71,7 @@ def _number(kind: _Type, data: bytes) -> Any:
 
 
 def _no_bytes() -> bytes:
-    """An array without elements has these."""
+    """Returns the bytes of an array without elements."""
     return b""
 
 
@@ -85,7 +85,7 @@ _CONSTRUCTORS: list[Any] = [
 
 
 def plain_values() -> AbstractContextManager[None]:
-    """Within it, `torch.load(weights_only=True)` reads numpy's values, which `finished` then makes, and paths."""
+    """Returns a context in which `torch.load(weights_only=True)` reads numpy's values, which `finished` makes, and paths."""
     context: AbstractContextManager[None] = torch.serialization.safe_globals(_CONSTRUCTORS)
     return context
 
@@ -117,7 +117,7 @@ def finished(value: Any, depth: int = 0) -> Any:
 
 
 def _check_size(tensor: torch.Tensor) -> None:
-    """A row that stands for 10^12 rows, by a stride of 0, takes no room before somebody copies it."""
+    """Refuses a tensor far larger than its file: a row that stands for 10^12, by a stride of 0, takes its room when copied."""
     if tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes() + _STRETCHED:
         raise pickle.UnpicklingError(f"a tensor of {tuple(tensor.shape)} from {tensor.untyped_storage().nbytes()} bytes")
 
@@ -133,7 +133,7 @@ def load(path: Path, map_location: Any = "cpu", mmap: bool = True) -> Any:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """What it unpacks to is no more than what is there: torch compresses nothing."""
+    """Refuses an archive that unpacks to more than what is there: torch compresses nothing."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     if sum(entry.file_size for entry in entries) > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

@@ -1,4 +1,4 @@
-"""python -m project profile RUN: asks a run that goes on, here or elsewhere, to record a few steps, and shows the table."""
+"""The verb `profile`: `python -m project profile RUN` asks a run, here or elsewhere, to record some steps, and shows them."""
 
 import argparse
 import os
@@ -36,29 +36,29 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--memory", action="store_true", help="also what is allocated, and what the memory holds")
     given = parser.parse_args(words)
     try:
-        ranks = None if given.ranks == "all" else [int(one) for one in given.ranks.split(",")]
-        asked = Asked(given.steps, ranks, given.memory)
+        ranks = None if given.ranks == "all" else [int(rank) for rank in given.ranks.split(",")]
+        request = Asked(given.steps, ranks, given.memory)
     except UserError as error:
         parser.error(str(error))
     except ValueError:
         parser.error(f"--ranks is a list as in 0,1, or all, and not {given.ranks}")
-    return ended(lambda: _ask(run_folder(given.run, LIFE), asked))
+    return ended(lambda: _ask(run_folder(given.run, LIFE), request))
 
 
-def _ask(folder: Path, asked: Asked) -> int:
+def _ask(folder: Path, request: Asked) -> int:
     look = Look(folder)
     state, _ = look()
     if state != "going on":
         raise UserError(f"The run {folder.name} does not go on ({state}): nobody would answer. HINT: profile.step in its YAML.")
     ranks = lives_of(folder / LIFE)[-1].ranks
-    wanted = sorted({*(range(ranks) if asked.ranks is None else asked.ranks)})
+    wanted = sorted({*(range(ranks) if request.ranks is None else request.ranks)})
     if wanted[-1] >= ranks:
         raise UserError(f"The run {folder.name} has no rank {wanted[-1]}: its ranks are 0 to {ranks - 1}.")
     if os.path.lexists(folder / FILE):
         raise UserError(f"Somebody asks already, and has had no answer yet. HINT: to take that back, remove {folder / FILE}.")
     before = _tables(folder)
     try:
-        asked.put(folder)
+        request.put(folder)
     except OSError as error:
         raise UserError(f"The word can't be put into the run's folder: {error}.") from error
     try:
@@ -68,32 +68,32 @@ def _ask(folder: Path, asked: Asked) -> int:
 
 
 def _tables(folder: Path) -> dict[str, float]:
-    """By name, and when they were written: the steps after a new start may have the numbers of earlier ones."""
-    found = {}
-    for one in (folder / FOLDER).glob("step-*.txt"):
+    """Returns the tables' names, with the times of writing: the steps of a new start may have the numbers of earlier ones."""
+    tables = {}
+    for path in (folder / FOLDER).glob("step-*.txt"):
         with suppress(OSError):  # it leads nowhere
-            if _TABLE.fullmatch(one.name):
-                found[one.name] = one.stat().st_mtime
-    return found
+            if _TABLE.fullmatch(path.name):
+                tables[path.name] = path.stat().st_mtime
+    return tables
 
 
 def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
-    """In the order of the ranks, when all are there."""
-    found: dict[int, str] = {}
+    """Shows the tables in the order of the ranks, when all are there."""
+    texts: dict[int, str] = {}
     first, why = float("inf"), ""
-    while not why and len(found) < len(wanted):
+    while not why and len(texts) < len(wanted):
         for name, when in _tables(look.folder).items():
             rank = int(name.rpartition("rank")[2].removesuffix(".txt"))
             if before.get(name) != when and rank in wanted:
-                found[rank] = read_end(look.folder / FOLDER / name, _LONGEST)
+                texts[rank] = read_end(look.folder / FOLDER / name, _LONGEST)
                 first = min(first, time.monotonic())
-        missing = sorted({*wanted} - {*found})
+        missing = sorted({*wanted} - {*texts})
         if missing and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:
             why = f"Of ranks {missing} there is nothing here: their hosts don't see this folder?"
         elif missing and (seen := look())[0] != "going on":
             why = f"The run does not go on any more, and has not answered: {seen[1]}"
         time.sleep(_PAUSE)
-    for _, text in sorted(found.items()):
+    for _, text in sorted(texts.items()):
         print(printable(text), flush=True)
     if why:
         print(printable(why), file=sys.stderr)

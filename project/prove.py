@@ -1,4 +1,4 @@
-"""python -m project prove --config mine.yaml: does the promise hold for this YAML, on this machine?
+"""The verb `prove`: `python -m project prove --config mine.yaml` tests whether the promise holds for a YAML on this machine.
 
 A shortened run is trained several times: twice alike, again from its first checkpoint, killed and resumed, with loader
 processes, and on other numbers of ranks. All that it leaves is compared with what the first one left. Exit code 0: the promise
@@ -72,13 +72,13 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     argv = run_config(["fit", *words])
     if option(argv, "-c", "--config") is None:
         raise UserError("Nothing says what is to be proved. HINT: --config FILE, or --run NAME of a run that exists.")
-    said = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
-    base = [*without(argv, "--run", "--resume"), *alone(words, said)]
+    settings = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
+    base = [*without(argv, "--run", "--resume"), *alone(words, settings)]
     import_module("project.cli")  # all that the trials need, once
     trials: Any = import_module("project.proof.trials")
     began, rows = time.monotonic(), list["Row"]()
     with trials.Trials(root) as going:
-        plan = _plan(going, base, said)
+        plan = _plan(going, base, settings)
         like = {trial.like for trial in plan.trials if trial.name in only}
         plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
         print(plan.summary, flush=True)
@@ -110,11 +110,11 @@ def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
     return bool(failed)
 
 
-def _plan(trials: "Trials", base: list[str], said: Mapping[str, Any]) -> Plan:
+def _plan(trials: "Trials", base: list[str], settings: Mapping[str, Any]) -> Plan:
     """Looks at the first micro-batch, and shortens the run."""
     words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
-    if str(option(base, "--trainer.exact") or said.get("trainer.exact")).lower() != "true":  # which needs a global batch
-        section = "trainer" if "data.class_path" in said or option(base, "--data", "--data.class_path") else "data"
+    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() != "true":  # which needs a global batch
+        section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
         words += [f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
     folder = trials.look(words)
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())

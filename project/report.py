@@ -1,6 +1,6 @@
-"""python -m project report RUN [RUN ...]: what a run did, as report.html in its folder; several runs also on one page.
+"""The verb `report`: `python -m project report RUN [RUN ...]` writes report.html for each run; several also on one page.
 
-Read from the runs' folders, which may belong to runs that still go on, or that were killed.
+It reads the runs' folders, which may belong to runs in training, or to runs that were killed.
 """
 
 import argparse

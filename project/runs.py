@@ -1,7 +1,7 @@
-"""A run has a name and a folder of its own, lightning_logs/NAME; whoever names a run that exists goes on with it.
+"""A run has a name and a folder of its own, lightning_logs/NAME; whoever names a run that exists resumes it.
 
 What makes it this run and no other stands in one table, `KINDS`, which docs/keys.md repeats. Only rank 0 decides here; the
-others are told.
+others receive its decision.
 """
 
 import fcntl
@@ -78,20 +78,20 @@ _TABLE: dict[Kind, list[str]] = {
     ],
 }
 KINDS: dict[str, Kind] = {key: kind for kind, keys in _TABLE.items() for key in keys}
-"""May a run that exists go on with another value? 'free': yes; 'said': yes, with a line; 'word': if --change names the key;
-'never': it's another run."""
+"""Whether a run that exists may resume with another value. 'free': yes; 'said': yes, with a line; 'word': if --change names the
+key; 'never': it's another run."""
 
 
 def kind_of(key: str) -> Kind:
-    """Of a configuration's key; one that nobody has thought of takes a word."""
+    """Returns the kind of a configuration's key; 'word' for one that is not in the table."""
     parts = key.split(".")
     fitting = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((KINDS[one] for one in fitting if one in KINDS), "word")
+    return next((KINDS[name] for name in fitting if name in KINDS), "word")
 
 
 def within(key: str, keys: list[str]) -> bool:
-    """Whether a key is one of these, or below one of them."""
-    return any(key == one or key.startswith(one + ".") for one in keys)
+    """Returns whether a key is one of these, or below one of them."""
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in keys)
 
 
 def _lock_mode() -> int:
@@ -138,21 +138,21 @@ class Run:
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        found = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
-        if found is None and start is not None and manifest_of(Path(start)).exists():
-            found = self._at(Path(start))
-        if found is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
+        checkpoint = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
+        if checkpoint is None and start is not None and manifest_of(Path(start)).exists():
+            checkpoint = self._at(Path(start))
+        if checkpoint is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
             raise UserError(
                 f"The run {self.folder.name} has come to its end, and no checkpoint of it is left: it would begin again, among "
                 "its own results. HINT: choose another --run, or remove that folder."
             )
-        if found is not None:
-            if found[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
+        if checkpoint is not None:
+            if checkpoint[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}
-            self._compare(found[1], config, words)
+            self._compare(checkpoint[1], config, words)
             if resume != "auto":
-                self._set_aside_later(found[0])
-        return found
+                self._set_aside_later(checkpoint[0])
+        return checkpoint
 
     def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
         if not path.exists():
@@ -171,7 +171,7 @@ class Run:
                 put_aside(newer, ".later")
 
     def _compare(self, manifest: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
-        """Says what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
+        """Reports what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
 
         Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.
         """
@@ -198,7 +198,7 @@ class Run:
             self._keep_config(manifest["position"]["global_step"])
 
     def _keep_config(self, step: int) -> None:
-        """What was trained up to here stays known."""
+        """Keeps the configuration that the run was trained with up to here."""
         kept = self.folder / f"config-until-step-{step:09d}.yaml"
         try:
             if not os.path.lexists(kept):
@@ -209,14 +209,14 @@ class Run:
 
 
 def _words(change: str | None) -> list[str]:
-    """The keys that --change names."""
-    words = [word.strip() for word in (change or "").split(",") if word.strip()]
-    for word in words:
-        if kind_of(word) == "never":
-            raise UserError(f"--change {word}: that would make it another run. HINT: choose another --run.")
-        if not any(within(word, [key]) or within(key, [word]) for key in KINDS):
+    """Returns the keys that --change names."""
+    words = [name.strip() for name in (change or "").split(",") if name.strip()]
+    for name in words:
+        if kind_of(name) == "never":
+            raise UserError(f"--change {name}: that would make it another run. HINT: choose another --run.")
+        if not any(within(name, [key]) or within(key, [name]) for key in KINDS):
             raise UserError(
-                f"--change {word}: there is no such key. HINT: name them in full, as in model.optimizer.init_args.lr."
+                f"--change {name}: there is no such key. HINT: name them in full, as in model.optimizer.init_args.lr."
             )
     return words
 
@@ -226,7 +226,7 @@ def _said(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
 
 
 def saved_config(folder: Path) -> dict[str, Any] | None:
-    """A run's config.yaml, where it can be read."""
+    """Returns a run's config.yaml, where it can be read."""
     try:
         config = read_yaml(folder / "config.yaml")
     except (OSError, ValueError, yaml.YAMLError):
@@ -235,13 +235,13 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _argument(key: str) -> str:
-    """The argument that a key belongs to: trainer.max_epochs, data.source, run."""
+    """Returns the argument that a key belongs to: trainer.max_epochs, data.source, run."""
     parts = key.split(".")
     return ".".join(parts[:2]) if parts[0] in ("trainer", "model", "data", "checkpoints", "watchdog") else parts[0]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two configurations and has a say in the result, by key."""
+    """Returns what differs between two configurations and has a say in the result, by key."""
     old, new = flat(before), flat(now)
     known = {_argument(key) for key in old}  # another version of the project may have had fewer
     changed = {
@@ -253,14 +253,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
         del changed["ckpt_path"]  # said at the beginning, and no more needed
     classes = [key.removesuffix("class_path") for key in changed if key.endswith(".class_path")]
     # Of another class, all arguments are others.
-    return {key: both for key, both in changed.items() if not any(key.startswith(f"{one}init_args.") for one in classes)}
+    return {key: both for key, both in changed.items() if not any(key.startswith(f"{prefix}init_args.") for prefix in classes)}
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
 
 
 def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
-    """The run of this name, new or not. Without a name: the one that this launcher began, before it started us again."""
+    """Opens the run of this name, new or not. Without a name: the one that this launcher began, before it started us again."""
     runs = root / RUNS
     if name is not None:
         folder = folder_of(root, name)
@@ -273,19 +273,19 @@ def open_run(root: Path, name: str | None, kind: str, launch: Launch) -> Run:
 
 
 def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Launch) -> Run:
-    """Where what is not training leaves its results: in a folder of its own, within the run's if it is about a run."""
+    """Opens a folder for the results of what is not training: a new one, within the run's if it is about a run."""
     if name is not None and exists(folder := folder_of(root, name)):
         return Run(_new_folder(folder, verb))
     return open_run(root, name, f"{kind}-{verb}", launch)
 
 
 def exists(folder: Path) -> bool:
-    """Whether there is a run in this folder."""
+    """Returns whether there is a run in this folder."""
     return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint is of; of one that lies by itself, its own."""
+    """Returns the folder of a checkpoint's run; of one that lies by itself, its own."""
     folder = checkpoint.absolute().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
@@ -309,9 +309,9 @@ def _new_folder(place: Path, kind: str) -> Path:
 
 
 def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> Path:
-    """A checkpoint of a run to look at: 'best' by a metric, 'last', or None: the best if there is one, else the newest.
+    """Returns a checkpoint of a run to look at: 'best' by a metric, 'last', or None: the best if there is one, else the newest.
 
-    Verified as for going on from it, and nothing is touched: the run may be going on.
+    It is verified as for a resume, and nothing is touched: the run may be in training.
     """
     newest = checkpoints_in(folder / "checkpoints")[::-1]
     rated: list[tuple[float, Path]] = []
@@ -321,7 +321,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
             value = _metrics(path).get(monitor)
             if value is not None and value == value:
                 rated.append((value, path))
-        rated.sort(key=lambda one: one[0], reverse=mode == "max")  # of equals, the newest
+        rated.sort(key=lambda pair: pair[0], reverse=mode == "max")  # of equals, the newest
         if which == "best" and not rated:
             known = sorted({str(name) for path in newest for name in _metrics(path)})
             raise UserError(

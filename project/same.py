@@ -1,7 +1,7 @@
-"""python -m project same RUN [RUN ...]: are these runs the same to the last bit?
+"""The verb `same`: `python -m project same RUN [RUN ...]` reports whether runs are the same to the last bit.
 
-And of one run: is it the same as itself, where steps were computed twice, as they are after a kill? Read from what each step
-has left in the runs' folders (`watch/fingerprints.py`). Where two runs' steps are the same, their checkpoints and
+Of one run it reports whether steps that were computed twice, as they are after a kill, came out the same. It reads what each
+step has left in the runs' folders (`watch/fingerprints.py`). Where two runs' steps are the same, their checkpoints and
 logged values are compared, too (`proof/states.py`). Exit code 0: the same, 1: not, 2: it can't be told.
 
 No heavy imports, as long as no checkpoints are read: the answer is there at once.
@@ -71,42 +71,44 @@ def _of_one(run: Recorded) -> Verdict:
     return Verdict(verdict.same and not spoilt, [*verdict.lines, *(f"  {line}" for line in around), *spoilt])
 
 
-def _of_two(one: Recorded, other: Recorded, folder: Path, other_folder: Path) -> Verdict:
-    verdict = compare(one, other)
+def _of_two(recorded: Recorded, other: Recorded, folder: Path, other_folder: Path) -> Verdict:
+    verdict = compare(recorded, other)
     if verdict is None:
-        spans = [f"{run.name} has {min(run.steps)} to {run.last}" for run in (one, other)]
+        spans = [f"{run.name} has {min(run.steps)} to {run.last}" for run in (recorded, other)]
         raise UserError(f"There is no step that both runs have on record: {', '.join(spans)}. HINT: let one of them go on.")
     if verdict.same:
-        verdict = _with_states(one, other, folder, other_folder, verdict)
+        verdict = _with_states(recorded, other, folder, other_folder, verdict)
     if verdict.starts is not None:
         around = [*surroundings(*verdict.starts), *_settings(folder, other_folder)]
         verdict.lines += [f"  {line}" for line in around]
     return verdict
 
 
-def _with_states(one: Recorded, other: Recorded, folder: Path, other_folder: Path, verdict: Verdict) -> Verdict:
-    """Two runs whose steps are the same may still differ in what their checkpoints hold and in what they have logged."""
-    steps = f"weights and losses of {len(one.steps.keys() & other.steps.keys())} steps"
+def _with_states(recorded: Recorded, other: Recorded, folder: Path, other_folder: Path, verdict: Verdict) -> Verdict:
+    """Compares what the checkpoints hold, and what was logged: both may differ where all steps are the same."""
+    steps = f"weights and losses of {len(recorded.steps.keys() & other.steps.keys())} steps"
     pairs = [[sorted(path.name for path in place.glob(what)) for place in (folder, other_folder)] for what in _STATES]
-    if not any(mine and theirs for mine, theirs in pairs):
+    if not any(names and other_names for names, other_names in pairs):
         return Verdict(True, [*verdict.lines, f"  Compared: {steps}; there are no checkpoints and logged values of both."])
     from project.proof.states import compare_states  # PyTorch, which takes seconds to load
 
-    mine, theirs = one.steps[one.last], other.steps[other.last]
-    compared = compare_states(folder, other_folder, mine.record.ranks == theirs.record.ranks)
+    taken, other_taken = recorded.steps[recorded.last], other.steps[other.last]
+    compared = compare_states(folder, other_folder, taken.record.ranks == other_taken.record.ranks)
     line = f"  Compared: {', '.join(filter(None, (steps, str(compared))))}."
     if not compared.firsts:
         return Verdict(True, [*verdict.lines, line])
-    lines = [f"{one.name} and {other.name} are not the same, though all weights and losses of their steps are. What differs:"]
+    lines = [
+        f"{recorded.name} and {other.name} are not the same, though all weights and losses of their steps are. What differs:"
+    ]
     lines += [f"  After step {first.step}, {first}. {_CAUSES[first.kind]}" for first in compared.firsts]
-    return Verdict(False, [*lines, line], (mine.start, theirs.start))
+    return Verdict(False, [*lines, line], (taken.start, other_taken.start))
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
 def _settings(folder: Path, other: Path) -> list[str]:
-    """What differs between two runs' configurations, where both have one."""
+    """Returns what differs between two runs' configurations, where both have one."""
     paths = [place / "config.yaml" for place in (folder, other)]
     if not all(path.is_file() for path in paths):
         return []
@@ -114,28 +116,28 @@ def _settings(folder: Path, other: Path) -> list[str]:
         before, after = documents(["--config", str(paths[0]), "--config", str(paths[1])])
     except (yaml.YAMLError, OSError, ValueError) as error:
         return [f"Their settings can't be compared: {' '.join(str(error).split())}."]
-    found = [one for one in _differences(before, after) if one[0] not in _LEFT_OUT]
+    changes = [change for change in _differences(before, after) if change[0] not in _LEFT_OUT]
     lines = []
     for title, some in (
-        ("Settings that differ", [one for one in found if one[0] not in _PLACES]),
-        ("Where they ran", [one for one in found if one[0] in _PLACES]),
+        ("Settings that differ", [change for change in changes if change[0] not in _PLACES]),
+        ("Where they ran", [change for change in changes if change[0] in _PLACES]),
     ):
-        said = [f"{key}: {_short(mine)}, and {_short(theirs)}" for key, mine, theirs in some[:_SHOWN]]
-        said += [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
-        lines += [f"{title}:", *(f"  {one}" for one in said)] if said else []
+        texts = [f"{key}: {_short(value)}, and {_short(other_value)}" for key, value, other_value in some[:_SHOWN]]
+        texts += [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
+        lines += [f"{title}:", *(f"  {text}" for text in texts)] if texts else []
     return lines
 
 
-def _differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """By dotted name. Of another class, all arguments are others: that is one difference."""
-    if not (isinstance(mine, Mapping) and isinstance(theirs, Mapping)):
-        if mine != theirs:
-            yield name, mine, theirs
-    elif mine.get("class_path") != theirs.get("class_path"):
-        yield f"{name}.class_path", mine.get("class_path"), theirs.get("class_path")
+def _differences(value: Any, other_value: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields what differs, by dotted name. Of another class, all arguments are others: that is one difference."""
+    if not (isinstance(value, Mapping) and isinstance(other_value, Mapping)):
+        if value != other_value:
+            yield name, value, other_value
+    elif value.get("class_path") != other_value.get("class_path"):
+        yield f"{name}.class_path", value.get("class_path"), other_value.get("class_path")
     else:
-        for key in dict.fromkeys([*mine, *theirs]):
-            yield from _differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+        for key in dict.fromkeys([*value, *other_value]):
+            yield from _differences(value.get(key), other_value.get(key), f"{name}.{key}" if name else str(key))
 
 
 def _short(value: Any) -> str:

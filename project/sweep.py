@@ -1,11 +1,11 @@
-"""A sweep: one YAML says which values keys are to have. Trial N of it is a run like any other, on every launcher.
+"""A sweep: one YAML lists which values keys are to have. Trial N of it is a run like any other, on every launcher.
 
     samples: 3                  # how often what is drawn is drawn, for each combination of the lists (1)
     seed: 0                     # of the drawing (0)
     metric: val/acc             # what trials are compared by, where an engine compares them: Ray
     mode: max                   # or min
     together: 4                 # so many at once at most
-    stop_early: {after: 1, factor: 3}     # after so many validations one trial in so many goes on; or false
+    stop_early: {after: 1, factor: 3}     # after so many validations one trial in so many continues; or false
     keys:
       data.global_batch_size: [64, 128]                       # each of these
       model.optimizer.init_args.lr: {loguniform: [0.01, 1]}   # drawn; also uniform, randint (both ends count), choice
@@ -40,13 +40,13 @@ _TAKEN = ("run", "resume", "config", "base", "ckpt_path", "sweep", "trial")
 
 
 def _short(number: float) -> float:
-    """So that it can be read, and typed."""
+    """Rounds a number so that it can be read, and typed."""
     return float(f"{number:.4g}")
 
 
 @dataclass(frozen=True)
 class StopEarly:
-    """ASHA: of the trials that came as far, only one in `factor` goes on."""
+    """The settings of ASHA: of the trials that came as far, only one in `factor` continues."""
 
     after: int = 1
     """Validations that each trial may make."""
@@ -55,12 +55,12 @@ class StopEarly:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep's file says; the keys of all its trials, in their order."""
+    """The content of a sweep's file; the keys of all its trials, in their order."""
 
     file: str
     trials: list[dict[str, Any]]
     extremes: dict[str, list[Any]]
-    """Of each key, the values that tell whether it can have them all."""
+    """The values of each key that tell whether it can have them all."""
     metric: str | None = None
     mode: str = "max"
     together: int | None = None
@@ -68,7 +68,7 @@ class Sweep:
     stop_early: StopEarly | None = None
 
     def words(self, number: int) -> list[str]:
-        """The flags of trial `number`; the first is 1."""
+        """Returns the flags of trial `number`; the first is 1."""
         last = len(self.trials)
         if not 1 <= number <= last:
             raise UserError(f"{self.file} has the trials 1 to {last}, and no {number}. HINT: sbatch --array=1-{last}")
@@ -76,12 +76,12 @@ class Sweep:
 
 
 def flag(key: str, value: Any) -> str:
-    """As a word on the command line."""
+    """Returns a key and its value as a flag of the command line."""
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def read_sweep(file: str) -> Sweep:
-    """The sweep of a YAML; what is wrong with it is said by name."""
+    """Reads the sweep of a YAML; a UserError names what is wrong with it."""
     try:
         content = read_yaml(find(file, None))
     except yaml.YAMLError as error:
@@ -106,7 +106,7 @@ def read_sweep(file: str) -> Sweep:
 
 
 def _trials(file: str, keys: Mapping[str, Any], samples: int, seed: Any) -> list[dict[str, Any]]:
-    """The keys of each trial."""
+    """Returns the keys of each trial."""
     lists = {key: value for key, value in keys.items() if isinstance(value, list)}
     drawn = {key: _drawn(file, key, value) for key, value in keys.items() if not isinstance(value, list)}
     if empty := [key for key, values in lists.items() if not values]:
@@ -148,7 +148,7 @@ def _drawn(file: str, key: str, value: Any) -> Callable[[random.Random], Any]:
             f"{file}: {key} has {value!r}. HINT: a list of values, or one of {ways}, as in {{loguniform: [0.01, 1]}}"
         )
     ends = next(iter(value.values()))
-    numbers = isinstance(ends, list) and all(type(one) in (int, float) and math.isfinite(one) for one in ends)
+    numbers = isinstance(ends, list) and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
     if way == "choice":
         if not isinstance(ends, list) or not ends:
             raise UserError(f"{file}: {key}: choice takes a list of values, and not {ends!r}.")
@@ -158,32 +158,32 @@ def _drawn(file: str, key: str, value: Any) -> Callable[[random.Random], Any]:
         )
     elif way == "loguniform" and ends[0] <= 0:
         raise UserError(f"{file}: {key}: loguniform takes numbers greater than 0, and not {ends!r}.")
-    elif way == "randint" and not all(isinstance(one, int) for one in ends):
+    elif way == "randint" and not all(isinstance(end, int) for end in ends):
         raise UserError(f"{file}: {key}: randint takes whole numbers, and not {ends!r}.")
     return lambda rng: _DRAWN[way](rng, ends)
 
 
 def with_trial(argv: list[str]) -> list[str]:
-    """`fit --sweep FILE --trial N` as the flags of that trial; in a job array of Slurm its task's number is that of the trial.
+    """Replaces `--sweep FILE --trial N` by the flags of that trial; in a job array of Slurm, N is the task's number.
 
     A run that is named gets the trial's number behind its name.
     """
-    file, said = option(argv, "--sweep"), option(argv, "--trial")
+    file, trial = option(argv, "--sweep"), option(argv, "--trial")
     if file is None:
-        if said is not None:
-            raise UserError(f"--trial {said}, and no --sweep says of what.")
+        if trial is not None:
+            raise UserError(f"--trial {trial}, and no --sweep says of what.")
         return argv
     if "fit" not in argv:
         raise UserError("--sweep is for fit. HINT: what a trial has left is a run, with a name of its own: --run NAME-3")
     sweep = read_sweep(file)
-    number = said if said is not None else os.environ.get("SLURM_ARRAY_TASK_ID")
+    number = trial if trial is not None else os.environ.get("SLURM_ARRAY_TASK_ID")
     if number is None or not number.isdigit():
         raise UserError(
             f"--sweep {file} has {len(sweep.trials)} trials; which one? HINT: --trial 1, or a job array: sbatch "
             f"--array=1-{len(sweep.trials)} scripts/slurm.sbatch --sweep {file} ..."
         )
     words = sweep.words(int(number))
-    keys = [word.removeprefix("--").partition("=")[0] for word in words]
+    keys = [argument.removeprefix("--").partition("=")[0] for argument in words]
     if twice := [key for key in keys if option(argv, f"--{key}") is not None]:
         raise UserError(f"{twice[0]} is said twice: by {file} and by --{twice[0]}. HINT: take it out of one of them")
     rest = without(argv, "--sweep", "--trial")
@@ -204,5 +204,5 @@ def main(words: Sequence[str]) -> int:
         print(f"ERROR   {error}", file=sys.stderr)
         return 2
     for number in range(1, len(sweep.trials) + 1):
-        print(f"{number:4}  {'  '.join(word.removeprefix('--') for word in sweep.words(number))}")
+        print(f"{number:4}  {'  '.join(argument.removeprefix('--') for argument in sweep.words(number))}")
     return 0

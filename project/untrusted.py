@@ -34,7 +34,7 @@ def printable(text: str, most: int | None = None) -> str:
     """Returns a text that does nothing to a terminal but to appear there; of a longer one the first so many characters."""
     if most is not None and len(text) > most:
         text = f"{text[:most]} ..."
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def shortened(error: object, most: int = 300) -> str:
@@ -45,12 +45,12 @@ def shortened(error: object, most: int = 300) -> str:
 
 def regular_size(path: Path) -> int:
     """Returns the size of a file; an OSError for what would be read for ever, or is a folder."""
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{path} is a folder")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is no regular file")
-    return found.st_size
+    return status.st_size
 
 
 def open_to_read(path: Path, follow: bool = True) -> BinaryIO:
@@ -102,10 +102,10 @@ def read_lines(path: Path, longest: int = LARGEST) -> Iterator[bytes]:
 def parse_json(text: str | bytes) -> Any:
     """Reads a JSON document that is not nested too deeply for whoever goes through it."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except RecursionError:
         raise UserError("it is nested too deeply") from None
-    level = [found]
+    level = [document]
     for _ in range(_DEPTH):
         level = [
             item
@@ -115,16 +115,16 @@ def parse_json(text: str | bytes) -> Any:
             if isinstance(item, (dict, list))
         ]
         if not level:
-            return found
+            return document
     raise UserError("it is nested too deeply")
 
 
 def read_json(path: Path, limit: int = LARGEST, follow: bool = True) -> dict[str, Any]:
     """Reads a JSON file that holds an object."""
-    found = parse_json(read_text(path, limit, follow))
-    if not isinstance(found, dict):
+    document = parse_json(read_text(path, limit, follow))
+    if not isinstance(document, dict):
         raise UserError(f"{path} holds no JSON object")
-    return found
+    return document
 
 
 # What a parsed value is ----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _count(node: yaml.Node, known: dict[int, int], depth: int) -> int:
 
 
 def read_yaml(path: Path) -> Any:
-    """Reads a YAML document; a YAMLError, which may know a place, or a ValueError says what is wrong with it."""
+    """Reads a YAML document; a YAMLError, which may know a place, or a ValueError names what is wrong with it."""
     return parse_yaml(read_text(path))
 
 
@@ -205,7 +205,7 @@ def compose_yaml(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a name that nobody can know before; the file of that name then takes the place of `path`: whole or not there."""
+    """Yields a name that nobody can know before; the file of that name then takes the place of `path`: whole or not there."""
     part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
         yield part
@@ -223,12 +223,12 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def foreign_link(folder: Path) -> bool:
-    """Whether a folder is a link that another user has made: one's own may lead to a larger disk."""
+    """Returns whether a folder is a link that another user has made: one's own may lead to a larger disk."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISLNK(found.st_mode) and found.st_uid != os.geteuid()
+    return stat.S_ISLNK(status.st_mode) and status.st_uid != os.geteuid()
 
 
 def make_folder(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""python -m project watch RUN: how a run gets on that goes on elsewhere, from the files in its folder alone.
+"""The verb `watch`: `python -m project watch RUN` follows a run elsewhere, from the files in its folder alone.
 
-On a terminal one line that is written anew; elsewhere a line whenever there is news.
+On a terminal one line that is written anew; elsewhere a line whenever something changes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _METRICS = ("train/loss", "val/loss", "train/acc", "val/acc", "train/lr")
 
 
 def main(words: Sequence[str]) -> int:
-    """Follows the run, and returns the exit code: 0 when it has finished, or goes on (`--once`)."""
+    """Follows the run, and returns the exit code: 0 when it has finished, or is in training (`--once`)."""
     parser = argparse.ArgumentParser("python -m project watch", description=_ABOUT)
     parser.add_argument("run", metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look (5)")
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def ended(verb: Callable[[], int]) -> int:
-    """The exit code of a verb that reads a run's folder, however it comes to its end."""
+    """Runs a verb that reads a run's folder, and returns its exit code, however it comes to its end."""
     try:
         return verb()
     except (UserError, OSError) as error:
@@ -69,16 +69,18 @@ def _follow(folder: Path, every: float, once: bool) -> int:
 
 
 class Look:
-    """At a run's folder."""
+    """A look at a run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._events = Events(folder, keep=1)
 
     def __call__(self) -> tuple[str, str]:
-        """The state of the run, and all that there is to say."""
-        newest = {tag: Point(one.step, one.value, one.wall_time) for tag in self._events.read() if (one := self._newest(tag))}
-        lives = lives_of(self.folder / FILE, [(one.time, one.step) for one in newest.values()])
+        """Returns the state of the run, and a line about it."""
+        newest = {
+            tag: Point(event.step, event.value, event.wall_time) for tag in self._events.read() if (event := self._newest(tag))
+        }
+        lives = lives_of(self.folder / FILE, [(point.time, point.step) for point in newest.values()])
         if not lives:
             return "not started", "not a step yet"
         life = lives[-1]
@@ -101,11 +103,11 @@ class Look:
         return next(iter(self._events.scalars(tag)[-1:]), None)
 
     def _silent(self) -> float:
-        """Seconds since anything was written."""
+        """Returns the seconds since anything was written."""
         times = []
-        for one in (*self.folder.iterdir(), self.folder / "checkpoints"):
+        for path in (*self.folder.iterdir(), self.folder / "checkpoints"):
             with suppress(OSError):  # it is gone, or leads nowhere
-                times.append(one.stat().st_mtime)
+                times.append(path.stat().st_mtime)
         return max(0.0, time.time() - max(times, default=0.0))
 
     def age(self) -> str:
@@ -113,7 +115,7 @@ class Look:
 
 
 def _left(life: Life, of: int | None) -> list[str]:
-    """At the pace since the last start."""
+    """Returns the time left, at the pace since the last start."""
     done = life.end_step - life.step
     if not of or done < 1:
         return []

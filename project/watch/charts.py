@@ -1,4 +1,4 @@
-"""Charts as SVG: lines over steps or hours, with marks. One function, no library, and pages that open anywhere."""
+"""The charts as SVG: lines over steps or hours, with marks. One function, no library, and pages that open anywhere."""
 
 import json
 import math

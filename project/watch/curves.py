@@ -1,6 +1,6 @@
 """The curves of a run: TensorBoard's events in its folder, read as data that may be damaged, or somebody else's.
 
-TensorBoard decides what is shown (a run that went on takes back what it had logged later). What it is given is read here:
+TensorBoard decides what is shown (a resumed run takes back what it had logged later). What it receives is read here:
 regular files of the folder, of which no record is larger than what is there, and nothing but numbers. Imports TensorBoard when
 it is needed: it takes a second.
 """
@@ -21,7 +21,7 @@ _TAGS = 10_000
 
 
 class Events:
-    """TensorBoard's reader of a folder. `keep`: values of each curve, the newest and others by chance; 0: all."""
+    """A reader of a folder, by TensorBoard. `keep`: values of each curve, the newest and others by chance; 0: all."""
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self._folder, self._keep = folder, keep

@@ -1,4 +1,4 @@
-"""Pictures for the dashboard: images with a line below each, and the confusion matrix."""
+"""The pictures for the dashboard: images with a line below each, and the confusion matrix."""
 
 from collections.abc import Sequence
 from typing import Any

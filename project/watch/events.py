@@ -1,4 +1,4 @@
-"""TensorBoard's logger, made to last: one continuous curve over restarts, and a full disk does not end a run."""
+"""A logger for TensorBoard, made to last: one continuous curve over restarts, and a full disk does not end a run."""
 
 import logging
 import secrets
@@ -105,7 +105,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """TensorBoard's writer, for pictures, texts and the like."""
+        """Returns TensorBoard's writer, for pictures, texts and so on."""
         return Lasting(self._writer, self._try)
 
     def _writer(self) -> Any:
@@ -132,7 +132,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
 
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
         the last one; and what its start had logged before it was saved is logged by its start again, if it `starts_again`
-        (a run that goes on with the validation after a step does not).
+        (a run that resumes with the validation after a step does not).
         """
         _put_before_now(Path(self.log_dir))
         self._hidden_from = step

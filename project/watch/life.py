@@ -66,7 +66,7 @@ class Life(Callback):
         )
 
     def _made_of(self, trainer: Trainer) -> dict[str, str | None]:
-        """Returns the commit and the image, and warns where a run resumes with others."""
+        """Returns the commit and the image, and warns where a resumed run has different ones."""
         if not trainer.is_global_zero:
             return {}
         now = {"commit": _commit(), "image": named if (named := image()) != "none" else None}

@@ -1,4 +1,4 @@
-"""Loggers that YAML names, as in Lightning: made for the run, in its folder, with its name and the ids of earlier starts."""
+"""The loggers that YAML names, as in Lightning: made for the run in its folder, with its name and the ids of earlier starts."""
 
 import inspect
 import json

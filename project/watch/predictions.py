@@ -1,4 +1,4 @@
-"""PredictionWriter: `python -m project predict` leaves predictions.csv in the run's folder, one line a sample, in order.
+"""The verb `predict`: `python -m project predict` leaves predictions.csv in the run's folder, one line a sample, in order.
 
 Where the samples' files are known, each line names its own.
 """

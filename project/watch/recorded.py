@@ -1,5 +1,5 @@
 """The table of a profile: where the steps' time went, the operators that took most of it, how long nothing
-was computed, and how much of the communication went on beside the computing.
+was computed, and how much of the communication ran beside the computing.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""CSV, W&B and MLflow, made to last: a resumed run continues its curves there, and their faults do not end a training."""
+"""The loggers CSV, W&B and MLflow: a resumed run continues its curves there, and their faults do not end a training."""
 
 import logging
 from argparse import Namespace
@@ -106,7 +106,7 @@ class Wandb(Steady, WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """W&B's run."""
+        """Returns W&B's run."""
         if self._begun:
             return super().experiment
         import wandb
@@ -150,7 +150,7 @@ class MLFlow(Steady, MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """MLflow's client, for a run that has begun."""
+        """Returns MLflow's client, for a run that has begun."""
         if self._begun:
             return super().experiment
         self._begun = True  # as `run_id` comes here
