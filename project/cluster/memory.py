@@ -13,7 +13,7 @@ _LARGE = 1 << 20
 
 
 def keep_freed_memory(large: bool = True) -> None:
-    """Does nothing where the C library is another.
+    """Keeps freed memory in the process; does nothing where the C library is not glibc.
 
     Args:
         large: also what was 1 MiB or more; else that goes back to the kernel at once.
