@@ -18,7 +18,7 @@ def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path
         mounts = [line.split(" - ", 1) for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:
         return []
-    limits: list[tuple[Path, int]] = []
+    cgroup_folders: list[tuple[Path, int]] = []
     for place, system in mounts:
         kind, _, options = system.split(" ", 2)
         if kind == "cgroup2":
@@ -29,8 +29,8 @@ def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path
             continue
         root, mounted = (_plain(part) for part in place.split(" ")[3:5])
         if path_in_tree is not None:
-            limits += [(folder, version) for folder in _upwards(Path(mounted), _below(root, path_in_tree))]
-    return limits
+            cgroup_folders += [(folder, version) for folder in _upwards(Path(mounted), _below(root, path_in_tree))]
+    return cgroup_folders
 
 
 def _below(root: str, path: str) -> str:

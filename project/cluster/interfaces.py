@@ -87,7 +87,7 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
         _check(variable, environment.get(variable), ours)
     if given := environment.get(GLOO):
         return Route(given, next(iter(ours[given]), "no address"), chosen=False)
-    own = next((address_here for address in resolve(towards) if (address_here := source(address))), None)
+    own = next((candidate for address in resolve(towards) if (candidate := source(address))), None)
     if own is None or (name := interface_of(own)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
         raise UserError(
