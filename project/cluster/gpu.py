@@ -18,7 +18,7 @@ class NoLibrary(Exception):
 
 
 class Nvml:
-    """NVML's view of a device of torch. A value that a GPU or its driver does not support is None."""
+    """The view that NVML has of a device of torch. A value that a GPU or its driver does not support is None."""
 
     def __init__(self, device: torch.device) -> None:
         try:

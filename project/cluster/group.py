@@ -16,8 +16,8 @@ class Group:
         self._found: Callable[[], Any] | None = None
 
     def make(self, timeout: timedelta | None = None, members: list[list[int]] | None = None) -> None:
-        """`timeout`: how long a rank is waited for; None: as long as torch waits. `members`: not all ranks at once, but each of
-        these groups."""
+        """Makes the group. `timeout`: how long it waits for a rank; None: as long as torch waits. `members`: not all ranks at
+        once, but each of these groups."""
         if self() is not None:
             return
         group: Any

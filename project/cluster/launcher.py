@@ -31,8 +31,8 @@ class LaunchError(UserError):
 
 
 class SrunEnvironment(SLURMEnvironment):
-    """Lightning's SLURMEnvironment without its checks: they refuse `srun -n 2`, and `detect` has better ones. It also finds a
-    first node whose name only Slurm knows.
+    """A SLURMEnvironment of Lightning's without its checks: they refuse `srun -n 2`, and `detect` has better ones. It also
+    finds a first node whose name only Slurm knows.
     """
 
     def __init__(self) -> None:  # Lightning's does nothing more than this and its checks

@@ -20,7 +20,7 @@ Flip = bool | Literal["alternate"]
 def drawn_moves(samples: Any, epoch: int, seed: int, padding: int, flip: Flip, width: int) -> Tensor:
     """Returns each image's first row, its first column, and the direction of its columns (1 or -1): (3, B).
 
-    It is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
+    An image is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
     """
     samples = samples.numpy()  # a few hundred numbers, of which NumPy makes others in a third of the time
     chance = scatter(scatter(samples + (epoch << 40)) + seed)

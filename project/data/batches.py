@@ -109,7 +109,7 @@ class MicroBatches(Dataset[Batch]):
         order: which of them are in which micro-batch.
         split: the name of the set, for messages.
         classes: how many there are; labels outside 0 .. classes-1 are refused. None doesn't look.
-        labelled: whether labels are needed. Without, items may be images alone, and their files are told.
+        labelled: whether labels are needed. Without, items may be images alone, and their files are reported.
         skips: has the next sample that can be read take the place of one whose file can't be.
     """
 

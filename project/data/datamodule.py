@@ -1,4 +1,4 @@
-"""ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
+"""ImageData deals any source of images to the ranks in micro-batches, normalised and augmented on the device."""
 
 import hashlib
 import logging

@@ -1,7 +1,7 @@
 """Checks that a split's first images are what they should be: bytes in 0 .. 255, or floats in 0 .. 1, of some channels.
 
-What can't be meant is refused, because training would go on with it and say nothing; what is doubtful is said. The host waits
-for the device here, once for each split.
+Impossible values are refused, because training would continue with them silently; suspicious ones produce a warning. The host
+waits for the device here, once for each split.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""SyntheticImages: a dataset of any size that can be learnt, takes no memory and needs no download.
+"""SyntheticImages is a dataset of any size that can be learnt, takes no memory and needs no download.
 
 Each class has a smooth pattern of its own; an image is its class's pattern, moved by up to two pixels, under noise. The
 image and the label at an index depend on (seed, index) alone: all arithmetic is on integers, so they are the same on every

@@ -1,4 +1,4 @@
-"""TextData: text as bytes, in windows for a language model; without text of one's own, the source of Python's library.
+"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library.
 
 `prepare_data` writes each split into one file of bytes, which every process maps into its memory: what is read is shared, and
 loader processes get a path instead of a copy.

@@ -1,4 +1,4 @@
-"""Manifests: an Indexed Job with its service, or a TrainJob, filled in for one run. The YAML files here are their templates."""
+"""Fills in manifests for one run: an Indexed Job with its service, or a TrainJob. The YAML files here are their templates."""
 
 import shlex
 from collections.abc import Mapping

@@ -52,7 +52,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Samples:
-    """Real inputs of `forward`, by the names of its arguments, in batches; and their origin."""
+    """The real inputs of `forward`, by the names of its arguments, in batches; and their origin."""
 
     names: list[str]
     batches: list[Inputs]

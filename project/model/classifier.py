@@ -1,4 +1,4 @@
-"""ImageClassifier: loss, metrics, optimiser and schedule around any network that turns images into logits."""
+"""ImageClassifier adds loss, metrics, optimiser and schedule to any network that turns images into logits."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class DelayedSums:
-    """Sums over the ranks, started by all ranks alike; a reader one step later hardly waits."""
+    """The sums over the ranks, started by all ranks alike; a reader one step later hardly waits."""
 
     def __init__(self, sums: Tensor, world_size: int) -> None:
         self._sums = sums.clone()

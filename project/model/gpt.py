@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each token looks at itself and at those before it."""
+    """A causal self-attention layer: each token looks at itself and at those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
