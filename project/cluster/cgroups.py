@@ -1,7 +1,7 @@
 """Finds the limits of this process's cgroup, as they are visible from here. Standard library only.
 
 In a container the path in /proc/self/cgroup is often one outside of it, and what is mounted is the container's own part of the
-tree: /proc/self/mountinfo says which.
+tree: /proc/self/mountinfo shows which.
 """
 
 from contextlib import suppress

@@ -1,6 +1,6 @@
 """The place where the ranks meet before anything else connects them: who is present, who is missing, who can't reach whom.
 
-torch waits for a missing rank for ten minutes and more, and doesn't say which one it is. Here every rank comes to rank 0's
+torch waits for a missing rank for ten minutes and more, and doesn't name it. Here every rank comes to rank 0's
 port first; within a deadline rank 0 knows who came. `python -m project.cluster.rendezvous` does it for whole nodes, before
 torchrun is started (scripts/launch.sh).
 """

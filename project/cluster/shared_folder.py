@@ -1,6 +1,6 @@
 """Checks what the hosts must see alike: the run's folder, and a file that all ranks read.
 
-All ranks call these together; `gather` brings together what each of them has to say (anything that JSON can hold), by rank.
+All ranks call these together; `gather` brings together what each of them reports (anything that JSON can hold), by rank.
 """
 
 import hashlib

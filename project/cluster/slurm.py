@@ -17,7 +17,7 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
 def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
     """Returns the result of scontrol; None where there is none (in a container, say) or no answer came.
 
-    Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then it is asked again.
+    Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then the query is repeated.
     """
     while True:
         try:

@@ -1,6 +1,6 @@
 """The order of the samples: which one, in which micro-batch, on which rank; a pure function of (seed, epoch, position).
 
-An epoch is a row of *positions* 0 .. size-1; a keyed permutation says which sample stands at each. A step takes the next
+An epoch is a row of *positions* 0 .. size-1; a keyed permutation maps each to a sample. A step takes the next
 global batch of positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples
 meet in the same micro-batches whether one process works through them or sixty-four do, and any position can be reached at
 once: nothing is stored, nothing is shuffled.

@@ -48,7 +48,7 @@ class Digests:
     """Computes digests of values, down to the attributes of the user's own objects.
 
     Args:
-        apart: what is looked at elsewhere (the module's layers and weights, say), and is nobody's value.
+        apart: objects that are examined elsewhere (the module's layers and weights, say), and are not digested here.
     """
 
     def __init__(self, apart: Iterable[object] = ()) -> None:

@@ -15,7 +15,7 @@ IN_GRAPHS = ("reduce-overhead", "max-autotune")
 def mode_of(asked: Compile, least_seconds: Callable[[], float]) -> str | None:
     """Returns the mode of torch.compile; None leaves the network as it is.
 
-    `auto` follows from the config and the kind of the GPU, which say how long a fit takes at least, and not from how fast the
+    `auto` follows from the config and the kind of the GPU, which give the least time of a fit, and not from how fast the
     first steps went.
     """
     if asked == "auto":
