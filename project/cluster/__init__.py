@@ -1,1 +1,1 @@
-"""WHERE it is trained."""
+"""The hosts, launchers and networks on which a run trains."""

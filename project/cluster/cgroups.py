@@ -1,7 +1,7 @@
-"""Where the kernel keeps the limits of this process's cgroup, as they are seen from here. Standard library only.
+"""Finds the limits of this process's cgroup, as they are visible from here. Standard library only.
 
 In a container the path in /proc/self/cgroup is often one outside of it, and what is mounted is the container's own part of the
-tree: /proc/self/mountinfo says which.
+tree: /proc/self/mountinfo shows which.
 """
 
 from contextlib import suppress
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path, int]]:
-    """The folder of this process's cgroup and those above it, each with the version (1 or 2) of its cgroups.
+    """Returns the folders of this process's cgroup and of those above it, each with the version (1 or 2) of its cgroups.
 
     Version 2 has one tree for all controllers, of which it may have this one; both versions can be there side by side.
     """
@@ -18,39 +18,39 @@ def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path
         mounts = [line.split(" - ", 1) for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:
         return []
-    found: list[tuple[Path, int]] = []
+    cgroup_folders: list[tuple[Path, int]] = []
     for place, system in mounts:
         kind, _, options = system.split(" ", 2)
         if kind == "cgroup2":
-            version, mine = 2, next((path for _, names, path in groups if names == ""), None)
+            version, path_in_tree = 2, next((path for _, names, path in groups if names == ""), None)
         elif kind == "cgroup" and controller in options.rpartition(" ")[2].split(","):
-            version, mine = 1, next((path for _, names, path in groups if controller in names.split(",")), None)
+            version, path_in_tree = 1, next((path for _, names, path in groups if controller in names.split(",")), None)
         else:
             continue
         root, mounted = (_plain(part) for part in place.split(" ")[3:5])
-        if mine is not None:
-            found += [(folder, version) for folder in _upwards(Path(mounted), _below(root, mine))]
-    return found
+        if path_in_tree is not None:
+            cgroup_folders += [(folder, version) for folder in _upwards(Path(mounted), _below(root, path_in_tree))]
+    return cgroup_folders
 
 
 def _below(root: str, path: str) -> str:
-    """The part of a cgroup's path that lies below what is mounted; none of it, where another part of the tree is."""
+    """Returns the part of a cgroup's path that lies below what is mounted; '' where another part of the tree is mounted."""
     inside = root.rstrip("/")
     return path[len(inside) :].strip("/") if f"{path}/".startswith(f"{inside}/") and ".." not in path else ""
 
 
 def _upwards(mounted: Path, below: str) -> list[Path]:
     folder = mounted / below
-    return [one for one in (folder, *folder.parents) if one.is_relative_to(mounted) and one.is_dir()]
+    return [path for path in (folder, *folder.parents) if path.is_relative_to(mounted) and path.is_dir()]
 
 
 def _plain(text: str) -> str:
-    """mountinfo writes blanks and the like in octal."""
+    """Decodes a path of mountinfo, which writes blanks and the like in octal."""
     return text.encode().decode("unicode_escape")
 
 
 def number(file: Path, first: bool = True) -> int | None:
-    """What stands in a cgroup's file; None where there is no such file, or no limit ('max', -1, v1's huge number)."""
+    """Returns the number in a cgroup's file; None if there is no such file, or no limit ('max', -1, v1's huge number)."""
     with suppress(OSError, ValueError, IndexError):
         value = int(file.read_text().split()[0 if first else 1])
         return value if 0 <= value < 1 << 60 else None
@@ -58,21 +58,21 @@ def number(file: Path, first: bool = True) -> int | None:
 
 
 def quota(proc: Path = Path("/proc/self")) -> float | None:
-    """The tightest limit of CPU time, in cores."""
-    found = []
+    """Returns the tightest limit of CPU time, in cores."""
+    limits = []
     for folder, version in folders("cpu", proc):
         if version == 2:
             time, period = number(folder / "cpu.max"), number(folder / "cpu.max", first=False)
         else:
             time, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
         if time and period:
-            found.append(time / period)
-    return min(found, default=None)
+            limits.append(time / period)
+    return min(limits, default=None)
 
 
 def memory_left(proc: Path = Path("/proc/self")) -> int | None:
-    """Bytes that the tightest limit of memory leaves. Of what files have taken, the kernel gives back what is not in use."""
-    found = []
+    """Returns the bytes that the tightest memory limit leaves. The kernel reclaims unused pages of the file cache."""
+    left = []
     for folder, version in folders("memory", proc):
         limit, used, cache = (
             ("memory.max", "memory.current", "inactive_file")
@@ -81,8 +81,8 @@ def memory_left(proc: Path = Path("/proc/self")) -> int | None:
         )
         most, taken = number(folder / limit), number(folder / used)
         if most is not None and taken is not None:
-            found.append(max(0, most - taken + _stat(folder / "memory.stat", cache)))
-    return min(found, default=None)
+            left.append(max(0, most - taken + _stat(folder / "memory.stat", cache)))
+    return min(left, default=None)
 
 
 def _stat(file: Path, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Which code this is: the commit of a checkout, or the one that an image was built from, and a hash of what lies here.
+"""Identifies the code: the commit of a checkout, or the one that an image was built from, and a hash of the source files.
 
 An image has no .git: where it is built,
 
@@ -21,14 +21,14 @@ _NOTE = "COMMIT"  # the file, in the folder that holds the package
 
 
 def sources(package: Path = _PACKAGE) -> str:
-    """A hash of the package's code as it lies here."""
+    """Returns a hash of the package's source files as they are now."""
     files = sorted(package.rglob("*.py"))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 @cache
 def commit(package: Path = _PACKAGE) -> str:
-    """The commit of a checkout or of an image ('+' for changed files); an installed package has none."""
+    """Returns the commit of a checkout or of an image ('+' for changed files); 'none' for an installed package."""
     git = ["git", "-C", str(package)]
     try:
         top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=5)
@@ -49,7 +49,7 @@ def _noted(package: Path) -> str:
 
 
 def note(name: str, package: Path = _PACKAGE) -> None:
-    """Writes down which commit the package's code is of."""
+    """Writes the commit of the package's code into a file beside the package."""
     (package.parent / _NOTE).write_text(f"{name} {sources(package)}\n")
 
 

@@ -1,4 +1,4 @@
-"""How many cores this process really has: affinity, cgroup and Slurm each may say less than the machine does."""
+"""Counts the cores that this process may use: affinity, cgroup and Slurm each may allow fewer than the machine has."""
 
 import os
 
@@ -6,7 +6,7 @@ from project.cluster.cgroups import quota
 
 
 def cores(processes: int = 1) -> int:
-    """Cores for each of `processes` on this host that share what this one is allowed to use; at least 1."""
+    """Returns the cores for each of `processes` on this host that share what this process may use; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shared: list[float] = [allowed / processes]
     if (limit := quota()) is not None:

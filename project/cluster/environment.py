@@ -1,4 +1,4 @@
-"""What a rank knows of itself: versions, hardware, limits. Compared by the doctor, and before a run on several hosts."""
+"""The facts about a rank: versions, hardware, limits. The doctor compares them, and so does a run on several hosts."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def _driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "none"
-    return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")
+    return next((part for part in text.split() if part[0].isdigit() and "." in part), "unknown")
 
 
 def _cpu() -> str:
@@ -48,12 +48,12 @@ def _cpu() -> str:
 
 
 def hardware(device: torch.device) -> str:
-    """The name of what a rank computes on."""
+    """Returns the name of the hardware on which a rank computes."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
 
 
 def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """`configuration`: the resolved one."""
+    """Returns the facts about this rank; `configuration` is the resolved one."""
     facts: dict[str, Any] = {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -83,7 +83,7 @@ def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict
 
 
 def limits(folder: Path) -> dict[str, Any]:
-    """What this host lets a process have, in bytes and in numbers."""
+    """Returns the limits of a process on this host: a number of files, the rest in bytes."""
     return {
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "/dev/shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
@@ -93,64 +93,66 @@ def limits(folder: Path) -> dict[str, Any]:
 
 
 def _available_memory() -> int | None:
-    """Memory that is left: of this host, or of the cgroup where that allows less."""
-    found = []
+    """Returns the bytes of memory that are left on this host, or in the cgroup where that allows less."""
+    amounts = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+                amounts.append(int(line.split()[1]) * 1024)
     except OSError:
         pass
     if (left := memory_left()) is not None:
-        found.append(left)
-    return min(found, default=None)
+        amounts.append(left)
+    return min(amounts, default=None)
 
 
 def odd_ones(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, dict[int, Any]]:
-    """What most ranks have under a name, and the ranks that have something else. Another version may not know the name."""
-    usual = Counter(str(one.get(name, "none")) for one in facts).most_common(1)[0][0]
-    return usual, {rank: value for rank, one in enumerate(facts) if str(value := one.get(name, "none")) != usual}
+    """Returns the value of most ranks under a name, and the ranks with another one. A version may not know the name."""
+    common = Counter(str(rank_facts.get(name, "none")) for rank_facts in facts).most_common(1)[0][0]
+    return common, {
+        rank: value for rank, rank_facts in enumerate(facts) if str(value := rank_facts.get(name, "none")) != common
+    }
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks and their hosts in words: 'rank 2 on h2', 'ranks 2 and 3 on h2, rank 5 on h4'."""
+    """Returns ranks and their hosts as text: 'rank 2 on h2', 'ranks 2 and 3 on h2, rank 5 on h4'."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
     parts = []
-    for host, there in by_host.items():
-        shown = " and ".join(filter(None, [", ".join(map(str, there[:-1])), str(there[-1])]))
-        parts.append(f"rank{'s' if len(there) > 1 else ''} {shown} on {host}")
+    for host, members in by_host.items():
+        shown = " and ".join(filter(None, [", ".join(map(str, members[:-1])), str(members[-1])]))
+        parts.append(f"rank{'s' if len(members) > 1 else ''} {shown} on {host}")
     return ", ".join(parts)
 
 
 def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
-    """Sentences about what differs between the ranks, each with the ranks that it is about."""
+    """Returns sentences about what differs between the ranks, each with the ranks that it is about."""
     sentences = {}
     for name in names:
-        usual, odd = odd_ones(facts, name)
+        common, odd = odd_ones(facts, name)
         for value in dict.fromkeys(map(str, odd.values())):
             ranks = [rank for rank, other in odd.items() if str(other) == value]
-            sentences[f"{named(ranks, hosts)}: {name} {value}, elsewhere {usual}"] = ranks
+            sentences[f"{named(ranks, hosts)}: {name} {value}, elsewhere {common}"] = ranks
     return sentences
 
 
 def differing_keys(configurations: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, list[int]]:
-    """Like `different`, for configurations: by key."""
-    levels = [flat(one) for one in configurations]
+    """Returns the same as `different`, for configurations: by key."""
+    levels = [flat(configuration) for configuration in configurations]
     names = list(dict.fromkeys(name for level in levels for name in level))
     return different([{name: level.get(name, "not set") for name in names} for level in levels], hosts, names)
 
 
 def digest(configuration: Any) -> str:
-    """A short hash of a resolved configuration."""
+    """Returns a short hash of a resolved configuration."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def compare(
     mine: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
-    """Sentences about what must be the same on all ranks and is not. Called by all; `gather` brings their facts together."""
+    """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
     odd = different(gather(mine), hosts, SAME)
     keys = [sentence for sentence in odd if ": configuration " in sentence]
     if keys:  # only now the whole of it is sent around

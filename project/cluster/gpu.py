@@ -1,4 +1,4 @@
-"""What is left of a GPU's memory, who else holds some, and whether NVIDIA's library (NVML) finds the GPU fit."""
+"""Reads what is left of a GPU's memory, which processes hold some, and whether NVIDIA's library (NVML) finds the GPU fit."""
 
 import importlib
 import os
@@ -14,11 +14,11 @@ _SLOWED = {0x8: "slowed down by its hardware", 0x20: "too hot", 0x40: "far too h
 
 
 class NoLibrary(Exception):
-    """Raised where NVML can't be asked; says why."""
+    """Raised where NVML can't be queried; its text names the reason."""
 
 
 class Nvml:
-    """NVML, as seen from a device of torch. What a GPU or its driver does not support is None."""
+    """The view that NVML has of a device of torch. A value that a GPU or its driver does not support is None."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -41,7 +41,7 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a GPU, in bytes: what this process can have, and all that there is."""
+    """The memory of a GPU, in bytes: what this process can have, and the total."""
 
     left: int
     total: int
@@ -49,7 +49,7 @@ class Memory:
     """Processes that hold some, as far as NVML shows them."""
 
     def __str__(self) -> str:
-        """What others hold, in words; '' where that is little."""
+        """Returns what other processes hold, as text; '' where that is little."""
         if (taken := self.total - self.left) < _CONTEXT:
             return ""
         known = ", ".join(
@@ -65,12 +65,12 @@ def memory(device: torch.device) -> Memory:
         running = Nvml(device).ask("nvmlDeviceGetComputeRunningProcesses") if total - left >= _CONTEXT else None
     except NoLibrary:
         running = None
-    return Memory(left, total, {one.pid: one.usedGpuMemory for one in running or () if one.pid != os.getpid()})
+    return Memory(left, total, {process.pid: process.usedGpuMemory for process in running or () if process.pid != os.getpid()})
 
 
 @dataclass(frozen=True)
 class Health:
-    """What NVML says of a GPU: figures, what makes it unfit, and what makes it slower than others."""
+    """The health of a GPU as NVML reports it: figures, what makes it unfit, and what makes it slower than others."""
 
     figures: dict[str, Any]
     unfit: list[str]

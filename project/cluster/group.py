@@ -1,4 +1,4 @@
-"""A group of all ranks for what the hosts tell each other, beside the gradients."""
+"""A process group of all ranks for control messages between the hosts, separate from that of the gradients."""
 
 import weakref
 from collections.abc import Callable
@@ -9,25 +9,26 @@ import torch.distributed as dist
 
 
 class Group:
-    """Made by all ranks at once; torch owns it, and it ends with the connections. A copy has to be made again."""
+    """A process group that all ranks make at once; torch owns it, and it ends with the connections. A copy must be made
+    again."""
 
     def __init__(self) -> None:
         self._found: Callable[[], Any] | None = None
 
     def make(self, timeout: timedelta | None = None, members: list[list[int]] | None = None) -> None:
-        """`timeout`: how long a rank is waited for; None: as long as torch waits. `members`: not all ranks at once, but each of
-        these groups."""
+        """Makes the group. `timeout`: how long it waits for a rank; None: as long as torch waits. `members`: not all ranks at
+        once, but each of these groups."""
         if self() is not None:
             return
-        found: Any
+        group: Any
         if members is None:
-            found = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            found, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
-        self._found = weakref.ref(found)
+            group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
+        self._found = weakref.ref(group)
 
     def __call__(self) -> Any:
-        """torch's group; None where there is none, or no more."""
+        """Returns torch's group; None where there is none yet, or none any more."""
         return None if self._found is None else self._found()
 
     def __reduce__(self) -> tuple[type["Group"], tuple[()]]:

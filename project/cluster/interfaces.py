@@ -1,4 +1,4 @@
-"""Which network interface leads to the other hosts, and which addresses this host has. Standard library only.
+"""Finds the network interface that leads to the other hosts, and the addresses of this host. Standard library only.
 
 gloo asks the host's own name for its address, and on Debian that answers 127.0.1.1; NCCL takes the first interface it likes.
 Here the interface is the one through which the other hosts are reached. For scripts/launch.sh,
@@ -27,22 +27,22 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def addresses() -> dict[str, list[str]]:
-    """This host's interfaces and their addresses, IPv4 first."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    """Returns this host's interfaces and their addresses, IPv4 first."""
+    interfaces: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name, ours in found.items():
+        for name, ours in interfaces.items():
             with suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 ours.append(socket.inet_ntoa(answer[20:24]))
     with suppress(OSError):  # no IPv6 here
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            found.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return found
+            interfaces.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return interfaces
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses that a name stands for on this host, in the order in which they are tried; [] if it stands for none."""
+    """Returns the addresses of a name on this host, in the order in which they are tried; [] if it does not resolve."""
     with suppress(socket.gaierror):
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
     return []
@@ -53,7 +53,7 @@ def is_loopback(address: str) -> bool:
 
 
 def source(address: str) -> str | None:
-    """The address of this host from which packets to another address go out; None: there is no route."""
+    """Returns this host's address from which packets to another address leave; None if there is no route."""
     kind = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         try:
@@ -69,7 +69,7 @@ def interface_of(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class Route:
-    """How this host reaches the others."""
+    """The interface and the address through which this host reaches the others."""
 
     interface: str
     address: str
@@ -81,24 +81,24 @@ class Route:
 
 
 def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
-    """The interface to use with the host at an address: the environment's word if there is one, else the way packets take."""
+    """Returns the interface to use towards an address: the environment's choice if there is one, else the way packets take."""
     ours = addresses()
     for variable in (GLOO, NCCL):
         _check(variable, environment.get(variable), ours)
     if given := environment.get(GLOO):
         return Route(given, next(iter(ours[given]), "no address"), chosen=False)
-    mine = next((found for address in resolve(towards) if (found := source(address))), None)
-    if mine is None or (name := interface_of(mine)) is None:
+    own = next((candidate for address in resolve(towards) if (candidate := source(address))), None)
+    if own is None or (name := interface_of(own)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
         raise UserError(
             f"{host()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
             f"{GLOO} and {NCCL} name the interface to use."
         )
-    return Route(name, mine, chosen=True)
+    return Route(name, own, chosen=True)
 
 
 def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> None:
-    """An interface that is asked for must be there. NCCL takes several, beginnings of names, and '^' for 'all but'."""
+    """Raises an error if a named interface is missing. NCCL takes several, beginnings of names, and '^' for 'all but'."""
     if not given or given.startswith("^"):
         return
     names = given.removeprefix("=").split(",")
@@ -114,45 +114,45 @@ def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> N
 
 
 def use(route: Route) -> None:
-    """gloo and NCCL take this interface, unless the environment says otherwise."""
+    """Sets this interface for gloo and NCCL, unless the environment has set another."""
     os.environ.setdefault(GLOO, route.interface)
     os.environ.setdefault(NCCL, f"={route.interface}")
 
 
 def use_loopback() -> None:
-    """All ranks are on this host: gloo needs no other host's way in, and nothing should listen there."""
+    """Sets loopback for gloo: all ranks are on this host, and no port should listen on its networks."""
     name = interface_of("127.0.0.1")
     if name is not None:
         os.environ.setdefault(GLOO, name)
 
 
 def own_address() -> str:
-    """The address of the interface that the ranks talk through, once it has been chosen."""
+    """Returns the address of the interface through which the ranks communicate, once it has been chosen."""
     return next(iter(addresses().get(os.environ.get(GLOO, ""), [])), "127.0.0.1")
 
 
 def mtu() -> int:
-    """Bytes of the longest packet that goes out by that interface."""
-    asked = struct.pack("16si240x", os.environ.get(GLOO, "")[:15].encode(), 0)
+    """Returns the bytes of the longest packet that leaves by that interface."""
+    request = struct.pack("16si240x", os.environ.get(GLOO, "")[:15].encode(), 0)
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        return int(struct.unpack("16si240x", fcntl.ioctl(asking.fileno(), _SIOCGIFMTU, asked))[1])
+        return int(struct.unpack("16si240x", fcntl.ioctl(asking.fileno(), _SIOCGIFMTU, request))[1])
     return 1500
 
 
 def towards(name: str) -> tuple[str, bool]:
-    """The address by which this host and another one reach each other, and whether that one is this host itself."""
+    """Returns the address by which this host and another one reach each other, and whether that host is this one."""
     target = next(iter(resolve(name)), None)
     own = source(target) if target else None
     if target is None or own is None:
         raise UserError(f"{host()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
     here = own == target or is_loopback(target)
     if is_loopback(own) and name != "localhost" and name != target:  # Debian's own name for itself leads nobody else here
-        own = next((one for held in addresses().values() for one in held if not is_loopback(one)), own)
+        own = next((candidate for held in addresses().values() for candidate in held if not is_loopback(candidate)), own)
     return own, here
 
 
 def known(name: str, seconds: float) -> None:
-    """Waits until a name stands for an address, or so long: a pod's does once the pod has been started."""
+    """Waits until a name resolves, `seconds` at most: a pod's name does once the pod has started."""
     end = time.monotonic() + seconds
     if seconds and not resolve(name):
         print(f"launch.sh: waiting for the name {name}, {seconds:g} s at most", file=sys.stderr, flush=True)

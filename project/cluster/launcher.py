@@ -1,4 +1,4 @@
-"""Who launched this process (plain Python, torchrun or srun), and what that says about hosts and processes.
+"""Detects who launched this process (plain Python, torchrun or srun), and which hosts and processes that sets.
 
 One YAML serves all launchers: where one set the number of nodes and of processes on each, that is what is used, whatever the
 YAML says; plain Python uses the YAML's.
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class LaunchError(UserError):
-    """What the launcher set up can't work. Every rank finds the same, and rank 0 says it."""
+    """Raised when the launcher's setup can't work. Every rank detects the same, and rank 0 reports it."""
 
 
 class SrunEnvironment(SLURMEnvironment):
-    """Lightning's, without its checks: they refuse `srun -n 2`, and `detect` has made better ones. And it finds a first node
-    whose name only Slurm knows.
+    """A SLURMEnvironment of Lightning's without its checks: they refuse `srun -n 2`, and `detect` has better ones. It also
+    finds a first node whose name only Slurm knows.
     """
 
     def __init__(self) -> None:  # Lightning's does nothing more than this and its checks
@@ -50,7 +50,7 @@ class SrunEnvironment(SLURMEnvironment):
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher decided: nodes and processes on each, and which of them this process is."""
+    """The decision of the launcher: nodes and processes on each, and which of them this process is."""
 
     kind: Literal["python", "torchrun", "srun"]
     rank: int = 0
@@ -67,13 +67,13 @@ class Launch:
         return self.nodes * self.processes if self.nodes and self.processes else None
 
     def host_of(self, rank: int) -> str | None:
-        """The host that a rank should be on, where the launcher knows."""
+        """Returns the host that a rank should be on, where the launcher knows it."""
         names = _slurm_hosts(os.environ.get("SLURM_STEP_NODELIST", "")) if self.kind == "srun" else []
         node = rank // (self.processes or 1)
         return names[node] if node < len(names) else None
 
     def environment(self) -> ClusterEnvironment:
-        """Lightning's view of this launcher; chosen here, because Lightning's own guess goes by the job's name."""
+        """Returns Lightning's view of this launcher; chosen here, because Lightning's own guess goes by the job's name."""
         if self.kind == "torchrun":
             return TorchElasticEnvironment()
         if self.kind == "srun":
@@ -81,7 +81,7 @@ class Launch:
         return LightningEnvironment()
 
     def settle(self, trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The Trainer's arguments that follow from the launcher, and a line for each that the YAML has otherwise."""
+        """Returns the Trainer's arguments that follow from the launcher, and a line for each that differs in the YAML."""
         if self.kind == "python":
             self._check_plain(trainer)
             return {}, []
@@ -101,7 +101,8 @@ class Launch:
         return settled, lines
 
     def _check_srun(self, trainer: Mapping[str, Any]) -> None:
-        """A task is a process is a device: where Slurm's tasks, its GPUs and the YAML's devices differ, some would idle."""
+        """Checks that a task is a process is a device: if Slurm's tasks, its GPUs and the YAML's devices differ, some would
+        idle."""
         nodes, tasks = self.nodes or 1, self.processes or 1
         devices, gpus = trainer.get("devices"), _number(os.environ, "SLURM_GPUS_ON_NODE", 0)
         if isinstance(devices, str) and devices.isdigit():
@@ -138,7 +139,7 @@ class Launch:
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Reads the launcher's environment variables. What can't work is a ValueError that says what to run instead."""
+    """Reads the launcher's environment variables. Raises a ValueError that names the right command if the setup can't work."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _torchrun(environment)
     if _number(environment, "SLURM_HET_SIZE", 1) > 1:
@@ -155,9 +156,9 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def rank_said(environment: Mapping[str, str] = os.environ) -> int:
-    """The rank that the launcher gave this process, also where the rest of what it says can't work."""
-    said = environment.get("RANK") or environment.get("SLURM_PROCID") or "0"
-    return int(said) if said.isdigit() else 0
+    """Returns the rank that the launcher gave this process, also where the rest of its variables can't work."""
+    rank = environment.get("RANK") or environment.get("SLURM_PROCID") or "0"
+    return int(rank) if rank.isdigit() else 0
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -169,7 +170,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _parent_started() -> datetime:
-    """When the process that launched this one was started."""
+    """Returns the time at which the parent process started."""
     ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
     boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     return datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK"))
@@ -194,7 +195,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch:
 
 
 def _remembered(name: str, error_file: str | None) -> str:
-    """The name that the agent's first workers took: the time at which it began is another one when the clock has been set."""
+    """Returns the name that the agent's first workers took: the agent's start time changes when the clock is set."""
     if error_file is None:
         return name
     file = Path(error_file).parents[2] / "run"  # AGENT/attempt_0/0/error.json
@@ -209,7 +210,7 @@ def _remembered(name: str, error_file: str | None) -> str:
 
 
 def _sbatch(nodes: int, tasks: int, gpus: int = 0) -> str:
-    """The lines of a batch script that fit together, each on a line of its own."""
+    """Returns lines of a batch script that fit together, each on a line of its own."""
     lines = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *([f"--gpus-per-node={tasks}"] if gpus else [])]
     return "".join(f"\n#SBATCH {line}" for line in lines)
 
@@ -228,8 +229,8 @@ def _srun(environment: Mapping[str, str]) -> Launch:
 
 
 def _slurm_name(environment: Mapping[str, str]) -> str | None:
-    """A job keeps its number, and a task of an array its own, when it is put back into the queue. Not so for what somebody
-    types into a shell within a job: each of these is another run.
+    """Returns the number of a job, or of a task of an array, which stays when Slurm requeues it. A command that is typed into a
+    shell within a job has no name: each of these is another run.
     """
     batch = environment.get("ENVIRONMENT") == "BATCH"
     if not batch and ("SLURM_STEP_ID" not in environment or "SLURM_PTY_PORT" in environment):
@@ -238,9 +239,9 @@ def _slurm_name(environment: Mapping[str, str]) -> str | None:
 
 
 def _refuse_components(environment: Mapping[str, str]) -> None:
-    """A heterogeneous job: what Slurm says of nodes, tasks and GPUs may be one component's, or that of all."""
+    """Refuses a heterogeneous job: Slurm's numbers of nodes, tasks and GPUs may be one component's, or those of all."""
     count = _number(environment, "SLURM_HET_SIZE", 1)
-    nodes = "; ".join(environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{one}", "?") for one in range(count))
+    nodes = "; ".join(environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "?") for index in range(count))
     raise LaunchError(
         f"Slurm job {environment.get('SLURM_JOB_ID')} is a heterogeneous job of {count} components ({nodes}), and a run needs "
         "nodes that are alike. HINT: take '#SBATCH hetjob' out of the batch script, or the ':' out of sbatch's and srun's "
@@ -249,7 +250,7 @@ def _refuse_components(environment: Mapping[str, str]) -> None:
 
 
 def _refuse_idle_nodes(environment: Mapping[str, str]) -> None:
-    """A step on fewer nodes than its job has: `srun -n 1` on two nodes is one process on one of them, with a warning."""
+    """Refuses a step on fewer nodes than its job has: `srun -n 1` on two nodes is one process on one, with a warning."""
     nodes = _number(environment, "SLURM_JOB_NUM_NODES", 1)
     taken = _number(environment, "SLURM_STEP_NUM_NODES", nodes)
     if taken < nodes:
@@ -264,7 +265,7 @@ def _refuse_idle_nodes(environment: Mapping[str, str]) -> None:
 
 
 def _refuse_forgotten_srun(environment: Mapping[str, str]) -> None:
-    """Inside a job but started without srun: only one of its tasks would run, and wait for the others for ever."""
+    """Refuses a job that starts without srun: only one of its tasks would run, and wait for the others forever."""
     if "SLURM_STEP_ID" in environment:
         return
     tasks, nodes = _number(environment, "SLURM_NTASKS", 1), _number(environment, "SLURM_NNODES", 1)
@@ -283,17 +284,17 @@ def _slurm_hosts(names: str) -> list[str]:
 
 
 def _reachable(node: str) -> str:
-    """A node's name, where it resolves; where not, the address that Slurm has for it."""
+    """Returns a node's name if it resolves, else the address that Slurm has for it."""
     try:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
         pass
     shown = scontrol("show", "node", node)
-    if (found := re.search(r"\bNodeAddr=(\S+)", shown.stdout if shown else "")) is None or found[1] == node:
+    if (match := re.search(r"\bNodeAddr=(\S+)", shown.stdout if shown else "")) is None or match[1] == node:
         raise UserError(
             f"The name of the job's first node, {node}, does not resolve here, and Slurm names no address for it. "
             "HINT: export MASTER_ADDR=... before srun."
         )
-    log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", found[1], node)
-    return found[1]
+    log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", match[1], node)
+    return match[1]

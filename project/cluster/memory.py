@@ -1,5 +1,5 @@
-"""On a CPU, memory that a step has freed stays with the process: glibc would give it back to the kernel, and get it again
-page by page in the next step, which costs a step 1 to 3 %, and the loading more.
+"""Keeps memory that a step on a CPU has freed in the process: glibc would give it back to the kernel, and get it again page by
+page in the next step, which costs a step 1 to 3 %, and the loading more.
 
 But where blocks of a network are gathered and let go, one by one and of several sizes, what is kept has holes that nothing
 fits: with 67 M parameters on two ranks, a rank that should hold 0.6 GB had kept 1.4 GB, as much as with DDP. To give it all
@@ -13,7 +13,7 @@ _LARGE = 1 << 20
 
 
 def keep_freed_memory(large: bool = True) -> None:
-    """Does nothing where the C library is another.
+    """Keeps freed memory in the process; does nothing where the C library is not glibc.
 
     Args:
         large: also what was 1 MiB or more; else that goes back to the kernel at once.

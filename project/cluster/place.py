@@ -1,4 +1,4 @@
-"""Where this process is, in names: its host, and in a container also the node and the image, which whoever starts it says.
+"""Names where this process is: its host, and in a container also the node and the image, which the launcher sets.
 
 A container's host name is a random id or a pod's name, which leads nobody to a machine, and no image knows its own digest.
 Standard library only.
@@ -17,21 +17,21 @@ _WITH_NODE = re.compile(r"(?P<host>\S+) \(on (?P<node>.+)\)(#\d+)?")
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str:
-    """The name of this host in what is said to people: 'h1', or 'train-1 (on node-7)' in a container whose node is known."""
+    """Returns this host's name for messages: 'h1', or 'train-1 (on node-7)' in a container whose node is known."""
     name, node = socket.gethostname(), environment.get(NODE, "").strip()
     return f"{name} (on {node})" if node not in ("", name) else name
 
 
 def short(host: str) -> str:
-    """The name without its node: for the names of figures."""
-    found = _WITH_NODE.fullmatch(host)
-    return found["host"] if found else host
+    """Returns the name without its node: for the names of figures."""
+    match = _WITH_NODE.fullmatch(host)
+    return match["host"] if match else host
 
 
 def node_of(host: str) -> str:
-    """The machine that a host is on, as far as its name says. A container that is started again has another name there."""
-    found = _WITH_NODE.fullmatch(host)
-    return found["node"] if found else host
+    """Returns the machine that a host is on, as far as its name tells. A restarted container has another name there."""
+    match = _WITH_NODE.fullmatch(host)
+    return match["node"] if match else host
 
 
 MORE_SHARED_MEMORY = (
@@ -42,7 +42,7 @@ MORE_SHARED_MEMORY = (
 
 
 def shared_memory() -> str:
-    """/dev/shm and its size, in words."""
+    """Returns /dev/shm and its size, as text."""
     try:
         return f"/dev/shm ({shutil.disk_usage('/dev/shm').total >> 20:,} MiB)"
     except OSError:
@@ -50,5 +50,5 @@ def shared_memory() -> str:
 
 
 def image(environment: Mapping[str, str] = os.environ) -> str:
-    """The image that this process runs in, name@digest; 'none' where nobody has said it."""
+    """Returns the image of this process, name@digest; 'none' where the environment names none."""
     return environment.get(IMAGE, "").strip() or "none"

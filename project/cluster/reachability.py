@@ -1,4 +1,4 @@
-"""Can one host reach another, and with packets of any size? Standard library only.
+"""Tests whether one host can reach another, and with packets of any size. Standard library only.
 
 A wrong MTU on the way (a tunnel, a jumbo frame that a switch drops) lets hosts connect and say hello, and swallows what is
 longer: whatever is sent then is sent again for a quarter of an hour. TCP can be told to send shorter packets (TCP_MAXSEG), and
@@ -26,10 +26,10 @@ HINT = (
 
 
 class Listener:
-    """Says its name to everyone who connects, takes what they bring, and gives as much back; until it is closed."""
+    """A server that sends its name to each client, receives the load, and sends as much back; until it is closed."""
 
     def __init__(self, address: str, name: str) -> None:
-        """`address`: of this host; '' for all that it has."""
+        """Listens on an address of this host; '' is all that it has."""
         self._socket = _listen(address)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._open, args=(f"{name}\n".encode(),), daemon=True).start()
@@ -63,7 +63,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _take(line: socket.socket) -> int:
-    """The bytes that came, as far as the load."""
+    """Returns the number of bytes that arrived, the size of the load at most."""
     got = 0
     while got < _LOAD and (part := line.recv(1 << 16)):
         got += len(part)
@@ -72,7 +72,7 @@ def _take(line: socket.socket) -> int:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe of a listener has found."""
+    """The result of a probe of a listener."""
 
     name: str = ""
     """Who answered."""
@@ -85,9 +85,9 @@ class Probe:
 
 
 def probe(address: str, port: int) -> Probe:
-    """Connects to a listener, and finds out which packets pass."""
+    """Connects to a listener, and measures which packets pass."""
     try:
-        name, there, again = _call(address, port, ATTEMPT)
+        name, arrived, again = _call(address, port, ATTEMPT)
     except OSError as error:
         return Probe(error=error)
     if again:
@@ -95,31 +95,31 @@ def probe(address: str, port: int) -> Probe:
     with suppress(OSError):  # a packet or two may get lost anywhere: once more, and with more patience
         if _call(address, port, 2 * ATTEMPT)[2]:
             return Probe(name)
-    return Probe(name, limit=_limit(address, port), back=there)
+    return Probe(name, limit=_limit(address, port), back=arrived)
 
 
 def lost(found: Probe, here: str, there: str) -> str:
-    """What a probe from `here` found of packets that don't arrive, in words."""
+    """Returns which packets of a probe from `here` don't arrive, as text."""
     start, end = (there, here) if found.back else (here, there)
     what = f"Packets over {found.limit} bytes" if found.limit else "Even short packets, once the two are connected,"
     return f"{what} from {start} don't arrive at {end}"
 
 
 def _call(address: str, port: int, seconds: float, size: int | None = None) -> tuple[str, bool, bool]:
-    """Who answers, whether the load arrives there, and whether it comes back. `size`: of the packets, at most."""
+    """Returns who answers, whether the load arrives, and whether it comes back. `size` limits the packets, in bytes."""
     with _socket_for(address, size) as line:
         line.settimeout(ATTEMPT)
         line.connect((address, port))
         name = b""
         while not name.endswith(b"\n") and (part := line.recv(1)):
             name += part
-        there = back = False
+        arrived = back = False
         with suppress(TimeoutError):
             line.settimeout(seconds)
             line.sendall(bytes(_LOAD))
-            there = line.recv(1) == _THANKS
-            back = there and _take(line) == _LOAD
-        return name.decode(errors="replace").strip(), there, back
+            arrived = line.recv(1) == _THANKS
+            back = arrived and _take(line) == _LOAD
+        return name.decode(errors="replace").strip(), arrived, back
 
 
 def _socket_for(address: str, size: int | None = None) -> socket.socket:
@@ -130,12 +130,12 @@ def _socket_for(address: str, size: int | None = None) -> socket.socket:
 
 
 def _headers(address: str) -> int:
-    """Bytes of the headers of IP and TCP."""
+    """Returns the bytes of the headers of IP and TCP."""
     return 60 if ":" in address else 40
 
 
 def _limit(address: str, port: int) -> int:
-    """Bytes of the longest packet that passes both ways, where the longest that are sent do not."""
+    """Returns the bytes of the longest packet that passes both ways, where the longest that are sent do not."""
 
     def passes(size: int) -> bool:
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Where the ranks meet before anything else connects them: who is there, who is missing, who can't reach whom.
+"""The place where the ranks meet before anything else connects them: who is present, who is missing, who can't reach whom.
 
-torch waits for a missing rank for ten minutes and more, and doesn't say which one it is. Here every rank comes to rank 0's
+torch waits for a missing rank for ten minutes and more, and doesn't name it. Here every rank comes to rank 0's
 port first; within a deadline rank 0 knows who came. `python -m project.cluster.rendezvous` does it for whole nodes, before
 torchrun is started (scripts/launch.sh).
 """
@@ -42,11 +42,11 @@ _GRACE = 10.0  # seconds that the others wait longer than rank 0, which has some
 
 
 class ToldByRankZero(SystemExit):
-    """The rendezvous failed, and rank 0 says why: this rank ends in silence."""
+    """Raised when the rendezvous failed and rank 0 reports why: this rank ends in silence."""
 
 
 def reach(address: str, port: int, seconds: float) -> None:
-    """Returns once something listens there; ValueError says what is in the way."""
+    """Returns once a server listens there; raises a ValueError that names the obstacle."""
     here, end = host(), time.monotonic() + seconds
     while True:
         try:
@@ -59,15 +59,15 @@ def reach(address: str, port: int, seconds: float) -> None:
 
 
 def _unreachable(here: str, address: str, port: int, seconds: float, error: OSError) -> str:
-    found = resolve(address)
+    addresses = resolve(address)
     if isinstance(error, socket.gaierror):
         return (
             f"{here} does not know the host {address} (MASTER_ADDR). HINT: give its address instead of its name, or put the "
             "name into DNS or /etc/hosts."
         )
-    where = f"{address}:{port}" + (f" ({', '.join(found)})" if found != [address] else "")
+    where = f"{address}:{port}" + (f" ({', '.join(addresses)})" if addresses != [address] else "")
     start = f"{here} can't reach rank 0 at {where}, tried for {seconds:g} s: "
-    if all(is_loopback(one) for one in found):
+    if all(is_loopback(entry) for entry in addresses):
         return start + f"that is {here} itself. HINT: set MASTER_ADDR to an address of rank 0's host that the others can reach."
     if isinstance(error, ConnectionRefusedError):
         return start + "nothing listens there. HINT: is rank 0 started, on that host, with that MASTER_PORT?"
@@ -77,7 +77,7 @@ def _unreachable(here: str, address: str, port: int, seconds: float, error: OSEr
 
 
 def _free(port: int) -> None:
-    """The port that rank 0 is to listen on is nobody else's."""
+    """Raises an error if another program listens on the port that rank 0 needs."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -104,7 +104,7 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
 
 
 class Rendezvous:
-    """The ranks that have come to rank 0's port. Every method is called by all of them."""
+    """The ranks that have come to rank 0's port. Every method is collective."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class Rendezvous:
         hosted: bool = False,
         one_host: bool = False,
     ) -> None:
-        """`expected`: the host that a rank should be on, where the launcher knows. `hosted`: the launcher listens there.
-        `one_host`: all ranks are on this one, and nothing listens to others."""
+        """Connects to rank 0's port. `expected`: the host that a rank should be on, where the launcher knows. `hosted`: the
+        launcher listens there. `one_host`: all ranks are on this one, and no port listens to others."""
         self.rank, self.size, self.seconds, self.noun = rank, size, seconds, noun
         self.address, self.port, self.expected = address, port, expected
         self._round = 0
@@ -148,14 +148,14 @@ class Rendezvous:
                 listener.close()
 
     def _check_packets(self, port: int) -> None:
-        """Packets of any size arrive at rank 0's host, and come back; otherwise both hosts say so."""
+        """Checks that packets of any size reach rank 0's host and come back; otherwise both hosts report it."""
         probes = (reachability.probe(address, port) for address in resolve(self.address))
         # None of them answers: a firewall, which is looked at later.
-        found = next((one for one in probes if one.error is None), reachability.Probe())
-        if found.limit is None:
+        answer = next((probe for probe in probes if probe.error is None), reachability.Probe())
+        if answer.limit is None:
             return
         here = host()
-        text = reachability.lost(found, here, found.name.rpartition(" ")[0])
+        text = reachability.lost(answer, here, answer.name.rpartition(" ")[0])
         self.store.set("problem", text)  # which is short enough
         if self.store.add(f"said/{here}", 1) > 1:
             raise ToldByRankZero(1)
@@ -182,19 +182,19 @@ class Rendezvous:
         self.hosts = _apart(self.exchange([here, _identity()]))
 
     def _complain(self, text: str) -> None:
-        """Rank 0 shall say it, to all."""
+        """Leaves the problem for rank 0 to report, to all ranks."""
         self.store.set("problem", text)
         raise ToldByRankZero(1)
 
     def end(self, text: str) -> None:
-        """All see what is wrong; rank 0 says it."""
+        """Ends all ranks; rank 0 reports the problem."""
         self.close()
         if self.rank == 0:
             raise UserError(text)
         raise ToldByRankZero(1)
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank brings (anything that JSON can hold), by rank."""
+        """Returns what every rank contributes (anything that JSON can hold), by rank."""
         number, self._round = self._round, self._round + 1
         self.store.set(f"{number}/{self.rank}", json.dumps(mine))
         answer: list[Any] | None
@@ -237,7 +237,7 @@ class Rendezvous:
             time.sleep(0.05)
 
     def close(self, members: int | None = None) -> None:
-        """Rank 0 stays until those who came have heard the last answer: the store ends with its process."""
+        """Keeps rank 0 until those who came have read the last answer: the store ends with its process."""
         end = time.monotonic() + _PATIENCE
         with suppress(dist.DistError):  # rank 0 is gone, then
             heard = self.store.add("heard", 1)
@@ -255,55 +255,55 @@ class Rendezvous:
         return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
     def _doubt(self) -> str:
-        found = resolve(self.address)
-        with socket.socket(socket.AF_INET6 if found and ":" in found[0] else socket.AF_INET) as probe:
+        addresses = resolve(self.address)
+        with socket.socket(socket.AF_INET6 if addresses and ":" in addresses[0] else socket.AF_INET) as probe:
             try:
-                probe.bind((found[0] if found else self.address, 0))
+                probe.bind((addresses[0] if addresses else self.address, 0))
             except OSError:
-                return f" {self.address} ({', '.join(found) or 'unknown'}) is not an address of this host."
+                return f" {self.address} ({', '.join(addresses) or 'unknown'}) is not an address of this host."
         return ""
 
     def find_route(self) -> Route | None:
-        """The interface by which this host reaches the others; None: there are no others. All hosts have been tried."""
+        """Returns the interface by which this host reaches the others, all of them tried; None if there are no others."""
         if len(set(self.hosts)) == 1:
             return None
-        mine = next((taken for address in resolve(self.address) if (taken := source(address))), None)
-        ways = self.exchange(mine)
+        own = next((taken for address in resolve(self.address) if (taken := source(address))), None)
+        ways = self.exchange(own)
         towards = self.address
         if self.hosts[self.rank] == self.hosts[0]:  # rank 0's own name may stand for 127.0.1.1 here
             towards = next(way for host, way in zip(self.hosts, ways, strict=True) if host != self.hosts[0])
-        found = self._agree(lambda: route(towards))
-        self._check_ways(found.address)
-        return found
+        chosen = self._agree(lambda: route(towards))
+        self._check_ways(chosen.address)
+        return chosen
 
     def _agree(self, find: Callable[[], Route]) -> Route:
-        """What every rank finds for itself; where one can't, all end, and rank 0 says why."""
-        found, problem = None, None
+        """Returns what every rank finds for itself; if one rank fails, all end, and rank 0 reports why."""
+        chosen, problem = None, None
         try:
-            found = find()
+            chosen = find()
         except ValueError as error:
             problem = str(error)
         problems = list(filter(None, self.exchange(problem)))
         if problems:
             self.end(problems[0])
-        assert found is not None
-        return found
+        assert chosen is not None
+        return chosen
 
     def leaders(self) -> list[int]:
-        """The first rank of each host."""
+        """Returns the first rank of each host."""
         return [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
 
     def _check_ways(self, address: str) -> None:
-        """Every host can reach every other at the address that it will be called by, on any port: the ranks connect there."""
+        """Checks that every host reaches every other at its address, on any port: the ranks connect there."""
         failed = self.exchange(self._try_ways(address))
-        problems = [problem for found in failed for problem in found]
+        problems = [problem for rank_problems in failed for problem in rank_problems]
         if problems:
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
             hint = _PORTS if any(is_port for _, is_port in problems) else reachability.HINT
             self.end(f"{'; '.join(text for text, _ in problems[:4])}{more}. HINT: {hint}")
 
     def _try_ways(self, address: str) -> list[tuple[str, bool]]:
-        """What is in the way from here to the other hosts, and whether it may be a closed port."""
+        """Returns what blocks the way to the other hosts, and whether it may be a closed port."""
         leaders = self.leaders()
         leading = self.rank in leaders
         listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
@@ -319,24 +319,24 @@ class Rendezvous:
         return [answer for answer in answers if answer]
 
     def _try(self, rank: int, address: str, port: int) -> tuple[str, bool] | None:
-        found, here, there = reachability.probe(address, port), self.hosts[self.rank], self.hosts[rank]
-        start = f"{here} can't reach {there} at {address}: "
-        if (error := found.error) is not None:
+        answer, here, other = reachability.probe(address, port), self.hosts[self.rank], self.hosts[rank]
+        start = f"{here} can't reach {other} at {address}: "
+        if (error := answer.error) is not None:
             return start + ("no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)), True
-        if found.name != f"{there} {rank}":
-            return f"{start}{found.name or 'another program'} answers there", True
-        return None if found.limit is None else (reachability.lost(found, here, there), False)
+        if answer.name != f"{other} {rank}":
+            return f"{start}{answer.name or 'another program'} answers there", True
+        return None if answer.limit is None else (reachability.lost(answer, here, other), False)
 
 
 def _identity() -> str:
-    """What tells this host from another one of the same name: its boot, and its network."""
+    """Returns what distinguishes this host from another one of the same name: its boot, and its network."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     return ""
 
 
 def _apart(members: Sequence[Sequence[str]]) -> list[str]:
-    """The ranks' hosts by name; those that share a name with another are told apart by a number."""
+    """Returns the ranks' hosts by name; a number distinguishes hosts that share a name."""
     seen: dict[str, list[str]] = {}
     names = []
     for name, identity in members:

@@ -1,4 +1,4 @@
-"""One clock for the torchrun agents of several hosts, whose own need not agree.
+"""A common clock for the torchrun agents of several hosts, whose own clocks need not agree.
 
 torchrun's agents write into their common store when they were last alive, each by its own clock, and believe that one whose
 time is long past is dead. So a clock that is wrong, or is set right in the middle of a run, ends the run. Here all agents take
@@ -42,7 +42,7 @@ def _store(address: str, port: int, seconds: float) -> PrefixStore:
 
 
 def _publish(port: int, seconds: float, over: threading.Event) -> None:
-    """On the host of the store, beside its agent, which makes the store."""
+    """Publishes the time on the store's host, beside its agent, which makes the store."""
     listener = reachability.Listener("", host())
     with suppress(dist.DistError):
         store = _store("127.0.0.1", port, seconds)
@@ -53,7 +53,7 @@ def _publish(port: int, seconds: float, over: threading.Event) -> None:
 
 
 def _join(address: str, port: int, seconds: float) -> None:
-    """On the others: packets of any size arrive there, and what time it is."""
+    """Checks, on the other hosts, that packets of any size arrive at the store's host, and reads its time."""
     end = time.monotonic() + seconds
     while True:
         reach(address, port, seconds)
@@ -68,10 +68,10 @@ def _join(address: str, port: int, seconds: float) -> None:
 
 def _greet(address: str, store: PrefixStore) -> None:
     port = int(store.get("listener"))
-    probes = (reachability.probe(one, port) for one in resolve(address))
-    found = next((one for one in probes if one.error is None), reachability.Probe())
-    if found.limit is not None:
-        raise UserError(f"{reachability.lost(found, host(), found.name)}. HINT: {reachability.HINT}")
+    probes = (reachability.probe(probe, port) for probe in resolve(address))
+    answer = next((probe for probe in probes if probe.error is None), reachability.Probe())
+    if answer.limit is not None:
+        raise UserError(f"{reachability.lost(answer, host(), answer.name)}. HINT: {reachability.HINT}")
     before = store.get("now")
     while (now := store.get("now")) == before:  # it is new at the moment when it changes
         time.sleep(_TICK / 50)
@@ -80,7 +80,8 @@ def _greet(address: str, store: PrefixStore) -> None:
 
 @contextmanager
 def run_clock(is_host: bool, address: str, port: int, seconds: float) -> Iterator[None]:
-    """Within it, torchrun goes by that clock. `is_host`: this agent makes the store. A UserError says what is in the way."""
+    """Makes torchrun use that clock within the context. `is_host`: this agent makes the store. Raises a UserError with the
+    cause."""
     dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
     if not is_host:
         _join(address, port, seconds)

@@ -1,6 +1,6 @@
-"""What the hosts must see alike: the run's folder, and a file that all ranks read.
+"""Checks what the hosts must see alike: the run's folder, and a file that all ranks read.
 
-All ranks call these together; `gather` brings together what each of them has to say (anything that JSON can hold), by rank.
+All ranks call these together; `gather` brings together what each of them reports (anything that JSON can hold), by rank.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ MOVE = f"start rank 0 where it was, or bring the folder to its new host; then re
 
 
 def folder_problem(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Problem | None:
-    """What is wrong with rank 0's folder: rank 0 writes a file into it, and all read that."""
+    """Returns what is wrong with rank 0's folder: rank 0 writes a file into it, and all ranks read that."""
     # A name that nobody has looked for before: a network file system remembers for a while what was not there.
     file, error = folder / f".seen-by-all-{uuid.uuid4().hex}", ""
     if rank == 0:
@@ -47,7 +47,7 @@ def folder_problem(folder: Path, rank: int, hosts: Sequence[str], gather: Gather
     where = Path(path).parent
     if error:
         return f"{named([0], hosts)} can't write to the run's folder {where}: {error}", [0]
-    if blind := [one for one, sees in enumerate(seen) if not sees]:
+    if blind := [index for index, sees in enumerate(seen) if not sees]:
         return f"{named(blind, hosts)} can't see what {named([0], hosts)} writes to the run's folder, {where}", blind
     return None
 
@@ -63,7 +63,7 @@ def _holds(file: Path, text: str) -> bool:
 
 
 def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Problem | None:
-    """Where only rank 0's host has the folder, rank 0 must stay there: on another host the run would begin anew."""
+    """Returns a problem if rank 0 has moved to a host without the run's folder: there the run would begin anew."""
     note = Path(gather(str(folder))[0]) / NOTE
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +80,13 @@ def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Prob
 
 
 def file_problem(path: Path, hosts: Sequence[str], gather: Gather) -> str | None:
-    """What is wrong with a file, or a folder of files, that all ranks are about to read."""
+    """Returns what is wrong with a file, or a folder of files, that all ranks are about to read."""
     prints = gather(_fingerprint(path))
     if prints[0] is None:
         return None  # whoever reads it says so
-    if blind := [rank for rank, one in enumerate(prints) if one is None]:
+    if blind := [rank for rank, fingerprint in enumerate(prints) if fingerprint is None]:
         return f"{named(blind, hosts)} can't see {path}, which {named([0], hosts)} goes on from"
-    if other := [rank for rank, one in enumerate(prints) if one != prints[0]]:
+    if other := [rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]]:
         return f"{named(other, hosts)}: {path} is another file there than on {named([0], hosts)}"
     return None
 
@@ -94,7 +94,7 @@ def file_problem(path: Path, hosts: Sequence[str], gather: Gather) -> str | None
 def _fingerprint(path: Path) -> str | None:
     try:
         if path.is_dir():
-            inside = sorted(f"{one.name} {one.stat().st_size}" for one in path.iterdir())
+            inside = sorted(f"{entry.name} {entry.stat().st_size}" for entry in path.iterdir())
             return f"{len(inside)} files {hashlib.sha256(chr(10).join(inside).encode()).hexdigest()}"
         with open_to_read(path) as file:
             size = file.seek(0, 2)

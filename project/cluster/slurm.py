@@ -1,4 +1,4 @@
-"""Questions to Slurm. No other import than the standard library's: some are asked before anything else is loaded."""
+"""Queries Slurm. Imports only the standard library: some queries come before anything else is loaded."""
 
 import os
 import subprocess
@@ -8,16 +8,16 @@ _PATIENCE = 30  # seconds for an answer
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """The number of this job, and of a task of an array; both stay when it is put back into the queue."""
+    """Returns the number of this job, or of a task of an array; both stay when Slurm requeues it."""
     if (array := environment.get("SLURM_ARRAY_JOB_ID")) is not None:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
 
 
 def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """What scontrol did, or None where there is none (in a container, say) or no answer came.
+    """Returns the result of scontrol; None where there is none (in a container, say) or no answer came.
 
-    Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then it is asked again.
+    Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then the query is repeated.
     """
     while True:
         try:

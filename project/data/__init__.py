@@ -1,4 +1,4 @@
-"""ON WHAT it is trained."""
+"""The data on which a network trains."""
 
 from project.data.datamodule import ImageData
 from project.data.order import Order

@@ -1,4 +1,4 @@
-"""What is done to a batch of images: random crop and flip in uint8, then floats of zero mean and unit variance.
+"""Augments and normalises a batch of images: random crop and flip in uint8, then floats of zero mean and unit variance.
 
 The crop and the flip of an image depend on (seed, epoch, sample) alone, not on the rank, the batch or what was drawn before.
 The host draws them, from the samples' numbers, which it knows; the device moves the pixels, in few operations.
@@ -18,9 +18,9 @@ Flip = bool | Literal["alternate"]
 
 
 def drawn_moves(samples: Any, epoch: int, seed: int, padding: int, flip: Flip, width: int) -> Tensor:
-    """Where each image's first row and first column come from, and which way its columns go on (1 or -1): (3, B).
+    """Returns each image's first row, its first column, and the direction of its columns (1 or -1): (3, B).
 
-    It is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
+    An image is moved by 0 .. 2 * `padding` pixels down and to the right, and mirrored or not.
     """
     samples = samples.numpy()  # a few hundred numbers, of which NumPy makes others in a third of the time
     chance = scatter(scatter(samples + (epoch << 40)) + seed)
@@ -32,7 +32,7 @@ def drawn_moves(samples: Any, epoch: int, seed: int, padding: int, flip: Flip, w
 
 
 def crop_and_flip(images: Tensor, moves: Tensor, padding: int, padded: bool = False) -> Tensor:
-    """Moves and mirrors each image as it was drawn; zeros come in at the edges. `padded`: they are there already.
+    """Moves and mirrors each image by `moves`; zeros fill the edges. `padded`: the zeros are there already.
 
     One gather for the whole batch. The result is NHWC in memory, which is what the convolutions want.
     """
@@ -47,7 +47,7 @@ def crop_and_flip(images: Tensor, moves: Tensor, padding: int, padded: bool = Fa
 
 
 class Normalise:
-    """uint8 images to floats of zero mean and unit variance; images that are floats already are in 0 .. 1 (see `first_look`).
+    """Converts uint8 images to floats of zero mean and unit variance; float images are in 0 .. 1 (see `first_look`).
 
     Args:
         mean: of images in 0 .. 1, one for all channels or one for each.

@@ -1,4 +1,4 @@
-"""A micro-batch: how it is read from a dataset, and what travels with the images.
+"""A micro-batch: how it is read from a dataset, and which data travels with the images.
 
 `MicroBatches` looks like a dataset whose items are whole micro-batches, so a DataLoader's worker makes one in a single call:
 by the dataset's own `__getitems__` where it returns (images, labels) for a batch, image by image otherwise. A dataset that is
@@ -33,7 +33,7 @@ _DECODERS = ("/PIL/", "/torchvision/io/")
 
 
 class Batch(TypedDict):
-    """What a step gets. `image` is uint8 (B, C, H, W) until the device has normalised it."""
+    """The batch that a step receives. `image` is uint8 (B, C, H, W) until the device has normalised it."""
 
     image: Tensor
     label: Tensor
@@ -49,14 +49,14 @@ class Batch(TypedDict):
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device. A GPU fetches it from pinned memory, and the host does not wait."""
+    """Returns the tensor on the device. A GPU copies it from pinned memory, and the host does not wait."""
     if device.type == "cuda" and not tensor.is_cuda:
         return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class InMemory(Dataset[tuple[Tensor, Tensor]]):
-    """Images and labels that fit into memory, or into that of a device: a batch is one indexing operation."""
+    """A dataset that fits into memory, or into that of a device: a batch is one indexing operation."""
 
     in_bulk = True
 
@@ -83,7 +83,7 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
 
 
 def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory | None:
-    """All of a dataset, on the device, if it lies there already, or is made in bulk and takes so many bytes at most."""
+    """Returns a whole dataset on the device, if it is there already, or is made in bulk within `at_most` bytes; else None."""
     if isinstance(dataset, InMemory) and dataset.images.device == device:
         return dataset
     if not in_bulk(dataset):
@@ -97,7 +97,7 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
 
 
 def in_bulk(dataset: Dataset[Any]) -> bool:
-    """Whether its `__getitems__` takes a tensor, and hardly more time for many images than for a few."""
+    """Returns whether its `__getitems__` takes a tensor, and hardly more time for many images than for a few."""
     return bool(getattr(dataset, "in_bulk", False))
 
 
@@ -109,7 +109,7 @@ class MicroBatches(Dataset[Batch]):
         order: which of them are in which micro-batch.
         split: the name of the set, for messages.
         classes: how many there are; labels outside 0 .. classes-1 are refused. None doesn't look.
-        labelled: whether labels are needed. Without, items may be images alone, and their files are told.
+        labelled: whether labels are needed. Without, items may be images alone, and their files are reported.
         skips: has the next sample that can be read take the place of one whose file can't be.
     """
 
@@ -147,7 +147,7 @@ class MicroBatches(Dataset[Batch]):
         return self._ahead.pop(key)
 
     def _run(self, key: Key) -> list[Key]:
-        """The micro-batches that are made together: this one, and those that will be asked for next."""
+        """Returns the keys of micro-batches that are made together: this one, and those that the loader needs next."""
         keys = [key]
         while len(keys) < self._at_once and (following := self.order.after(keys[-1]))[1] < self.order.steps:
             keys.append(following)
@@ -194,7 +194,7 @@ class MicroBatches(Dataset[Batch]):
         return images, labels
 
     def _items(self, samples: Tensor) -> Any:
-        """(images, labels) of all, or the items one by one."""
+        """Returns (images, labels) of all samples, or a list of their items."""
         if in_bulk(self.dataset):
             return self.dataset.__getitems__(samples)  # type: ignore[attr-defined]
         numbers = samples.tolist()
@@ -207,7 +207,7 @@ class MicroBatches(Dataset[Batch]):
         return [self._next_item(number) if self.skips else self._item(number) for number in numbers]
 
     def _next_item(self, number: int) -> Any:
-        """That of the next sample that can be read: the same one on any number of ranks, and after a restart."""
+        """Returns the next readable sample's item: the same one on any number of ranks, and after a restart."""
         size: int = len(self.dataset)  # type: ignore[arg-type]
         for at in range(size):
             try:
@@ -232,8 +232,8 @@ class MicroBatches(Dataset[Batch]):
                 f"__getitems__ of the {self.split} set ({type(self.dataset).__name__}) returned images {tuple(images.shape)} "
                 f"and {len(labels)} labels for {count} samples. HINT: images are (samples, C, H, W), with a label for each."
             )
-        usual = not self.labelled or (isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype == torch.int64)
-        return images, labels if usual else as_labels(labels)
+        standard = not self.labelled or (isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype == torch.int64)
+        return images, labels if standard else as_labels(labels)
 
     def _one_by_one(self, items: Sequence[Any], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         pairs = [self._pair(item, number) for item, number in zip(items, numbers, strict=True)]
@@ -272,14 +272,14 @@ class MicroBatches(Dataset[Batch]):
 
 
 def _of_a_file(error: Exception) -> bool:
-    """Whether it is about a file of the data, and not about the code that reads it."""
+    """Returns whether an error is about a file of the data, and not about the code that reads it."""
     frames = traceback.extract_tb(error.__traceback__)
     decoding = any(name in frame.filename for frame in frames for name in _DECODERS)
     return isinstance(error, OSError) or (decoding and isinstance(error, _BAD_FILE))
 
 
 class MicroBatchLoader(DealtLoader):
-    """A DataLoader of micro-batches, without what torch's own iterator does in between, where it would do nothing for them.
+    """A DataLoader of micro-batches that skips the work of torch's own iterator where it would have no effect.
 
     `unread`: gets the samples that could not be read, as keys.
     """

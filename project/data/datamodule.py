@@ -1,4 +1,4 @@
-"""ImageData: any source of images, dealt out to the ranks in micro-batches, normalised and augmented on the device."""
+"""ImageData deals any source of images to the ranks in micro-batches, normalised and augmented on the device."""
 
 import hashlib
 import logging
@@ -98,7 +98,7 @@ class ImageData(LightningDataModule):
 
     @cached_property
     def class_names(self) -> list[str] | None:
-        """By their numbers; from the source, or from a dataset that has `classes`, as torchvision's do."""
+        """Returns the classes' names by number; from the source, or a dataset with `classes`, as torchvision's have."""
         split: Split | None = "val" if self.source.has("val") else "test" if self.source.has("test") else None
         names = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
         fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
@@ -106,11 +106,11 @@ class ImageData(LightningDataModule):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of a training image."""
+        """Returns channels, height and width of a training image."""
         return tuple(as_tensor(image_and_label(self._dataset("train")[0])[0]).shape)
 
     def _open(self, split: Split) -> Dataset[Any]:
-        """The dataset of a split. A prediction without a set of its own is of the test set."""
+        """Returns the dataset of a split. A prediction without a dataset of its own is of the test set."""
         if split == "predict" and not self.source.has(split):
             return self._dataset("test")
         dataset = self.source.dataset(split)
@@ -151,7 +151,7 @@ class ImageData(LightningDataModule):
         return self._loader("train", self.train_order())
 
     def train_order(self) -> Order:
-        """The order of the training samples in this run."""
+        """Returns the order of the training samples in this run."""
         assert self.trainer is not None
         micro_batches = self._here[1] * self.trainer.accumulate_grad_batches
         size = len(self._dataset("train"))  # type: ignore[arg-type]
@@ -184,13 +184,13 @@ class ImageData(LightningDataModule):
 
     @property
     def _here(self) -> tuple[int, int]:
-        """This rank among those that are dealt samples of their own, and how many these are."""
+        """Returns this rank's index among those that read samples of their own, and the number of these ranks."""
         assert self.trainer is not None
         return self.trainer.global_rank // self.shared_by, self.trainer.world_size // self.shared_by
 
     @property
     def workers(self) -> int:
-        """Loader processes of each rank, where the images are not on the device already."""
+        """Returns the loader processes of each rank, where the images are not on the device already."""
         return min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
 
     def _read_whole(self, split: Split) -> InMemory | None:
@@ -209,7 +209,7 @@ class ImageData(LightningDataModule):
         return held
 
     def _padding(self) -> int:
-        """That the training images have already."""
+        """Returns the padding, in pixels, that the training images have already."""
         held = self._whole("train")
         return held.padding if held else 0
 
@@ -239,7 +239,7 @@ class ImageData(LightningDataModule):
         return MicroBatches(dataset, order, split, self.num_classes, skips=self.on_error == "skip")
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
-        """What the data is, for comparison: the number of samples of each split, the bytes of one, a hash of a few."""
+        """Returns facts to compare data by: each split's number of samples, the bytes of one, a hash of a few."""
         made: dict[str, dict[str, int | str]] = {}
         for split in _SPLITS["fit"]:
             if not self.source.has(split):
@@ -265,7 +265,7 @@ class ImageData(LightningDataModule):
         if device.type == "cpu":  # where it was made
             return batch
         # Lightning's way looks for tensors at any depth, which takes as long as making the batch.
-        moved = {name: sent(one, device) if isinstance(one, Tensor) else one for name, one in batch.items()}
+        moved = {name: sent(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         return cast(Batch, moved)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -283,7 +283,7 @@ class ImageData(LightningDataModule):
         return {**batch, "image": self._normalise(images.device)(images).to(dtype), "label": label}
 
     def _look_at(self, batch: Batch) -> None:
-        """At the first batch of each split, before anything is done to it."""
+        """Examines the first batch of each split before anything changes it."""
         assert self.trainer is not None
         split = _BY_STAGE.get(str(self.trainer.state.stage and self.trainer.state.stage.value), "predict")
         if split not in self._unseen or not len(batch["image"]):

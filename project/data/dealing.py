@@ -1,4 +1,4 @@
-"""Any DataLoader over a map-style dataset, dealt out in this project's order: the same global batches on any number of ranks.
+"""Deals any DataLoader over a map-style dataset in this project's order: the same global batches on any number of ranks.
 
 What belongs to the user stays as it is: the dataset, `collate_fn`, the batch size (which is the micro-batch), the worker
 processes, pinned memory, whether the samples are shuffled, and whether what is left at the end of an epoch is dropped. What
@@ -34,7 +34,7 @@ _PROCESSES = 1 << 45  # no micro-batch has this number
 
 
 class DealtLoader(DataLoader[Any]):
-    """A DataLoader that knows which micro-batch it gives: `taken` has the keys of those that were given, oldest first.
+    """A DataLoader that knows the micro-batches it yields: `taken` has the keys of those already given, oldest first.
 
     Args:
         keys: the keys of this rank's micro-batches.
@@ -76,7 +76,7 @@ class DealtLoader(DataLoader[Any]):
 
 
 class SeededLoader(DealtLoader):
-    """Seeds random numbers around the samples that it reads. Its `dataset` is the user's own, which a callback may change."""
+    """A loader that seeds the random numbers of its samples. Its `dataset` is the user's; a callback may change it."""
 
     _copied: dict[str, bytes] | None = None
     watched = False
@@ -92,7 +92,7 @@ class SeededLoader(DealtLoader):
             vars(self)["dataset"] = own
 
     def _look_at_copies(self, dataset: Any) -> None:
-        """Processes that outlive an epoch keep the dataset that they began with."""
+        """Warns if a dataset changes whose copies persist: processes that outlive an epoch keep the first one."""
         if not (self.watched and self.persistent_workers):
             return
         now = digests_of(dataset)
@@ -106,8 +106,8 @@ class SeededLoader(DealtLoader):
             )
 
 
-def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
-    """What a loader's process does first. A batch that it can't send on is its end.
+def _in_worker(init_fn: Callable[[int], None] | None, number: int) -> None:
+    """Initialises a loader's process, which ends if it can't send a batch.
 
     Python's queue prints the error and drops the batch, and the rank would wait for that one for ever.
     """
@@ -117,15 +117,15 @@ def _in_worker(theirs: Callable[[int], None] | None, number: int) -> None:
     if info is not None and isinstance(info.dataset, SeededDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, whose attributes a worker_init_fn may set
     Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
-    if theirs is not None:
-        theirs(number)
+    if init_fn is not None:
+        init_fn(number)
 
 
 _feeder_error = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
 def _lost(error: Exception, batch: object) -> None:
-    """A full /dev/shm ends this process as it does where it is noticed later: by SIGBUS, which the rank takes for that."""
+    """Ends this process by SIGBUS on a full /dev/shm, as where it is noticed later: the rank reads SIGBUS as that."""
     if getattr(error, "errno", None) == errno.ENOSPC or "allocate shared memory" in str(error):
         os.kill(os.getpid(), signal.SIGBUS)
     _feeder_error(error, batch)
@@ -133,19 +133,19 @@ def _lost(error: Exception, batch: object) -> None:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """As torch's own memory is: a library's kernels may treat the first numbers of other memory in another way."""
+    """Aligns a tensor like torch's own memory: kernels may treat the first numbers of other memory in another way."""
     return tensor if tensor.is_cuda or tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 class Samples(list[int]):
-    """The samples of a micro-batch, and the seed of what a dataset draws at random for them, together or `each`."""
+    """The samples of a micro-batch, and the seed of the dataset's random numbers for them, together or `each`."""
 
     seed = 0
     each = False
 
 
 class _MicroBatches:
-    """In place of a loader's batch sampler, or of its sampler where the dataset gives whole batches."""
+    """Replaces a loader's batch sampler, or its sampler where the dataset gives whole batches."""
 
     def __init__(self, sampler: MicroBatchSampler, seed: int, each: bool) -> None:
         self.sampler, self.seed, self.each = sampler, seed, each
@@ -169,13 +169,13 @@ class _MicroBatches:
 
 
 class _Watched:
-    """How often the dataset of this process has been looked at: a loader may have new processes in each epoch."""
+    """Counts how often this process has checked its dataset: a loader may have new processes in each epoch."""
 
     count = 0
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset. What it draws at random is a function of the micro-batch, in whatever process it is read.
+    """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read.
 
     `watched`: in the first of a loader's processes it is named what the dataset has changed of itself.
     """
@@ -208,7 +208,7 @@ class SeededDataset(Dataset[Any]):
         return [self._one(samples, number) for number in samples]
 
     def _watch(self) -> None:
-        """Called before each micro-batch. From the first to the third (a `collate_fn` comes after a dataset) all must stay."""
+        """Checks before each of the first three micro-batches (a `collate_fn` runs after a dataset) that nothing changed."""
         info = get_worker_info() if self._watched else None
         if info is None or info.id or _Watched.count > 2:
             return
@@ -232,7 +232,7 @@ class SeededDataset(Dataset[Any]):
 
 @contextmanager
 def chance_kept() -> Iterator[None]:
-    """Puts the generators back at the end."""
+    """Restores the random generators' states at the end of the context."""
     devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
     device = torch.cuda.get_rng_state() if devices else None
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
@@ -247,14 +247,14 @@ def chance_kept() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Torch's on the host, Python's and NumPy's."""
+    """Seeds the generators of torch on the host, of Python and of NumPy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 class Sampling(NamedTuple):
-    """How a DataLoader takes its samples: torch's BatchSampler says it, whether the user made it or torch did."""
+    """The way a DataLoader takes its samples, as torch's BatchSampler has it, whether the user made it or torch did."""
 
     sampler: Any
     batch_size: int | None
@@ -271,7 +271,7 @@ def sampling(loader: DataLoader[Any]) -> Sampling:
 
 
 def why_not(loader: DataLoader[Any]) -> str | None:
-    """Why a DataLoader can't be dealt out, if it can't."""
+    """Returns why a DataLoader can't be dealt out; None if it can."""
     if type(loader) is not DataLoader:
         return "it is of a class of its own"
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
@@ -290,13 +290,13 @@ def why_not(loader: DataLoader[Any]) -> str | None:
 
 
 def micro_batch_of(loader: DataLoader[Any]) -> int:
-    """Samples that one process puts through the network at once; a dataset that gives whole batches gives one."""
+    """Returns the samples that one process computes at once; 1 for a dataset that gives whole batches."""
     batches = loader.batch_sampler
     return int(getattr(batches, "batch_size", None) or loader.batch_size or 1)  # a batch sampler of one's own may not say it
 
 
 def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
-    """The same loader, which gives this rank's micro-batches of an order.
+    """Returns the same loader, which gives this rank's micro-batches of an order.
 
     `each`: what the dataset draws at random follows from the sample, and not from the micro-batch. In an evaluation, samples
     meet in other micro-batches on another number of ranks.

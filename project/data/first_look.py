@@ -1,7 +1,7 @@
-"""Are the first images what they should be? Bytes in 0 .. 255, or floats in 0 .. 1, of some channels.
+"""Checks that a split's first images are what they should be: bytes in 0 .. 255, or floats in 0 .. 1, of some channels.
 
-What can't be meant is refused, because training would go on with it and say nothing; what is doubtful is said. The host waits
-for the device here, once for each split.
+Impossible values are refused, because training would continue with them silently; suspicious ones produce a warning. The host
+waits for the device here, once for each split.
 """
 
 import torch
@@ -19,7 +19,7 @@ _FLOATS = (
 
 
 def examine(images: Tensor, samples: Tensor, split: str, mean: Channels, std: Channels) -> list[str]:
-    """What is doubtful about the first images of a split, as they come from the dataset. What can't be meant is an error."""
+    """Returns doubts about the first images of a split, as the dataset gives them. Impossible values raise an error."""
     who = f"The images of the {split} set"
     if images.dtype.is_complex or not (images.dtype == torch.uint8 or images.dtype.is_floating_point):
         raise Unfit(

@@ -1,4 +1,4 @@
-"""An item of a dataset: an image and a label, however they come; and what to say of one that is something else.
+"""Parses an item of a dataset: an image and a label, in any of their forms; and describes one that is neither.
 
 (image, label), or a dict with those keys as Hugging Face's datasets give them. An image is a tensor, an array or a PIL image; a
 label the number of a class, or a vector of floats with a share for each class.
@@ -21,11 +21,11 @@ _ROUNDING = 0.01  # of shares that should sum to 1
 
 
 class Unfit(UserError):
-    """Something in the data that can't be trained on, and that its owner can mend."""
+    """Raised when data can't be trained on and its owner can mend it."""
 
 
 def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
-    """The two parts of an item. If it need not be `labelled`, it may also be an image alone."""
+    """Returns the two parts of an item. If it need not be `labelled`, it may also be an image alone."""
     if isinstance(item, (tuple, list)):
         if len(item) == 2 or (item and not labelled):
             return item[0], item[1] if len(item) > 1 else None
@@ -43,7 +43,8 @@ def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
 
 
 def as_tensor(image: Any) -> Tensor:
-    """An image as a (C, H, W) tensor: from a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), or a PIL image."""
+    """Returns an image as a (C, H, W) tensor: from a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), or a PIL
+    image."""
     if isinstance(image, Tensor):
         tensor = image if image.ndim != 2 else image[None]
     else:
@@ -67,7 +68,7 @@ def as_tensor(image: Any) -> Tensor:
 
 
 def as_label(label: Any) -> int | Tensor:
-    """The number of a class, or a vector of shares."""
+    """Returns a label as the number of a class, or as a vector of shares."""
     try:
         return index(label)  # anything that is a whole number, and nothing else
     except TypeError:
@@ -96,7 +97,7 @@ def _unusual_label(label: Any) -> int | Tensor:
 
 
 def as_labels(labels: Any) -> Tensor:
-    """Those of a batch: whole numbers (B,), or shares (B, classes) in floats."""
+    """Returns the labels of a batch: whole numbers (B,), or shares (B, classes) in floats."""
     given = torch.as_tensor(labels)
     if given.ndim == 2 and given.is_floating_point() and given.shape[1] > 1:
         return given.float()
@@ -112,7 +113,7 @@ def as_labels(labels: Any) -> Tensor:
 
 
 def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
-    """Which label of a batch is none of so many classes, and why; None if all are."""
+    """Returns the first label of a batch that is no class of `classes`, and why; None if all are."""
     if not len(labels):
         return None
     if labels.ndim == 1:
@@ -143,7 +144,7 @@ def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
 
 
 def file_of(dataset: Any, number: int) -> str | None:
-    """The file that a sample comes from, where the dataset, or the one that it is a part of, has a list of them.
+    """Returns the file of a sample, where the dataset, or the one that it is a part of, has a list of them.
 
     As torchvision's folders do, in `samples`.
     """
@@ -159,7 +160,7 @@ def file_of(dataset: Any, number: int) -> str | None:
 
 
 def described(value: Any) -> str:
-    """What something is, in a few words."""
+    """Returns a short description of a value."""
     kind = type(value).__name__
     if isinstance(value, (Tensor, np.ndarray)):
         values = f" {value.tolist()}" if len(value.shape) == 1 and len(value) <= 10 else ""

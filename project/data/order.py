@@ -1,6 +1,6 @@
-"""Which sample, in which micro-batch, on which rank: a pure function of (seed, epoch, position).
+"""The order of the samples: which one, in which micro-batch, on which rank; a pure function of (seed, epoch, position).
 
-An epoch is a row of *positions* 0 .. size-1; a keyed permutation says which sample stands at each. A step takes the next
+An epoch is a row of *positions* 0 .. size-1; a keyed permutation maps each to a sample. A step takes the next
 global batch of positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples
 meet in the same micro-batches whether one process works through them or sixty-four do, and any position can be reached at
 once: nothing is stored, nothing is shuffled.
@@ -52,14 +52,14 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def chance(seed: int, key: Key) -> int:
-    """The seed of all that is drawn at random for a micro-batch."""
-    word = 0
+    """Returns the seed of all that is drawn at random for a micro-batch."""
+    state = 0
     for number in (seed, *key):  # as `mix`, in whole numbers: once a micro-batch, an array costs more than it saves
-        word = ((word ^ number) + 0x9E3779B97F4A7C15) & _WORD
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-        word ^= word >> 31
-    return word >> 1
+        state = ((state ^ number) + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state >> 1
 
 
 def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
@@ -69,7 +69,7 @@ def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples at these positions: a keyed permutation of range(size), computed where it is asked for.
+    """Returns the samples at these positions: a keyed permutation of range(size), computed on demand.
 
     A Feistel network over pairs (left, right) of numbers below ceil(sqrt(size)); what falls outside the range walks on
     through the network until it is inside, which keeps it a permutation (cycle walking).
@@ -91,14 +91,14 @@ def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
 
 @lru_cache(maxsize=2)
 def _window(start: int, stride: int, length: int, rows: int, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples at `rows` runs of neighbouring positions, `stride` apart; what lies behind the last one is not used."""
+    """Returns the samples at `rows` runs of neighbouring positions, `stride` apart; those past the end are not used."""
     positions = start + np.arange(rows)[:, None] * stride + np.arange(length)
     return permute(np.minimum(positions, size - 1).ravel(), size, seed, epoch).reshape(rows, length)
 
 
 @dataclass(frozen=True)
 class Order:
-    """How `size` samples fall into steps and micro-batches.
+    """The way in which `size` samples fall into steps and micro-batches.
 
     What is left for the last step is spread evenly over its micro-batches (`tail: keep`), or left out of this epoch
     (`tail: drop`). Fewer than `least` samples for each micro-batch are joined to the step before instead: a batch norm
@@ -133,7 +133,7 @@ class Order:
 
     @cached_property
     def steps(self) -> int:
-        """Optimiser steps in an epoch."""
+        """Returns the optimiser steps in an epoch."""
         return self._steps if self.limit is None else min(self._steps, self.limit)
 
     @cached_property
@@ -143,20 +143,20 @@ class Order:
         return full + alone if full else int(self.tail == "keep" and left > 0)
 
     def limited(self, limit: int | float | None) -> "Order":
-        """The same, of which so many steps are taken (an int), or such a share of them (a float)."""
+        """Returns the same order with fewer steps: a number of them (an int), or a share of them (a float)."""
         if limit is None:
             return self
         return replace(self, limit=limited(self._steps, limit, "limit_train_batches", "steps of an epoch"))
 
     def span(self, step: int) -> tuple[int, int]:
-        """The positions of a step: from, to."""
+        """Returns the positions of a step: start, stop."""
         start = step * self.global_batch
         if step == self._steps - 1 and self.tail == "keep":
             return start, self.size
         return start, start + self.global_batch
 
     def micro_span(self, step: int, number: int) -> tuple[int, int]:
-        """The positions of one of a step's micro-batches: from, to."""
+        """Returns the positions of one of a step's micro-batches: start, stop."""
         start, stop = self.span(step)
         length = stop - start
         if self.cut:
@@ -165,7 +165,7 @@ class Order:
         return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
 
     def weight(self, step: int, number: int) -> float:
-        """What a micro-batch's mean loss counts for, so that the step's gradient is the mean over its samples.
+        """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples.
 
         1.0 wherever all micro-batches of a step are of one size, which is everywhere but in the tail.
         """
@@ -174,7 +174,7 @@ class Order:
         return (high - low) * self.micro_batches / (stop - start)
 
     def indices(self, key: Key) -> NDArray[np.int64]:
-        """The samples of a micro-batch."""
+        """Returns the samples of a micro-batch."""
         epoch, step, number = key
         low, high = self.micro_span(step, number)
         if self.seed is None:
@@ -193,7 +193,7 @@ class Order:
         return window[step % rows, place : place + self.micro_batch]
 
     def after(self, key: Key) -> Key:
-        """The micro-batch that the same rank takes next, in this epoch or behind its end."""
+        """Returns the micro-batch that the same rank takes next, in this epoch or behind its end."""
         epoch, step, number = key
         return (epoch, step, number + 1) if (number + 1) % self._share else (epoch, step + 1, number + 1 - self._share)
 
@@ -206,7 +206,7 @@ ENOUGH = 64
 
 
 def cut_for_all(samples: int, micro_batch: int, ranks: int) -> int:
-    """The size of an evaluation's micro-batches that leaves one at least for each of 64 ranks, whatever their number is."""
+    """Returns the micro-batch size of an evaluation, so that each of up to 64 ranks has one at least."""
     size = min(micro_batch, max(1, samples // ENOUGH))
     if (count := -(-samples // size)) < ranks:
         raise UserError(
@@ -231,12 +231,12 @@ class MicroBatchSampler(DistributedSampler[Key]):
         self._start: tuple[int, int] | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """That epoch begins there. Lightning makes its first iterator before it says which epoch it is."""
+        """Starts that epoch at `step`. Lightning makes its first iterator before it sets the epoch."""
         self.set_epoch(epoch)
         self._start = epoch, step
 
     def start_over(self) -> None:
-        """The next pass begins at its beginning, also within the same epoch."""
+        """Makes the next pass begin at its beginning, also within the same epoch."""
         self._start = None
 
     def set_epoch(self, epoch: int) -> None:

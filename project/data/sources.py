@@ -1,4 +1,4 @@
-"""Where images come from: each source names its classes and makes the datasets 'train', 'val' and 'test'.
+"""The sources of images: each names its classes and makes the datasets 'train', 'val' and 'test'.
 
 A source is light to construct, fetches what it needs in `prepare` (called once a node), and reads it in `dataset` (called by
 every rank). Whatever the user can mend is a UserError in one line.
@@ -23,7 +23,7 @@ Split = Literal["train", "val", "test", "predict"]
 
 
 class Source(ABC):
-    """What ImageData asks of a source. `mean` and `std` are of images in 0 .. 1, one for all channels or one for each."""
+    """The interface of a source for ImageData. `mean` and `std` are of images in 0 .. 1, one for all channels or one each."""
 
     num_classes: int
     classes: Sequence[str] | None = None
@@ -32,19 +32,19 @@ class Source(ABC):
     std: Channels = 0.25
 
     def prepare(self) -> None:  # noqa: B027, because most sources have nothing to prepare
-        """Downloads or checks, once a node."""
+        """Downloads or checks the data, once a node."""
 
     def has(self, split: Split) -> bool:
-        """Whether there is such a split. Without 'val' nothing is validated; without 'predict' predictions are of 'test'."""
+        """Returns whether this split exists. Without 'val' there is no validation; without 'predict' it is of 'test'."""
         return split != "predict"
 
     @abstractmethod
     def dataset(self, split: Split) -> Dataset[Any]:
-        """The dataset of a split."""
+        """Returns the dataset of a split."""
 
 
 def _held_out(size: int, held_out: int, split: Split) -> torch.Tensor:
-    """The samples of 'train' or 'val', of a set that came without a validation split: always the same ones."""
+    """Returns the samples of 'train' or 'val', for data without a validation split: always the same ones."""
     if not 0 < held_out < size:
         raise UserError(f"held_out must leave training and validation images of {size}, and is {held_out}.")
     order = permute(np.arange(size), size, seed=0, epoch=0)
@@ -135,7 +135,7 @@ class Cifar(Source):
 
     @property
     def classes(self) -> list[str]:  # type: ignore[override]
-        """As the archive names them."""
+        """Returns the classes' names in the archive."""
         return list(self._read(train=False).classes)
 
     def prepare(self) -> None:
@@ -152,7 +152,7 @@ class Cifar(Source):
 
 
 class Unlabelled(Dataset[Any]):
-    """All images in a folder, at any depth, in the order of their names."""
+    """A dataset of all images in a folder, at any depth, in the order of their names."""
 
     def __init__(self, folder: Path, transform: Callable[[Any], Any]) -> None:
         from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -199,7 +199,7 @@ class ImageFolders(Source):
 
     @property
     def classes(self) -> list[str]:  # type: ignore[override]
-        """The names of the folders in root/train; a class's number is its place in the alphabet."""
+        """Returns the names of the folders in root/train; a class's number is its place in the alphabet."""
         if self._classes is None:
             folder = self.root / "train"
             if not folder.is_dir():
@@ -231,15 +231,15 @@ class ImageFolders(Source):
         if not folder.is_dir():
             raise UserError(f"No folder {folder}. HINT: put images into {folder}/<class>/.")
         try:
-            found = datasets.ImageFolder(str(folder), transform=resize)
+            folders = datasets.ImageFolder(str(folder), transform=resize)
         except (FileNotFoundError, RuntimeError) as error:
             raise UserError(f"{folder} can't be used: {error}") from error
-        if found.classes != self.classes:
+        if folders.classes != self.classes:
             raise UserError(
-                f"{folder} and {self.root / 'train'} must have the same classes: {found.classes[:5]} there, "
+                f"{folder} and {self.root / 'train'} must have the same classes: {folders.classes[:5]} there, "
                 f"{self.classes[:5]} here."
             )
-        dataset: Dataset[Any] = found
+        dataset: Dataset[Any] = folders
         return dataset
 
 

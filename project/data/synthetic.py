@@ -1,4 +1,4 @@
-"""SyntheticImages: a dataset of any size that can be learnt, takes no memory and needs no download.
+"""SyntheticImages is a dataset of any size that can be learnt, takes no memory and needs no download.
 
 Each class has a smooth pattern of its own; an image is its class's pattern, moved by up to two pixels, under noise. The
 image and the label at an index depend on (seed, index) alone: all arithmetic is on integers, so they are the same on every
@@ -22,8 +22,8 @@ _SHIFT = 2
 _NOISE_BYTES = 1 << 20
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
 def scatter(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def scatter(x: Tensor) -> Tensor:
 
 
 def _windows(bank: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Row i is bank[starts[i] : starts[i] + length]: a memcpy a row, which no other kind of indexing is."""
+    """Returns rows bank[starts[i] : starts[i] + length]: a memcpy a row, which no other kind of indexing is."""
     return bank.as_strided((bank.numel() - length + 1, length), (1, 1)).index_select(0, starts)
 
 
@@ -81,16 +81,16 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def best_accuracy(self) -> float:
-        """The expected accuracy of the best possible classifier."""
+        """Returns the expected accuracy of the best possible classifier."""
         return 1 - self.difficulty * (1 - 1 / self.num_classes)
 
     def _random(self, stream: int, count: int) -> Tensor:
-        """`count` words from one of the streams that belong to the seed."""
+        """Returns `count` words from one of the streams that belong to the seed."""
         key = scatter(scatter(torch.tensor([self.seed])) + stream)
         return scatter(key + torch.arange(count))
 
     def _make_patterns(self) -> Tensor:
-        """One smooth image a class and channel, as flat planes with rows to spare, so that a shift is an offset.
+        """Makes one smooth image a class and channel, as flat planes with spare rows: a shift is an offset.
 
         A coarse grid of random bytes is interpolated with integer weights; values are 0 .. 63.
         """
@@ -107,7 +107,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return plane.to(torch.uint8).reshape(-1).contiguous()
 
     def _make_noise(self) -> Tensor:
-        """A long strip of random bytes 0 .. 95; every image takes two windows of it, at places of its own."""
+        """Makes a long strip of random bytes 0 .. 95; every image takes two windows of it, at its own places."""
         channels, size, _ = self.shape
         words = self._random(2, (_NOISE_BYTES + channels * size * size) // 8 + 1)
         return (words.view(torch.uint8).int() * 96 >> 8).to(torch.uint8)
@@ -122,20 +122,20 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """A whole batch at once: images (B, C, H, W) in uint8, labels (B,) in int64."""
+        """Returns a whole batch at once: images (B, C, H, W) in uint8, labels (B,) in int64."""
         channels, size, _ = self.shape
         pixels, shifts = size * size, 2 * _SHIFT + 1
         keys = torch.as_tensor(indices, dtype=torch.int64) + self._offset + (self.seed << 44)
         # Six random numbers an image, each of 20 bits, scaled to its range: few operations, because at a batch of 64
         # it is their number that costs, not their size.
         words = scatter(scatter(keys) + self._words)
-        label, stray, luck, shift, here, there = (((words >> self._fields) & 0xFFFFF) * self._ranges >> 20).unbind()
+        label, stray, luck, shift, first, second = (((words >> self._fields) & 0xFFFFF) * self._ranges >> 20).unbind()
 
         shown = torch.where(luck < int(self.difficulty * (1 << 20)), stray, label)
         plane = (size + shifts) * size
         starts = shown * (channels * plane) + shift // shifts * size + shift % shifts
         starts = (starts + torch.arange(0, channels * plane, plane)[:, None]).T.reshape(-1)
         images = _windows(self._patterns, starts, pixels).view(-1, channels * pixels)
-        images += _windows(self._noise, here, channels * pixels)
-        images += _windows(self._noise, there, channels * pixels)
+        images += _windows(self._noise, first, channels * pixels)
+        images += _windows(self._noise, second, channels * pixels)
         return images.view(-1, *self.shape), label

@@ -1,4 +1,4 @@
-"""TextData: text as bytes, in windows for a language model; without text of one's own, the source of Python's library.
+"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library.
 
 `prepare_data` writes each split into one file of bytes, which every process maps into its memory: what is read is shared, and
 loader processes get a path instead of a copy.
@@ -36,7 +36,7 @@ _TESTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pyc
 
 
 class Windows(Dataset[Bytes]):
-    """Windows of `context` bytes, one behind the other, each with the byte that follows.
+    """A dataset of windows of `context` bytes, one behind the other, each with the byte that follows.
 
     Args:
         path: a file of bytes, as `np.save` writes it. Each process maps it when it asks for its first window.
@@ -64,35 +64,36 @@ class Windows(Dataset[Bytes]):
 
 
 def batch_of(windows: list[Bytes]) -> tuple[Tensor, Tensor]:
-    """Tokens (samples, context), and for each of them the one that follows."""
+    """Returns tokens (samples, context), and for each of them the one that follows."""
     tokens = torch.from_numpy(np.stack(windows)).long()
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def split_of(name: str, held_out: float) -> Split:
-    """Where a file belongs, by its name alone: what else there is does not matter."""
+    """Returns the split of a file, by its name alone: it does not depend on the other files."""
     at = zlib.crc32(name.encode()) / 2**32
     return "val" if at < held_out else "test" if at < 2 * held_out else "train"
 
 
 def files_of(text: str | None) -> tuple[str, dict[str, Path]]:
-    """What the text is called, and its files by name, sorted; None is the source of Python's own library, without its tests."""
+    """Returns the text's label, and its files by name, sorted; None is the source of Python's own library, without its
+    tests."""
     if text is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
-        found = [path for path in folder.rglob("*.py") if not _TESTS & {*path.relative_to(folder).parts}]
+        paths = [path for path in folder.rglob("*.py") if not _TESTS & {*path.relative_to(folder).parts}]
         label = f"python-{platform.python_version()}"
     elif Path(text).is_dir():
         folder = Path(text)
-        found, label = [path for path in folder.rglob("*") if path.is_file()], folder.resolve().name
+        paths, label = [path for path in folder.rglob("*") if path.is_file()], folder.resolve().name
     else:
-        found = [Path(name) for name in glob.glob(text, recursive=True) if Path(name).is_file()]
-        folder = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
+        paths = [Path(name) for name in glob.glob(text, recursive=True) if Path(name).is_file()]
+        folder = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
         label = folder.resolve().name
-    return label, dict(sorted((path.relative_to(folder).as_posix(), path) for path in found))
+    return label, dict(sorted((path.relative_to(folder).as_posix(), path) for path in paths))
 
 
 def read_splits(text: str | None, held_out: float) -> tuple[str, dict[Split, bytes]]:
-    """A name that tells what is in it, by a digest of all of it, and the bytes of each split; a zero byte ends a file."""
+    """Returns a name with a digest of all content, and the bytes of each split; a zero byte ends a file."""
     label, files = files_of(text)
     parts: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for name, path in files.items():
@@ -105,7 +106,7 @@ def read_splits(text: str | None, held_out: float) -> tuple[str, dict[Split, byt
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a file of bytes that lacks none: of one that was cut off, numpy can't map what its head promises."""
+    """Returns whether a file of bytes is complete: of one that was cut off, numpy can't map what its header promises."""
     try:
         return bool(np.load(path, mmap_mode="r").dtype == np.uint8)
     except (OSError, ValueError, EOFError):
@@ -113,7 +114,7 @@ def is_whole(path: Path) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """There is all of it or nothing, whoever else writes the same at the same time, on this host or on another."""
+    """Writes all of a file or nothing, whoever else writes the same at the same time, on this host or on another."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             np.save(file, np.frombuffer(content, np.uint8))
@@ -127,7 +128,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def pair_counts(tokens: Bytes, block: int = 1 << 22) -> NDArray[np.int64]:
-    """How often each byte (row) is followed by each (column)."""
+    """Returns how often each byte (row) is followed by each (column)."""
 
     def counts() -> Iterator[NDArray[np.int64]]:
         for start in range(0, len(tokens) - 1, block):
@@ -138,17 +139,17 @@ def pair_counts(tokens: Bytes, block: int = 1 << 22) -> NDArray[np.int64]:
 
 
 def simple_losses(train: Bytes, val: Bytes) -> tuple[float, float]:
-    """What models that count bytes, and pairs of bytes, in `train` reach on `val`, in nats per byte.
+    """Returns the losses on `val` of models that count bytes, and pairs of bytes, in `train`, in nats per byte.
 
     Each count is one more than it is, so that nothing is impossible.
     """
-    seen, asked = pair_counts(train), pair_counts(val)
+    seen, expected = pair_counts(train), pair_counts(val)
 
     def loss(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:
         chances = (counts + 1) / (counts.sum(-1, keepdims=True) + 256)
         return float(-(wanted * np.log(chances)).sum() / wanted.sum())
 
-    return loss(seen.sum(0), asked.sum(0)), loss(seen, asked)
+    return loss(seen.sum(0), expected.sum(0)), loss(seen, expected)
 
 
 class TextData(LightningDataModule):
@@ -184,7 +185,7 @@ class TextData(LightningDataModule):
         """Of the text, with its digest; here and in `prepare_data` that of this host's, from `setup` on that of all."""
 
     def path(self, split: Split) -> Path:
-        """The file of a split's bytes."""
+        """Returns the file of a split's bytes."""
         return self.root / f"{self.name}-{split}.npy"
 
     # Files -----------------------------------------------------------------------------------------------------------
@@ -208,10 +209,10 @@ class TextData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
-            mine, self.name = self.name, self.trainer.strategy.broadcast(self.name)
-            if mine not in (None, self.name):
+            own, self.name = self.name, self.trainer.strategy.broadcast(self.name)
+            if own not in (None, self.name):
                 raise UserError(
-                    f"This host has another text than rank 0's: {mine}, and not {self.name}. HINT: give all hosts the same "
+                    f"This host has another text than rank 0's: {own}, and not {self.name}. HINT: give all hosts the same "
                     "Python, or set data.init_args.text to files that all have."
                 )
         for split in SPLITS:
@@ -229,7 +230,7 @@ class TextData(LightningDataModule):
         return {"text": self.name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A run that goes on has the text that it began with, or none."""
+        """Checks that a resumed run has the text that it began with."""
         if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
             raise UserError(
                 f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it goes on with the "
@@ -239,7 +240,7 @@ class TextData(LightningDataModule):
     # Loaders ---------------------------------------------------------------------------------------------------------
 
     def windows(self, split: Split) -> Windows:
-        """The windows of a split."""
+        """Returns the windows of a split."""
         return Windows(self.path(split), self.context)
 
     def _loader(self, split: Split, **settings: Any) -> DataLoader[Bytes]:

@@ -1,4 +1,4 @@
-"""Digests of what Python code keeps: equal values have equal ones, whether an array, a tensor or a list holds them.
+"""Computes digests of Python values: equal values have equal ones, whether an array, a tensor or a list holds them.
 
 So it is seen that a counter, a generator or an object of the user has changed, without a copy and without code of the user.
 """
@@ -39,16 +39,16 @@ _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multin
 
 
 def is_of_a_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's, Lightning's or this project's: such objects are not looked into."""
+    """Returns whether a class is Python's, torch's, Lightning's or this project's: such objects are not examined."""
     root = kind.__module__.partition(".")[0]
     return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
 class Digests:
-    """Digests values, down to the attributes of the user's own objects.
+    """Computes digests of values, down to the attributes of the user's own objects.
 
     Args:
-        apart: what is looked at elsewhere (the module's layers and weights, say), and is nobody's value.
+        apart: objects that are examined elsewhere (the module's layers and weights, say), and are not digested here.
     """
 
     def __init__(self, apart: Iterable[object] = ()) -> None:
@@ -56,15 +56,15 @@ class Digests:
         self._left, self._in_all = 0, _IN_ALL
 
     def of(self, value: Any) -> Digest:
-        """Returns a digest; None where nobody can say whether the value is another one."""
+        """Returns a digest; None where it can't be known whether the value has changed."""
         self._left = most = min(_VALUES, self._in_all)
         digest = self._digest(value, _DEEPEST)
         self._in_all -= min(most, most - self._left)
         return digest
 
     def within(self, value: Any) -> set[bytes] | None:
-        """Returns the digests of a value, and of all that has a name in it, or a place in a short list; None where that is more
-        than can be looked at."""
+        """Returns the digests of a value, and of all in it that has a name, or a place in a short list; None where that is more
+        than `Digests` examines."""
         self._in_all = _IN_ALL
         digests = {*self._within(value)}
         return digests if self._in_all > 0 else None
@@ -156,7 +156,7 @@ class Digests:
         return _joined([part for name, digest in parts if digest is not None for part in (name.encode(), digest)])
 
     def _of_function(self, value: FunctionType, deep: int) -> Digest:
-        """A function changes with what it has closed over, and with its default arguments."""
+        """Returns a function's digest: it changes with its closure, and with its default arguments."""
         root = str(value.__module__).partition(".")[0]
         if root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}:
             return None
@@ -177,19 +177,19 @@ def _draws(code: CodeType | None) -> bool:
 
 
 def digests_of(thing: object) -> dict[str, bytes]:
-    """Returns the digests of an object's attributes, as far as they have any, and of its methods that keep what they gave."""
+    """Returns the digests of an object's attributes, where they have any, and of its methods with a cache."""
     cached = {name: value for kind in type(thing).__mro__ for name, value in vars(kind).items() if isinstance(value, CACHED)}
     digests, kept = Digests(), {**cached, **getattr(thing, "__dict__", {})}
     return {name: digest for name, value in kept.items() if (digest := digests.of(value)) is not None}
 
 
 def moved_names(thing: object, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> str:
-    """Returns the names of an object's attributes that are others than before, with its class; '' where none is."""
+    """Returns the names of an object's attributes that have changed, with its class; '' where none has."""
     return ", ".join(f"{type(thing).__name__}.{name}" for name, digest in now.items() if before.get(name) != digest)
 
 
 def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
-    """Returns what a user would save of a generator."""
+    """Returns a generator's state, as a user would save it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -200,7 +200,7 @@ def _state(generator: torch.Generator | random.Random | np.random.Generator | np
 
 
 def _ends(items: Any) -> list[Any]:
-    """Returns the items of a sequence, or of a dict, of which there are many: those at its ends."""
+    """Returns the items of a sequence or a dict; of a long one, those at its ends."""
     ends = [*islice(items, 2 * _MOST)]
     if len(items) > len(ends):  # a deque has no slices
         ends[_MOST:] = islice(reversed(items), _MOST)

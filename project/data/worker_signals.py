@@ -1,5 +1,5 @@
-"""A loader's processes outlive the signals that their rank outlives: a signal to a whole process group, as `timeout`, Slurm and
-systemd send it, stops the rank between two steps, and until then it needs them.
+"""Makes a loader's processes survive the signals that their rank survives: a signal to a whole process group, as `timeout`,
+Slurm and systemd send it, stops the rank between two steps, and until then it needs them.
 """
 
 import multiprocessing
@@ -19,8 +19,8 @@ _PATIENCE = 5.0  # seconds that a process has at the program's end, as torch giv
 
 
 def follow_rank() -> None:
-    """Has this loader process ignore the signals that its rank catches. It ends by SIGTERM where the rank catches that no
-    more: then the rank is the one who sent it, or ends by it, too."""
+    """Makes this loader process ignore the signals that its rank catches. It ends by SIGTERM where the rank no longer catches
+    that: then the rank sent it, or ends by it, too."""
     for number in _SENT_TO_GROUPS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_unless_caught)
@@ -44,22 +44,22 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def with_signals(loader: DataLoader[Any]) -> None:
-    """Has the processes of a loader that is left as it is follow their rank."""
+    """Makes the processes of a loader that is left as it is follow their rank."""
     init = loader.worker_init_fn
     if loader.num_workers and not (isinstance(init, partial) and init.func is _begin):
         loader.worker_init_fn = partial(_begin, init)
     end_at_exit(os.getpid())
 
 
-def _begin(theirs: Callable[[int], None] | None, number: int) -> None:
+def _begin(init_fn: Callable[[int], None] | None, number: int) -> None:
     follow_rank()
-    if theirs is not None:
-        theirs(number)
+    if init_fn is not None:
+        init_fn(number)
 
 
 @cache
 def end_at_exit(pid: int) -> None:
-    """Has this process, once, take its handlers back before Python ends its daemonic children by SIGTERM and waits for them."""
+    """Makes this process, once, reset its handlers before Python ends its daemonic children by SIGTERM and waits for them."""
     Finalize(None, _end_children, exitpriority=0)
 
 

@@ -1,1 +1,1 @@
-"""Is the cluster fit for this run?"""
+"""The doctor: checks whether the cluster is fit for this run."""

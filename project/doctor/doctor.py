@@ -1,11 +1,12 @@
-"""Is this cluster fit for this run, and if not, whose fault is it? `python -m project doctor --config ...` asks."""
+"""Checks whether this cluster is fit for this run, and if not, where the fault lies: `python -m project doctor --config
+...`."""
 
 from project.doctor import hosts, links, training
 from project.doctor.examination import Examination
 
 
 def examine(this: Examination) -> None:
-    """All checks, in the order in which one needs what another has found."""
+    """Runs all checks, in the order in which one needs the results of another."""
     hosts.versions(this)
     hosts.hardware(this)
     hosts.gpus(this)

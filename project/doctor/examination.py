@@ -1,4 +1,4 @@
-"""An examination: the run, its ranks, and what was found so far. The doctor's checks take one.
+"""An examination: the run, its ranks, and the findings so far. The doctor's checks take one.
 
 Every check measures on all ranks at once, and rank 0 judges: a row with a verdict, the hosts and ranks it is about, and what
 to do. What raises on one rank becomes a finding about that rank; the others don't wait for it.
@@ -28,7 +28,7 @@ _PAGES = 1 << 16  # bytes of /dev/shm that a micro-batch takes besides: each of 
 
 @dataclass
 class ExaminedRun:
-    """The run that is examined, as far as the doctor needs to know it."""
+    """The examined run, as far as the doctor needs to know it."""
 
     rank: int
     world_size: int
@@ -62,18 +62,18 @@ class ExaminedRun:
 
     @property
     def disk_needed(self) -> int:
-        """Bytes of the checkpoints that lie there at once: those that are kept, and the one that is being written."""
+        """Returns the bytes of the checkpoints that are on disk at once: those kept, and the one being written."""
         return self.checkpoint_bytes * (self.checkpoints + 1)
 
     def shared_memory_needed(self, sample_bytes: int) -> int:
-        """Bytes of /dev/shm on this host: each of the loaders' workers is two micro-batches ahead, and one is in use."""
+        """Returns the bytes of /dev/shm on this host: each loader worker is two micro-batches ahead, and one is in use."""
         if not self.workers:
             return 0
         return (self.micro_batch * sample_bytes + _PAGES) * (self.workers * 2 + 1) * self.processes
 
 
 class Examination:
-    """Of a run, on all its ranks; `findings` is complete on rank 0. `fast` leaves out what takes time."""
+    """An examination of a run, on all its ranks; `findings` is complete on rank 0. `fast` leaves out slow checks."""
 
     def __init__(self, run: ExaminedRun, rendezvous: Rendezvous | None, route: Route | None, fast: bool) -> None:
         self.run, self.rendezvous, self.route, self.fast = run, rendezvous, route, fast
@@ -87,7 +87,7 @@ class Examination:
         self.sample_bytes, self.has_data = 0, False
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank brings, by rank."""
+        """Returns what every rank contributes, by rank."""
         if self.control is None:
             return [mine]
         answers: list[Any] = [None] * self.run.world_size
@@ -95,13 +95,13 @@ class Examination:
         return answers
 
     def measure(self, check: str, measure: Callable[[], Any], fix: str = "", bad: bool = True) -> list[Any] | None:
-        """What all ranks measured; None when one of them couldn't, which is then a finding."""
+        """Returns the measurements of all ranks; None when one of them failed, which is then a finding."""
         try:
-            mine, error = measure(), None
+            own, error = measure(), None
         except Exception as raised:
             log.debug("doctor: %s", check, exc_info=True)
-            mine, error = None, f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
-        answers = self.gather((mine, error))
+            own, error = None, f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
+        answers = self.gather((own, error))
         failed = {rank: text for rank, (_, text) in enumerate(answers) if text}
         if failed:
             texts = {text: [rank for rank in failed if failed[rank] == text] for text in failed.values()}
@@ -111,5 +111,5 @@ class Examination:
         return [value for value, _ in answers]
 
     def add(self, check: str, troubles: Sequence[Trouble], good: str, fix: str = "", **figures: Any) -> None:
-        """A row of the table."""
+        """Adds a row to the table."""
         self.findings.append(row(check, troubles, self.hosts, good, fix, figures))

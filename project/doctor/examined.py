@@ -1,4 +1,4 @@
-"""A run as the doctor sees it: Trainer, model and data, put together as far as an examination needs them."""
+"""A run as the doctor sees it: Trainer, model and data, set up as far as an examination needs them."""
 
 import copy
 import hashlib
@@ -25,7 +25,7 @@ from project.train.micro_batch import samples_of
 
 
 class _ModelAndData:
-    """The model on its device and the data that it is fed with. What is examined is a copy: the run begins untouched."""
+    """The model on its device, and its data. The examination uses a copy: the run begins untouched."""
 
     def __init__(self, trainer: Trainer, model: LightningModule, data: LightningDataModule) -> None:
         self.trainer, self.data = trainer, data
@@ -43,7 +43,7 @@ class _ModelAndData:
     def batches(self) -> Iterator[Any]:
         loaders = self.data.train_dataloader()
         if isinstance(loaders, (list, tuple, dict)):
-            yield from (found[0] for found in CombinedLoader(loaders, "max_size_cycle"))
+            yield from (result[0] for result in CombinedLoader(loaders, "max_size_cycle"))
         else:
             yield from loaders
 
@@ -73,7 +73,7 @@ class _ModelAndData:
         self.model.zero_grad()
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the data says of itself; else how many samples there are to train on, and a hash of a few."""
+        """Returns the data's own fingerprint; else the number of training samples, and a hash of a few."""
         self.data.setup("fit")
         if isinstance(self.data, ImageData):
             return self.data.fingerprint()
@@ -99,7 +99,7 @@ class _ModelAndData:
             yield samples_of(batch)
 
     def sizes(self) -> tuple[int, int]:
-        """Samples in a micro-batch, and the loader's processes. Asked when the data is set up."""
+        """Returns the samples in a micro-batch, and the loader's processes; called after the data's setup."""
         if isinstance(self.data, ImageData):
             return self.data.batch_size, self.data.workers
         loader = self.data.train_dataloader()
@@ -109,10 +109,10 @@ class _ModelAndData:
 def examined_run(
     trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
 ) -> ExaminedRun:
-    """What the doctor needs to know of a run. `processes`: those on this host."""
+    """Returns the facts about a run that the doctor needs. `processes`: those on this host."""
     configuration: dict[str, Any] = trainer.configuration  # type: ignore[attr-defined]
     pair = _ModelAndData(trainer, model, data)
-    kept = next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
+    kept = next((callback for callback in trainer.callbacks if isinstance(callback, Checkpoints)), None)  # type: ignore[attr-defined]
     weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
     gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
     return ExaminedRun(

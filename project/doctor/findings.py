@@ -1,4 +1,4 @@
-"""What the doctor finds: a row for each check, shown as a table and written as JSON."""
+"""The doctor's findings: a row for each check, shown as a table and written as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _WORST: tuple[Verdict, ...] = ("bad", "warning", "good", "skipped")
 
 @dataclass
 class Trouble:
-    """Something that is wrong on some ranks."""
+    """A problem on some ranks."""
 
     text: str
     ranks: list[int]
@@ -47,12 +47,12 @@ class Finding:
 def row(
     check: str, troubles: Sequence[Trouble], hosts: Sequence[str], good: str, fix: str, figures: Mapping[str, Any]
 ) -> Finding:
-    verdict: Verdict = "good" if not troubles else "bad" if any(one.bad for one in troubles) else "warning"
-    ranks = sorted({rank for one in troubles for rank in one.ranks})
+    verdict: Verdict = "good" if not troubles else "bad" if any(trouble.bad for trouble in troubles) else "warning"
+    ranks = sorted({rank for trouble in troubles for rank in trouble.ranks})
     return Finding(
         check,
         verdict,
-        "; ".join(one.text for one in troubles) or good,
+        "; ".join(trouble.text for trouble in troubles) or good,
         fix if troubles else "",
         [{"rank": rank, "host": hosts[rank]} for rank in ranks],
         dict(figures),
@@ -60,18 +60,18 @@ def row(
 
 
 def verdict(findings: Sequence[Finding]) -> Verdict:
-    return next((one for one in _WORST if any(found.verdict == one for found in findings)), "good")
+    return next((level for level in _WORST if any(finding.verdict == level for finding in findings)), "good")
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """The table: a row for each check."""
+    """Prints the table: a row for each check."""
     table = Table("check", "verdict", "what was found", "what to do", title_justify="left", show_lines=False)
-    for found in findings:
+    for finding in findings:
         table.add_row(
-            found.check,
-            f"[{_COLOURS[found.verdict]}]{found.verdict}[/]",
-            escape(printable(found.text)),
-            escape(printable(found.fix)),
+            finding.check,
+            f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]",
+            escape(printable(finding.text)),
+            escape(printable(finding.fix)),
         )
     if not console.is_terminal:
         console.width = _WIDE
@@ -79,11 +79,11 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def write(findings: Sequence[Finding], file: Path, seconds: float) -> None:
-    """The same for programs, with all figures."""
+    """Writes the findings for programs, with all figures."""
     content = {
         "verdict": verdict(findings),
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
-        "findings": [asdict(found) for found in findings],
+        "findings": [asdict(finding) for finding in findings],
     }
     write_text(file, json.dumps(content, indent=2, default=str) + "\n")

@@ -41,22 +41,24 @@ def hardware(this: Examination) -> None:
 
 
 def gpus(this: Examination) -> None:
-    """What NVIDIA's library says of each rank's GPU. It knows of no Xid that came before: those are in dmesg."""
+    """Checks what NVIDIA's library reports of each rank's GPU. It knows no Xid that came before: those are in dmesg."""
     if this.run.device.type != "cuda":
         return None
     all_of_them = this.gather(_health(this.run.device))
-    known = {rank: one for rank, one in enumerate(all_of_them) if isinstance(one, gpu.Health)}
-    unknown = {rank: one for rank, one in enumerate(all_of_them) if isinstance(one, str)}
+    known = {rank: health for rank, health in enumerate(all_of_them) if isinstance(health, gpu.Health)}
+    unknown = {rank: health for rank, health in enumerate(all_of_them) if isinstance(health, str)}
     if not known:
         return this.findings.append(Finding("GPUs", "skipped", f"not looked at: {unknown[0]}", gpu.EXTRA))
     troubles = [Trouble(f"{named([rank], this.hosts)}: not looked at: {why}", [rank], False) for rank, why in unknown.items()]
-    for rank, one in known.items():
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank]) for text in one.unfit]
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in one.slow]
+    for rank, health in known.items():
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank]) for text in health.unfit]
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in health.slow]
     first = next(iter(known.values()))
     shown = ", ".join(f"{name} {value:g}" for name, value in first.figures.items() if not isinstance(value, str))
     fix = "Leave out a GPU with errors, or reset it (nvidia-smi -r); see cooling, power and nvidia-smi -q, and dmesg for Xid."
-    return this.add("GPUs", troubles, f"fit; the first: {shown}", fix, gpus={rank: one.figures for rank, one in known.items()})
+    return this.add(
+        "GPUs", troubles, f"fit; the first: {shown}", fix, gpus={rank: health.figures for rank, health in known.items()}
+    )
 
 
 def _health(device: torch.device) -> gpu.Health | str:
@@ -87,13 +89,17 @@ def limits(this: Examination) -> None:
         kept = f"{run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
         troubles.append(Trouble(f"{named([0], this.hosts)}: {in_bytes(free)} of disk are left for {kept}", [0]))
         fixes.append("Free disk, or keep fewer checkpoints.")
-    few = [rank for rank, one in enumerate(all_limits) if one["open files"] < _FEW_FILES + 4 * run.world_size]
+    few = [rank for rank, rank_limits in enumerate(all_limits) if rank_limits["open files"] < _FEW_FILES + 4 * run.world_size]
     if few:
         number = all_limits[few[0]]["open files"]
         troubles.append(Trouble(f"{named(few, this.hosts)}: at most {number} open files", few, bad=False))
         fixes.append("ulimit -n 65536.")
     batches = run.shared_memory_needed(this.sample_bytes)
-    small = [rank for rank, one in enumerate(all_limits) if one["/dev/shm"] is not None and one["/dev/shm"] < batches]
+    small = [
+        rank
+        for rank, rank_limits in enumerate(all_limits)
+        if rank_limits["/dev/shm"] is not None and rank_limits["/dev/shm"] < batches
+    ]
     if small:
         text = f"{in_bytes(all_limits[small[0]]['/dev/shm'])} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
         troubles.append(Trouble(f"{named(small, this.hosts)}: {text}", small))
@@ -114,10 +120,10 @@ def clocks(this: Examination) -> None:
     this.gather(None)
     dist.barrier(group=this.control)
     times = this.gather(time.time())
-    usual = statistics.median_low(times)
-    off = [rank for rank, at in enumerate(times) if abs(at - usual) > _SKEW]
+    median = statistics.median_low(times)
+    off = [rank for rank, at in enumerate(times) if abs(at - median) > _SKEW]
     troubles = [
-        Trouble(f"{named([rank], this.hosts)}: its clock is {times[rank] - usual:+.1f} s off", [rank], bad=False)
+        Trouble(f"{named([rank], this.hosts)}: its clock is {times[rank] - median:+.1f} s off", [rank], bad=False)
         for rank in off
     ]
     spread = max(times) - min(times)

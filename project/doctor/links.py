@@ -17,14 +17,14 @@ _SYNC = 0.3  # share of a step: more than that for gradients is worth a word
 
 
 def interfaces(this: Examination) -> None:
-    """The rendezvous has shown already that every host reaches every other; here is by which way."""
+    """Shows by which way every host reaches every other; the rendezvous has tested already that they do."""
     if this.rendezvous is None:
         return this.add("network", [], "one process: none is needed")
     all_found = this.gather(_my_network(this))
     troubles = []
     for rank in this.rendezvous.leaders():
-        found = all_found[rank]
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in found["doubts"]]
+        report = all_found[rank]
+        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in report["doubts"]]
     ways = ", ".join(f"{this.hosts[rank]} by {all_found[rank]['way']}" for rank in this.rendezvous.leaders()[:8])
     this.add(
         "network",
@@ -43,13 +43,13 @@ def _my_network(this: Examination) -> dict[str, Any]:
     doubts = []
     others = [host for host in dict.fromkeys(this.hosts) if host != this.hosts[this.run.rank]]
     towards = this.rendezvous.address if this.run.rank else next(iter(others), this.rendezvous.address)
-    found = resolve(towards)
-    taken = source(found[0]) if found else None
+    target_addresses = resolve(towards)
+    taken = source(target_addresses[0]) if target_addresses else None
     if not this.route.chosen and taken and taken != this.route.address and not is_loopback(taken):
         doubts.append(f"GLOO_SOCKET_IFNAME={this.route}, and packets to {towards} go out from {taken}")
     own = resolve(this.hosts[this.run.rank])
     note = f", though its own name says {own[0]}" if own and is_loopback(own[0]) else ""
-    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: found}}
+    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: target_addresses}}
 
 
 def collectives(this: Examination) -> None:
@@ -75,7 +75,7 @@ def collectives(this: Examination) -> None:
 
 
 def _wrong_collectives(this: Examination) -> list[str]:
-    """The collectives that give this rank something else than arithmetic says."""
+    """Returns the collectives whose result on this rank differs from arithmetic."""
     rank, size, device = this.run.rank, this.run.world_size, this.run.device
     base = torch.arange(65_536, device=device, dtype=torch.int64)
     wrong = []
@@ -87,9 +87,9 @@ def _wrong_collectives(this: Examination) -> list[str]:
     dist.all_gather(parts, base + rank, group=this.group)
     if not all(torch.equal(part, base + other) for other, part in enumerate(parts)):
         wrong.append("all-gather")
-    told = base * 7 if rank == 0 else torch.zeros_like(base)
-    dist.broadcast(told, 0, group=this.group)
-    if not torch.equal(told, base * 7):
+    message = base * 7 if rank == 0 else torch.zeros_like(base)
+    dist.broadcast(message, 0, group=this.group)
+    if not torch.equal(message, base * 7):
         wrong.append("broadcast")
     return wrong
 
@@ -104,11 +104,11 @@ def speed(this: Examination) -> None:
     shown = f"all-reduce: {times[min(times)] * 1e6:,.0f} us latency, {in_bytes(speeds[largest])}/s at {in_bytes(largest)}"
     leaders = this.rendezvous.leaders()
     pairs = network.pair_times(this.run.rank, leaders, this.control, this.gather) if len(leaders) > 1 else {}
-    bad, links, usual = network.slow_links(pairs)
+    bad, links, typical = network.slow_links(pairs)
     troubles = [
         Trouble(
             f"{this.hosts[rank]}: every link of this host is slow, at most "
-            f"{in_bytes(max(speed for pair, speed in pairs.items() if rank in pair))}/s, elsewhere {in_bytes(usual)}/s",
+            f"{in_bytes(max(speed for pair, speed in pairs.items() if rank in pair))}/s, elsewhere {in_bytes(typical)}/s",
             [rank],
             bad=False,
         )
@@ -116,7 +116,7 @@ def speed(this: Examination) -> None:
     ]
     troubles += [
         Trouble(
-            f"{this.hosts[a]} - {this.hosts[b]}: {in_bytes(pairs[a, b])}/s, elsewhere {in_bytes(usual)}/s",
+            f"{this.hosts[a]} - {this.hosts[b]}: {in_bytes(pairs[a, b])}/s, elsewhere {in_bytes(typical)}/s",
             [a, b],
             bad=False,
         )

@@ -1,4 +1,4 @@
-"""How fast the ranks talk to each other: latency and bandwidth, measured, and what a message will cost by them.
+"""Measures how fast the ranks communicate: latency and bandwidth, and what a message will cost by them.
 
 All ranks call these together. Times are the slowest rank's.
 """
@@ -21,7 +21,7 @@ _SLOW = 3.0  # times slower than what good links reach
 
 @dataclass(frozen=True)
 class NetworkCost:
-    """A message of so many bytes takes latency + bytes / bandwidth."""
+    """The cost of a message of so many bytes: latency + bytes / bandwidth."""
 
     latency: float
     """Seconds."""
@@ -33,14 +33,14 @@ class NetworkCost:
 
 
 def fit(times: dict[int, float]) -> NetworkCost:
-    """The model behind measured times: the smallest message is all latency, the largest shows the bandwidth."""
+    """Fits the cost to measured times: the smallest message is all latency, the largest shows the bandwidth."""
     small, large = min(times), max(times)
     latency = times[small]
     return NetworkCost(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Returns the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a measurement: the host must wait for the device
     return time.perf_counter()
@@ -53,7 +53,7 @@ def slowest(seconds: float, group: Any) -> float:
 
 
 def all_reduce_times(device: torch.device, group: Any, control: Any) -> dict[int, float]:
-    """Seconds for an all-reduce over all ranks, by the bytes of the message. `control`: a group on the CPU."""
+    """Returns the seconds of an all-reduce over all ranks, by the message's bytes. `control`: a group on the CPU."""
     times: dict[int, float] = {}
     for size in _SIZES:
         if times and max(times.values()) * 4 > _PATIENCE:
@@ -71,12 +71,12 @@ def all_reduce_times(device: torch.device, group: Any, control: Any) -> dict[int
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes a second on the slowest wire of a ring: comparable over numbers of ranks."""
+    """Returns the bytes a second on the slowest wire of a ring: comparable over numbers of ranks."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
 def rounds(members: Sequence[int], limit: int = 16) -> list[list[tuple[int, int]]]:
-    """A tournament: every two meet once, in rounds of pairs that can be measured at the same time; at most so many rounds."""
+    """Returns a tournament: every two meet once, in rounds of pairs that are measured at the same time, `limit` at most."""
     ring: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     made = []
     for _ in range(min(limit, len(ring) - 1)):
@@ -90,21 +90,21 @@ def rounds(members: Sequence[int], limit: int = 16) -> list[list[tuple[int, int]
 def pair_times(
     rank: int, leaders: Sequence[int], group: Any, exchange: Callable[[Any], list[Any]]
 ) -> dict[tuple[int, int], float]:
-    """Bytes a second between the first ranks of every two hosts."""
+    """Returns the bytes a second between the first ranks of every two hosts."""
     message = torch.zeros(_PAIR // 4)
-    mine: list[tuple[int, int, float]] = []
+    own: list[tuple[int, int, float]] = []
     for pairs in rounds(leaders):
         for a, b in pairs:
             if rank in (a, b):
                 speed = 2 * _PAIR / _to_and_fro(message, rank, a, b, group)
                 if rank == a:  # for b the way back is not over when it has been sent
-                    mine.append((a, b, speed))
+                    own.append((a, b, speed))
         dist.barrier(group=group)
-    return {(a, b): speed for found in exchange(mine) for a, b, speed in found}
+    return {(a, b): speed for rank_speeds in exchange(own) for a, b, speed in rank_speeds}
 
 
 def _to_and_fro(message: Tensor, rank: int, a: int, b: int, group: Any) -> float:
-    """The best of a few: what a link can do, not what else the hosts were doing."""
+    """Returns the best time of a few: it shows what a link can do, not what else the hosts were doing."""
     _bounce(message[:1], rank, a, b, group)  # connects the two
     taken = [_bounce(message, rank, a, b, group)]
     # Both must go on or stop; `a` decides.
@@ -129,9 +129,9 @@ def _bounce(message: Tensor, rank: int, a: int, b: int, group: Any) -> float:
 
 
 def slow_links(speeds: dict[tuple[int, int], float]) -> tuple[list[int], list[tuple[int, int]], float]:
-    """Hosts (by their first rank) whose every link is slow, slow links between the others, and what the good ones reach."""
-    usual = sorted(speeds.values(), reverse=True)[len(speeds) // 4] if speeds else 0.0
-    slow = {pair for pair, speed in speeds.items() if speed * _SLOW < usual}
+    """Returns hosts (by first rank) whose every link is slow, slow links between the others, and a good link's speed."""
+    typical = sorted(speeds.values(), reverse=True)[len(speeds) // 4] if speeds else 0.0
+    slow = {pair for pair, speed in speeds.items() if speed * _SLOW < typical}
     members = sorted({rank for pair in speeds for rank in pair})
     bad = [rank for rank in members if all(pair in slow for pair in speeds if rank in pair)]
-    return bad, sorted(pair for pair in slow if not set(pair) & set(bad)), usual
+    return bad, sorted(pair for pair in slow if not set(pair) & set(bad)), typical

@@ -1,4 +1,4 @@
-"""The doctor's checks of what is trained, on each rank: data, speed of the model and of the loader, memory."""
+"""The doctor's checks of training on each rank: data, speed of the model and of the loader, memory."""
 
 import statistics
 import time
@@ -35,7 +35,8 @@ def data(this: Examination) -> None:
         return this.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
     this.sample_bytes = int(prints[0]["train"]["bytes"])
     seen = [
-        {"data": ", ".join(f"{one['samples']:,} {split} ({one['hash']})" for split, one in each.items())} for each in prints
+        {"data": ", ".join(f"{facts['samples']:,} {split} ({facts['hash']})" for split, facts in each.items())}
+        for each in prints
     ]
     odd = environment.different(seen, this.hosts, ["data"])
     troubles = [Trouble(text, ranks) for text, ranks in odd.items()]
@@ -44,23 +45,23 @@ def data(this: Examination) -> None:
 
 
 def compute(this: Examination) -> float | None:
-    """Seconds that the slowest rank takes for a micro-batch."""
+    """Returns the seconds that the slowest rank takes for a micro-batch."""
     fix = "See the error. A step is tried outside of a fit here; a smaller data.batch_size needs less memory."
     taken = this.measure("compute", partial(_time_compute, this), fix, bad=False)
     if taken is None:
         return None
-    usual = statistics.median_low(taken)
-    slow = [rank for rank, seconds in enumerate(taken) if seconds > _SLOW * usual]
+    typical = statistics.median_low(taken)
+    slow = [rank for rank, seconds in enumerate(taken) if seconds > _SLOW * typical]
     troubles = [
         Trouble(
-            f"{named([rank], this.hosts)}: {taken[rank] / usual:.1f} times slower than the others "
-            f"({this.run.micro_batch / taken[rank]:,.0f} samples/s, elsewhere {this.run.micro_batch / usual:,.0f})",
+            f"{named([rank], this.hosts)}: {taken[rank] / typical:.1f} times slower than the others "
+            f"({this.run.micro_batch / taken[rank]:,.0f} samples/s, elsewhere {this.run.micro_batch / typical:,.0f})",
             [rank],
             bad=False,
         )
         for rank in slow
     ]
-    good = f"{this.run.micro_batch / usual:,.0f} samples/s on each rank, equal to {max(taken) / min(taken) - 1:.0%}"
+    good = f"{this.run.micro_batch / typical:,.0f} samples/s on each rank, equal to {max(taken) / min(taken) - 1:.0%}"
     fix = "Is something else running there? Is it throttled (temperature, power, a cgroup's CPU limit)?"
     this.add("compute", troubles, good, fix, seconds=taken)
     return float(max(taken))
@@ -99,7 +100,7 @@ def memory(this: Examination) -> None:
 
 
 def _peaks(this: Examination) -> tuple[float, float, float]:
-    """Bytes that are needed whatever the micro-batch, bytes for each sample, and bytes that there are."""
+    """Returns the bytes needed whatever the micro-batch, the bytes for each sample, and the bytes available."""
     many, few = this.run.micro_batch, max(1, this.run.micro_batch // 2)
     device = this.run.device
     high, low = _peak(lambda: this.run.compute(many), device), _peak(lambda: this.run.compute(few), device)
@@ -147,7 +148,7 @@ def _time_loader(this: Examination) -> float:
 
 
 def _peak(run: Callable[[], None], device: torch.device) -> float:
-    """The most memory that something takes at once."""
+    """Returns the most memory that a call takes at once."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         run()
@@ -169,6 +170,6 @@ def _resident(name: str) -> float:
 
 
 def _round_down(number: int) -> int:
-    """To a power of two or one and a half of one: a number that someone would set."""
+    """Rounds down to a power of two or one and a half of one: a number that a user would set."""
     power = 1 << (number.bit_length() - 1)
     return power + power // 2 if number >= power + power // 2 and power > 1 else power

@@ -1,1 +1,1 @@
-"""Who starts it: what an engine needs to start `python -m project fit`, which stays as it is."""
+"""The engines that start a run: what each needs to start `python -m project fit`, which stays as it is."""

@@ -1,4 +1,4 @@
-"""The words of a command line as a container has them: configs that are not in the image travel with the manifest."""
+"""Builds a container's command line: configs that are not in the image travel with the manifest."""
 
 import re
 from itertools import pairwise
@@ -14,22 +14,22 @@ _IN_IMAGE = (CONFIGS.resolve(), (CONFIGS.parent.parent / "configs").resolve())
 
 
 def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """What comes after the verb `fit`, and the configs, by name, that `--config=:NAME` means in it.
+    """Returns the arguments of the verb `fit`, and the configs, by name, that `--config=:NAME` refers to.
 
     `argv`: after the verb `manifest`, with configs expanded to those that they stand on.
     """
     words: list[str] = []
     configs: dict[str, str] = {}
     skip = False
-    for word, following in pairwise([*argv, ""]):
+    for argument, following in pairwise([*argv, ""]):
         if skip:
             skip = False
             continue
-        flag, equals, value = word.partition("=")
+        flag, equals, value = argument.partition("=")
         if flag in ("-c", "--config"):
             words.append(_config(Path(value or following), configs))
         elif flag.removeprefix("--") not in _OWN:
-            words.append(word)
+            words.append(argument)
             continue
         skip = not equals
     return words, configs

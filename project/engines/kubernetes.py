@@ -1,4 +1,4 @@
-"""Manifests: an Indexed Job with its service, or a TrainJob, filled in for one run. The YAML files here are their templates."""
+"""Fills in manifests for one run: an Indexed Job with its service, or a TrainJob. The YAML files here are their templates."""
 
 import shlex
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _GIB = 1 << 30
 
 
 def written(wanted: Wanted, needs: Needs) -> str:
-    """Returns the manifest: documents in YAML, and a comment that says what they are."""
+    """Returns the manifest: documents in YAML, and a comment that describes them."""
     values = _values(wanted, needs)
     documents: list[Node] = []
     if wanted.claim is None:
@@ -35,7 +35,7 @@ def written(wanted: Wanted, needs: Needs) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and nothing by reference."""
+    """A YAML dumper that writes texts of several lines as such, and nothing by reference."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -82,7 +82,7 @@ def _head(wanted: Wanted, needs: Needs) -> str:
     elastic = wanted.least < wanted.most
     number = f"{wanted.least} to {wanted.most}" if elastic else str(wanted.most)
     each = f"{wanted.gpus} GPU(s)" if wanted.gpus else "no GPU"
-    words = shlex.join(word.replace("--config=:", "--config=") for word in wanted.words)
+    words = shlex.join(argument.replace("--config=:", "--config=") for argument in wanted.words)
     nodes = f"{wanted.least}:{wanted.most}" if elastic else number
     command = f"--engine {wanted.engine} --nodes {nodes} --gpus {wanted.gpus} --run {wanted.run} {words}"
     lines = (
@@ -96,7 +96,7 @@ def _head(wanted: Wanted, needs: Needs) -> str:
 
 def _values(wanted: Wanted, needs: Needs) -> dict[str, Node]:
     """Returns what the templates' names stand for."""
-    words = [word.replace("--config=:", f"--config={_CONFIGS}/").replace("$(", "$$(") for word in wanted.words]
+    words = [argument.replace("--config=:", f"--config={_CONFIGS}/").replace("$(", "$$(") for argument in wanted.words]
     jobs = wanted.engine == "k8s"
     values: dict[str, Node] = {
         "run": wanted.run,
@@ -131,7 +131,7 @@ def _values(wanted: Wanted, needs: Needs) -> dict[str, Node]:
 
 
 def _resources(wanted: Wanted, needs: Needs) -> Node:
-    """As much is asked for as is allowed: a pod that others may take memory from is the first to be killed."""
+    """Returns equal requests and limits: a pod whose memory others may take is the first to be killed."""
     each: dict[str, Node] = {"cpu": str(wanted.cpus), "memory": _gib(needs.memory), "ephemeral-storage": "10Gi"}
     if wanted.gpus:
         each["nvidia.com/gpu"] = str(wanted.gpus)

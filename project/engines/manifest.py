@@ -1,4 +1,4 @@
-"""What a manifest is asked to be, and what of that can't work: refused here, by name, and not by a cluster an hour later."""
+"""The requirements of a manifest: what can't work is refused here, by name, and not by a cluster an hour later."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ _DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asks for, and what follows from it alone."""
+    """The user's request for a manifest, and what follows from it alone."""
 
     engine: Engine
     run: str
@@ -44,30 +44,30 @@ class Wanted:
 
     @property
     def processes(self) -> int:
-        """In a pod: one for each GPU, or one."""
+        """Returns the processes in a pod: one for each GPU, or one."""
         return max(1, self.gpus)
 
     @property
     def runs(self) -> Path:
-        """In the container: where runs lie."""
+        """Returns the folder in the container that holds the runs."""
         return self.root / "lightning_logs"
 
 
 def pods(nodes: str, engine: Engine) -> tuple[int, int]:
-    """The least and the most of them: '4' or '2:4'."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
-    if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+    """Returns the least and the most number of pods: '4' or '2:4'."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise UserError(f"--nodes {nodes}: a number of pods, or MIN:MAX. HINT: --nodes 4, or --nodes 2:4.")
-    if found[2] and engine == "trainjob":
+    if match[2] and engine == "trainjob":
         raise UserError(
             f"--nodes {nodes}: a TrainJob's number of pods is fixed (Kubeflow Trainer v2 has no elastic jobs). HINT: "
             "--engine k8s, whose pods come and go; or one number."
         )
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def name(run: str) -> str:
-    """The run's name, if pods and services can be called after it, too."""
+    """Returns the run's name, if pods and services can have it, too."""
     if not _LABEL.fullmatch(run) or len(run) > _LONGEST:
         raise UserError(
             f"The run's name {run!r} can't be that of a Kubernetes service: small letters, digits and '-', a letter first, at "
@@ -77,13 +77,13 @@ def name(run: str) -> str:
 
 
 def _nearest(run: str) -> str:
-    """The nearest name that can."""
+    """Returns the nearest name that pods and services can have."""
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST].strip("-").lstrip("0123456789-")
     return plain or "nightly"
 
 
 def image_of(image: str | None) -> str:
-    """The image, with a word on one that may be another tomorrow."""
+    """Returns the image; warns of one that may be another tomorrow."""
     if image is None:
         raise UserError(
             "Nothing says which image the pods are to run. HINT: --image REPOSITORY@sha256:DIGEST; docs/containers.md says how "
@@ -101,14 +101,14 @@ def image_of(image: str | None) -> str:
 
 
 def claim_of(claim: str | None) -> str | None:
-    """The volume claim's name, if it can be one."""
+    """Returns the volume claim's name, if it is a valid one."""
     if claim is not None and (len(claim) > 253 or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim)):
         raise UserError(f"--claim {claim!r}: no claim can be called so. HINT: small letters, digits, '-' and '.', 253 at most.")
     return claim
 
 
 def root_of(folder: str | Path | None) -> Path:
-    """The folder in the container in which lightning_logs lies, if a volume can be put there."""
+    """Returns the folder in the container in which lightning_logs lies, if a volume can be mounted there."""
     root = Path(APP, folder or ".")
     if ".." in root.parts or not re.fullmatch(r"/[-\w./]*", str(root), re.ASCII):
         raise UserError(
@@ -119,8 +119,8 @@ def root_of(folder: str | Path | None) -> Path:
 
 
 def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str, shared_by: int = 1) -> None:
-    """Each number of pods that may come about can make the global batch. `key`: the one that says it. `shared_by`: so many
-    processes see the same micro-batch."""
+    """Raises an error if a possible number of pods can't make the global batch. `key`: the setting that holds it. `shared_by`:
+    so many processes see the same micro-batch."""
     if global_batch is None:
         log.warning(
             "Nothing says how large a global batch is: it will be micro-batch x ranks, another one for each number of pods. "

@@ -1,4 +1,4 @@
-"""What a pod of a run needs, in bytes and seconds: the doctor's figures for the run, and what comes on top of them."""
+"""Computes a pod's needs for a run, in bytes and seconds: the doctor's figures for the run, and what is added to them."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ _LEAST_GRACE = 120
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a pod, but for `disk`: that is the run's."""
+    """The needs of a pod, but for `disk`: that is the run's."""
 
     memory: int
     shm: int
@@ -38,7 +38,7 @@ class Needs:
 
 
 def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
-    """`run` as the doctor sees it, with `processes` those of a pod."""
+    """Returns the needs of a pod; `run` is as the doctor sees it, with `processes` those of a pod."""
     sample = _sample_bytes(run)
     if sample is None:
         log.warning(
@@ -65,23 +65,23 @@ def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
 
 
 def _rounded(number: float) -> int:
-    """Up to whole GiB."""
+    """Rounds up to whole GiB."""
     return math.ceil(number / _GIB) * _GIB
 
 
 def _sample_bytes(run: ExaminedRun) -> int | None:
-    """Of a sample of the data; None: it is not here, and is not fetched for this."""
+    """Returns the bytes of a sample; None if the data is not here: it is not fetched for this."""
     try:
-        found = run.fingerprint()
+        fingerprint = run.fingerprint()
         run.micro_batch, run.workers = run.sizes()
     except Exception as error:  # whatever somebody's data does where its files are missing
         log.warning("The data can't be looked at here: %s", str(error).strip().partition("\n")[0] or type(error).__name__)
         return None
-    return int(found["train"]["bytes"]) if found else None
+    return int(fingerprint["train"]["bytes"]) if fingerprint else None
 
 
 def _activations(run: ExaminedRun) -> int:
-    """Bytes that a micro-batch leaves between the forward and the backward pass."""
+    """Returns the bytes that a micro-batch leaves between the forward and the backward pass."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

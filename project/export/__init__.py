@@ -1,1 +1,1 @@
-"""The weights go out: files that others load without this package, and that were checked."""
+"""Exports the weights: checked files that load without this package."""

@@ -1,4 +1,4 @@
-"""Weights and inputs as an evaluation has them: what is exported is what `validate` and `test` look at.
+"""Captures weights and inputs from an evaluation: the export holds what `validate` and `test` use.
 
 Callbacks and modules may exchange the weights for an evaluation (averages of them, say), and a data module's hooks make of a
 batch what the network gets. So both are taken from within a real evaluation, and not from the checkpoint's file.
@@ -27,7 +27,7 @@ HOW = (
 
 
 class Capture(Callback):
-    """Keeps the weights and the batches of an evaluation; stands behind all other callbacks."""
+    """A callback that keeps the weights and the batches of an evaluation; it stands behind all other callbacks."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Samples:
-    """Real inputs of `forward`, by the names of its arguments, in batches; and where they come from."""
+    """The real inputs of `forward`, by the names of its arguments, in batches; and their origin."""
 
     names: list[str]
     batches: list[Inputs]
@@ -64,46 +64,46 @@ class Samples:
 
 
 def has_forward(module: LightningModule) -> bool:
-    """Whether the module says itself what goes in and what comes out."""
+    """Returns whether the module has a forward of its own, which defines its inputs and outputs."""
     return is_overridden("forward", module, LightningModule)
 
 
 def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Samples:
-    """The inputs of the module's `forward`, from batches; a UserError where they can't be told."""
-    found = [_inputs(module, batch) for batch in batches]
-    if found and all(one is not None for one in found):
-        named = [one for one in found if one is not None]
+    """Returns the inputs of the module's `forward`, from batches; raises a UserError where they are ambiguous."""
+    inputs = [_inputs(module, batch) for batch in batches]
+    if inputs and all(arguments is not None for arguments in inputs):
+        named = [arguments for arguments in inputs if arguments is not None]
     else:
         named, origin = [_example(module)], "the module's example_input_array"
     names = list(named[0])
-    made = [tuple(_plain(one[name]) for name in names) for one in named]
-    if any(not one.ndim or len(one) != len(batch[0]) or not len(one) for batch in made for one in batch):
+    made = [tuple(_plain(arguments[name]) for name in names) for arguments in named]
+    if any(not part.ndim or len(part) != len(batch[0]) or not len(part) for batch in made for part in batch):
         raise UserError(f"The inputs of {type(module).__name__}.forward have no first dimension of samples in common. {HOW}")
     if _takes_any_name(module):
         _take_by_position(module, names)
-    ranks = [[one.ndim for one in batch] for batch in made]
-    return Samples(names, [one for one, rank in zip(made, ranks, strict=True) if rank == ranks[0]], origin)
+    ranks = [[part.ndim for part in batch] for batch in made]
+    return Samples(names, [batch for batch, rank in zip(made, ranks, strict=True) if rank == ranks[0]], origin)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, in fp32 if it is floats, and not of the inference mode that an evaluation is in."""
+    """Returns a copy on the CPU, in fp32 if it is floats, and outside of an evaluation's inference mode."""
     tensor = tensor.detach().to("cpu", copy=True)
     return tensor.float().clone() if tensor.is_floating_point() else tensor.clone()
 
 
 def _arguments(module: LightningModule) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one for one in inspect.signature(module.forward).parameters.values() if one.kind in kinds]
+    return [parameter for parameter in inspect.signature(module.forward).parameters.values() if parameter.kind in kinds]
 
 
 def _takes_any_name(module: LightningModule) -> bool:
-    """Whether it is `forward(**batch)`."""
-    kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
+    """Returns whether the signature is `forward(**batch)`."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return kinds == [inspect.Parameter.VAR_KEYWORD]
 
 
 def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
-    """Gives such a forward arguments that have names: the exporters go by its signature."""
+    """Gives such a forward arguments with names: the exporters read its signature."""
     forward = module.forward
 
     def named(*args: Tensor) -> Any:
@@ -115,9 +115,9 @@ def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
 
 
 def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
-    """What `forward` takes of a batch, or None where that can't be told."""
+    """Returns what `forward` takes of a batch, or None where that is ambiguous."""
     arguments = _arguments(module)
-    needed = [one.name for one in arguments if one.default is inspect.Parameter.empty]
+    needed = [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
     first = arguments[0].name if arguments else "input"
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
@@ -126,7 +126,7 @@ def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
     if not isinstance(batch, Mapping):
         return None
     if _takes_any_name(module):
-        tensors = {str(name): one for name, one in batch.items() if isinstance(one, Tensor)}
+        tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
         return tensors if tensors and all(name.isidentifier() for name in tensors) else None
     taken: dict[str, Tensor] = {}
     for argument in arguments:
@@ -143,8 +143,8 @@ def _example(module: LightningModule) -> dict[str, Tensor]:
     example: Any = module.example_input_array
     if isinstance(example, Tensor):
         example = (example,)
-    names = [one.name for one in _arguments(module)]
-    if isinstance(example, tuple) and 0 < len(example) <= len(names) and all(isinstance(one, Tensor) for one in example):
+    names = [argument.name for argument in _arguments(module)]
+    if isinstance(example, tuple) and 0 < len(example) <= len(names) and all(isinstance(part, Tensor) for part in example):
         return dict(zip(names, example, strict=False))
     if isinstance(example, dict) and example and list(example) == names[: len(example)]:
         return dict(example)
@@ -152,12 +152,12 @@ def _example(module: LightningModule) -> dict[str, Tensor]:
 
 
 def pieces(samples: Samples, size: int | None) -> list[Inputs]:
-    """The batches to check with. Any number of samples (size None): also one, and more than one; else so many each."""
+    """Returns the batches to check with: `size` samples each, or (None) any number: also one, and more than one."""
     batches = samples.batches
     if size is None:
-        one = tuple(part[:1] for part in batches[0])
-        more = [] if any(len(batch[0]) > 1 for batch in batches) else [tuple(part.repeat_interleave(2, 0) for part in one)]
-        return [*more, *batches, one]
+        single = tuple(part[:1] for part in batches[0])
+        more = [] if any(len(batch[0]) > 1 for batch in batches) else [tuple(part.repeat_interleave(2, 0) for part in single)]
+        return [*more, *batches, single]
     cut = []
     for batch in batches:
         repeats = -(-size // len(batch[0]))

@@ -1,4 +1,4 @@
-"""Is the file as good as the checkpoint? It is loaded in a fresh process, and what comes out is compared."""
+"""Checks that the file is as good as the checkpoint: a fresh process loads it, and the outputs are compared."""
 
 import subprocess
 import sys
@@ -24,14 +24,14 @@ Outputs = list[list[np.ndarray[Any, Any]]]
 
 @dataclass
 class Difference:
-    """The largest one that was found, and the same as a share of the largest output of its batch."""
+    """The largest difference, absolute and as a share of the largest output of its batch."""
 
     largest: float
     share: float
 
 
 def outputs(network: nn.Module, batches: Sequence[Inputs]) -> Outputs:
-    """What the checkpoint's network makes of the batches, on the CPU."""
+    """Returns the outputs of the checkpoint's network for the batches, on the CPU."""
     with torch.no_grad():
         return [[_array(leaf) for leaf in fresh.leaves(network(*batch))] for batch in batches]
 
@@ -46,7 +46,7 @@ def _array(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def loaded(form: str, file: Path, batches: Sequence[Inputs]) -> dict[str, np.ndarray[Any, Any]]:
-    """What a fresh process without this package makes of the file."""
+    """Returns the outputs of the file in a fresh process without this package."""
     inputs, results = file.with_name(".inputs.npz"), file.with_name(".outputs.npz")
     try:
         named = {f"{at} {number}": part.numpy() for at, batch in enumerate(batches) for number, part in enumerate(batch)}
@@ -55,29 +55,29 @@ def loaded(form: str, file: Path, batches: Sequence[Inputs]) -> dict[str, np.nda
         command = [sys.executable, "-c", source, form, file.name, inputs.name, results.name]
         done = subprocess.run(command, cwd=file.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"The exported file can't be used: in a process without this project, {said}")
-        with np.load(results) as found:
-            return {name: found[name] for name in found}
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"The exported file can't be used: in a process without this project, {reason}")
+        with np.load(results) as archive:
+            return {name: archive[name] for name in archive}
     finally:
         inputs.unlink(missing_ok=True)
         results.unlink(missing_ok=True)
 
 
 def in_batches(found: Mapping[str, np.ndarray[Any, Any]], count: int) -> Outputs:
-    """The outputs of a fresh process, batch by batch."""
+    """Returns the outputs of a fresh process, batch by batch."""
     return [[value for name, value in found.items() if name.split()[0] == str(at)] for at in range(count)]
 
 
 def compare(wanted: Outputs, found: Outputs, tolerance: float) -> Difference:
-    """The largest difference, or a UserError where it is beyond the tolerance, which is a share of the largest output."""
+    """Returns the largest difference; raises a UserError beyond the tolerance, which is a share of the largest output."""
     worst = Difference(0.0, 0.0)
-    for one, other in zip(wanted, found, strict=True):
-        shapes = [[(value.shape, value.dtype.name) for value in values] for values in (one, other)]
+    for expected, exported in zip(wanted, found, strict=True):
+        shapes = [[(value.shape, value.dtype.name) for value in values] for values in (expected, exported)]
         if shapes[0] != shapes[1]:
             raise UserError(f"The exported network's outputs are {_said(shapes[1])}, and the checkpoint's {_said(shapes[0])}.")
-        for mine, theirs in zip(one, other, strict=True):
-            difference = _difference(mine, theirs)
+        for expected_value, exported_value in zip(expected, exported, strict=True):
+            difference = _difference(expected_value, exported_value)
             if not difference.share <= worst.share:
                 worst = difference
     if not worst.share <= tolerance:
@@ -88,15 +88,15 @@ def compare(wanted: Outputs, found: Outputs, tolerance: float) -> Difference:
     return worst
 
 
-def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> Difference:
-    if one.tobytes() == other.tobytes():
+def _difference(expected: np.ndarray[Any, Any], exported: np.ndarray[Any, Any]) -> Difference:
+    if expected.tobytes() == exported.tobytes():
         return Difference(0.0, 0.0)
-    mine, theirs = (value.astype(np.complex128 if np.iscomplexobj(value) else np.float64) for value in (one, other))
-    finite = np.isfinite(mine)
-    if not np.array_equal(mine[~finite], theirs[~finite], equal_nan=True):
+    left, right = (value.astype(np.complex128 if np.iscomplexobj(value) else np.float64) for value in (expected, exported))
+    finite = np.isfinite(left)
+    if not np.array_equal(left[~finite], right[~finite], equal_nan=True):
         return Difference(float("inf"), float("inf"))
-    largest = float(np.abs(mine[finite] - theirs[finite]).max(initial=0.0))
-    scale = float(np.abs(mine[finite]).max(initial=0.0))
+    largest = float(np.abs(left[finite] - right[finite]).max(initial=0.0))
+    scale = float(np.abs(left[finite]).max(initial=0.0))
     return Difference(largest, largest / scale if scale else float("inf") if largest else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What an export says of itself, in export.json: what goes in, what comes out, and where it comes from."""
+"""Describes an export in export.json: its inputs, its outputs, and its origin."""
 
 import platform
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 
 
 def origin(checkpoint: Path | None) -> dict[str, Any]:
-    """The run, the checkpoint, its step and its metrics, as far as they are known."""
+    """Returns the run, the checkpoint, its step and its metrics, as far as they are known."""
     manifest: dict[str, Any] = {}
     if checkpoint is not None:
         with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
@@ -38,7 +38,7 @@ def origin(checkpoint: Path | None) -> dict[str, Any]:
 
 
 def of_data(data: LightningDataModule | None) -> dict[str, Any]:
-    """The names of the classes, and how pixels become what the network takes; null where the data does not say."""
+    """Returns the classes' names, and how pixels become the network's input; null where the data has neither."""
     if not isinstance(data, ImageData):
         return {"classes": None, "images": None}
     given = {"mean": data.source.mean, "std": data.source.std}
@@ -48,21 +48,21 @@ def of_data(data: LightningDataModule | None) -> dict[str, Any]:
 
 
 def of_versions(to: Format) -> dict[str, str]:
-    """Of what has made it."""
+    """Returns the versions of the libraries that made the export."""
     return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "lightning", *LIBRARIES[to])}}
 
 
 def of_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file."""
-    found = {}
+    """Returns size and checksum of each file."""
+    entries = {}
     for file in sorted(folder.iterdir()):
         with open_to_read(file) as opened:
-            found[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
-    return found
+            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
+    return entries
 
 
 def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> dict[str, Any]:
-    """Names, shapes and types of what goes in and comes out; 'batch' is any number of samples."""
+    """Returns names, shapes and types of inputs and outputs; 'batch' is any number of samples."""
     inputs = []
     for number, name in enumerate(samples.names):
         parts = [batch[number] for batch in samples.batches]
@@ -71,12 +71,15 @@ def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> dict[str
             length if len({part.shape[at] for part in parts}) == 1 else "any" for at, length in enumerate(parts[0].shape) if at
         ]
         inputs.append({"name": name, "shape": shape, "dtype": str(parts[0].dtype).removeprefix("torch.")})
-    made = [{"shape": [size or "batch", *one.shape[1:]] if one.ndim else [], "dtype": one.dtype.name} for one in outputs[0]]
+    made = [
+        {"shape": [size or "batch", *output.shape[1:]] if output.ndim else [], "dtype": output.dtype.name}
+        for output in outputs[0]
+    ]
     return {"inputs": inputs, "outputs": made}
 
 
 def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference: Difference) -> dict[str, Any]:
-    """What was compared, and how much it differed."""
+    """Returns what was compared, and how much it differed."""
     return {
         "samples": samples.count,
         "of": samples.origin,
@@ -88,7 +91,7 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
 
 
 def copy_config(trainer: Trainer, folder: Path) -> None:
-    """The run's configuration, beside the file."""
+    """Copies the run's configuration into the folder of the export."""
     configuration = trainer.configuration  # type: ignore[attr-defined]
     with suppress(OSError, ValueError, yaml.YAMLError):
         configuration = masked(read_yaml(Path(trainer.default_root_dir) / CONFIG))

@@ -1,4 +1,4 @@
-"""The export: from an evaluation's weights and batches to a folder that others can use."""
+"""Exports an evaluation's weights and batches to a folder that others can use."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def exportable(to: Format | None, batch_size: int | None, target: Path | None) -> Format:
-    """The format, if it is one, what it needs is installed and the target is free; found out before anything slow is done."""
+    """Returns the format, if it exists, its libraries are installed and the target is free; called before slow work."""
     if to not in FILES:
         raise UserError(f"export needs a format. HINT: --to {', --to '.join(FILES)}.")
     if batch_size is not None and batch_size < 1:
@@ -56,7 +56,7 @@ def exportable(to: Format | None, batch_size: int | None, target: Path | None) -
 
 
 class Export:
-    """A module as it was evaluated, and how it goes out."""
+    """A module as it was evaluated, and the way to export it."""
 
     def __init__(self, module: LightningModule, capture: Capture, of: str, to: Format, batch_size: int | None) -> None:
         self.module, self.to, self.size = module, to, batch_size
@@ -74,11 +74,11 @@ class Export:
             log.warning("Only the weights are compared, and no outputs: %s", str(error).partition(" HINT:")[0])
 
     def _called(self) -> Outputs:
-        """What the checkpoint's network makes of the batches."""
+        """Returns the outputs of the checkpoint's network for the batches."""
         assert self.samples is not None
         try:
             with silence():
-                found = outputs(self.module, self.batches)
+                results = outputs(self.module, self.batches)
         except UserError:
             raise
         except Exception as error:
@@ -86,12 +86,12 @@ class Export:
                 f"{type(self.module).__name__}.forward can't take {', '.join(self.samples.names)} of {self.samples.origin}: "
                 f"{brief(error)} HINT: give the module an example_input_array."
             ) from error
-        if any(np.isnan(one).any() for batch in found for one in batch if one.dtype.kind == "f"):
+        if any(np.isnan(value).any() for batch in results for value in batch if value.dtype.kind == "f"):
             raise UserError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
-        return found
+        return results
 
     def write(self, file: Path, about: dict[str, Any]) -> Difference:
-        """Writes the file, and compares what a fresh process makes of it; a UserError where that is something else."""
+        """Writes the file, and compares its outputs in a fresh process; raises a UserError if they differ."""
         if self.to == "safetensors":
             write_weights(self.module, file, about)
             self._put_back(loaded(self.to, file, []))
@@ -102,13 +102,13 @@ class Export:
             write_onnx(program, file, self.samples.names)
         else:
             write_traced(program, file)
-        found = in_batches(loaded(self.to, file, self.batches), len(self.batches))
-        return compare(self.wanted, found, TOLERANCE[self.to])
+        results = in_batches(loaded(self.to, file, self.batches), len(self.batches))
+        return compare(self.wanted, results, TOLERANCE[self.to])
 
-    def _put_back(self, found: dict[str, np.ndarray[Any, Any]]) -> None:
-        """The weights that were read, in place of the module's, of which nothing is left."""
+    def _put_back(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Loads the weights from the file into the module, whose own are overwritten first."""
         part, weights = named_weights(self.module)
-        tensors = {name.removeprefix("tensor "): value for name, value in found.items()}
+        tensors = {name.removeprefix("tensor "): value for name, value in arrays.items()}
         if tensors.keys() != weights.keys():
             raise UserError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
         compare([[value.numpy() for value in weights.values()]], [[tensors[name] for name in weights]], 0.0)
@@ -121,7 +121,7 @@ class Export:
         self.module.load_state_dict(put, strict=False)  # what is no tensor (an extra state) was left where it is
 
     def describe(self, difference: Difference) -> dict[str, Any]:
-        """What is known when it has been checked."""
+        """Returns what is known after the check."""
         if self.samples is None:
             return {"inputs": None, "outputs": None, "check": None}
         return {
@@ -131,7 +131,7 @@ class Export:
 
 
 def _settle(module: LightningModule, capture: Capture) -> None:
-    """The module as it was evaluated, on the CPU, in fp32, its weights in torch's usual order."""
+    """Loads the evaluated weights into the module, on the CPU, in fp32, in torch's usual memory order."""
     module.load_state_dict(capture.weights)
     nn.Module.to(module, memory_format=torch.contiguous_format)
     module.cpu().float().eval()
@@ -148,7 +148,7 @@ def export(
     target: Path,
     batch_size: int | None,
 ) -> Path:
-    """Writes what an evaluation has captured into the folder `target`, and returns the file. `of`: what was evaluated on."""
+    """Writes what an evaluation has captured into `target`, and returns the file. `of`: the data of the evaluation."""
     if to != "safetensors" and not has_forward(module):
         raise UserError(
             f"{type(module).__name__} has no forward, which is what --to {to} exports. HINT: write one; --to safetensors "
@@ -171,13 +171,13 @@ def export(
 
 
 def _say(file: Path, about: dict[str, Any], lines: list[str]) -> None:
-    size = sum(one["bytes"] for one in about["files"].values()) / 1e6
+    size = sum(entry["bytes"] for entry in about["files"].values()) / 1e6
     log.info("%-11s %s (%.1f MB), and beside it %s and config.yaml", "exported", file, size, ABOUT)
-    for one in about["inputs"] or ():
+    for entry in about["inputs"] or ():
         images = about["images"]
         normalised = f", normalised: mean {images['mean']}, std {images['std']} of pixels in 0 .. 1" if images else ""
-        shape = ", ".join(map(str, one["shape"]))
-        log.info("%-11s %s: %s (%s)%s", "takes", one["name"], one["dtype"], shape, normalised)
+        shape = ", ".join(map(str, entry["shape"]))
+        log.info("%-11s %s: %s (%s)%s", "takes", entry["name"], entry["dtype"], shape, normalised)
     if check := about["check"]:
         largest, share = check["largest_difference"], check["share_of_largest_output"]
         same = (

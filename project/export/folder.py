@@ -1,4 +1,4 @@
-"""The folder of an export: whole, or not there."""
+"""The folder of an export: complete, or absent."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ ABOUT = "export.json"
 
 
 def refuse_strangers(target: Path) -> None:
-    """What is in the way, and is no export, stays."""
+    """Raises an error if the target exists and is no export: it stays as it is."""
     if target.is_dir() and not (target / ABOUT).is_file() and any(target.iterdir()):
         raise UserError(f"{target} holds something else than an export. HINT: --out takes a new folder, or that of an export.")
     if target.exists() and not target.is_dir():
@@ -26,7 +26,7 @@ def refuse_strangers(target: Path) -> None:
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A folder beside the target to write to. It takes the target's place at the end; where anything fails, it goes."""
+    """Yields a folder beside the target to write to. It replaces the target at the end; on failure, it is removed."""
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with _signals_clean_up():
@@ -57,7 +57,7 @@ def _take_place(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _signals_clean_up() -> Iterator[None]:
-    """A signal that would end the process at once ends it as an exception does."""
+    """Ends the process by an exception on a signal that would end it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

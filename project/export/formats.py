@@ -36,7 +36,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 
 
 def require(form: Format) -> None:
-    """A UserError names what a format needs and is not installed."""
+    """Raises a UserError that names a library that a format needs and that is not installed."""
     for name in LIBRARIES[form]:
         try:
             import_module(name)
@@ -48,7 +48,7 @@ def require(form: Format) -> None:
 
 
 def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:
-    """The weights by name. Where all lie in one part of the module (its network), by their names in that; and its name."""
+    """Returns the module's only part with weights ('' for several), and the weights by their names in it."""
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     parts = {name.partition(".")[0] for name in state}
     part = next(iter(parts)) if len(parts) == 1 and all("." in name for name in state) else ""
@@ -57,7 +57,7 @@ def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:
 
 
 def shared_names(module: LightningModule, part: str) -> list[list[str]]:
-    """The names of one tensor that has several, as tied weights have."""
+    """Returns the names of each tensor that has several, as tied weights have."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and value.numel():
@@ -67,7 +67,7 @@ def shared_names(module: LightningModule, part: str) -> list[list[str]]:
 
 
 def write_weights(module: LightningModule, path: Path, about: Mapping[str, Any]) -> None:
-    """A safetensors file; what it says of itself are strings."""
+    """Writes a safetensors file, whose metadata are strings."""
     from safetensors.torch import save
 
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
@@ -80,7 +80,7 @@ def write_weights(module: LightningModule, path: Path, about: Mapping[str, Any])
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """The exporters print, warn and log a lot."""
+    """Suppresses prints, warnings and log lines of the exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -92,7 +92,7 @@ def silence() -> Iterator[None]:
 
 
 def trace(module: LightningModule, samples: Samples, size: int | None) -> ExportedProgram:
-    """The module's `forward` as a graph, for any number of samples or for batches of `size`."""
+    """Returns the module's `forward` as a graph, for any number of samples or for batches of `size`."""
     example = _example(samples, size)
     try:
         return _traced(module, example, None if size else _free(samples))
@@ -115,18 +115,18 @@ def trace(module: LightningModule, samples: Samples, size: int | None) -> Export
 
 
 def _example(samples: Samples, size: int | None) -> Inputs:
-    """A batch to trace with; of one sample, the tracer would take it that there is always one."""
+    """Returns a batch to trace with; from one of one sample, the tracer would conclude that there is always one."""
     first = samples.batches[0]
     count = size or max(len(first[0]), 2)
     return tuple(torch.cat([part] * -(-count // len(part)))[:count] for part in first)
 
 
 def _free(samples: Samples) -> tuple[dict[int, Any], ...]:
-    """Of each input, the dimensions that may have another size: the samples, and what differs between batches."""
+    """Returns each input's dimensions that may have another size: the samples, and what differs between batches."""
     batch = Dim("batch")
     dimensions = []
     for number, part in enumerate(samples.batches[0]):
-        sizes = [{one[number].shape[at] for one in samples.batches} for at in range(part.ndim)]
+        sizes = [{sample_batch[number].shape[at] for sample_batch in samples.batches} for at in range(part.ndim)]
         dimensions.append({0: batch, **{at: Dim.DYNAMIC for at in range(1, part.ndim) if len(sizes[at]) > 1}})
     return tuple(dimensions)
 
@@ -137,14 +137,14 @@ def _traced(module: LightningModule, example: Inputs, free: Any) -> ExportedProg
 
 
 def brief(error: BaseException) -> str:
-    """An exporter's complaint without its page of advice."""
+    """Returns an exporter's error message without its page of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((line for line in lines if not line.endswith(":") and not set(line) <= {*"=-"}), type(error).__name__)
-    return textwrap.shorten(said, 240, placeholder=" ...").rstrip(".:") + "."
+    reason = next((line for line in lines if not line.endswith(":") and not set(line) <= {*"=-"}), type(error).__name__)
+    return textwrap.shorten(reason, 240, placeholder=" ...").rstrip(".:") + "."
 
 
 def write_traced(program: ExportedProgram, path: Path) -> None:
-    """torch.export's own file."""
+    """Writes torch.export's own file."""
     content = io.BytesIO()
     with silence():
         torch.export.save(program, content)
@@ -152,7 +152,7 @@ def write_traced(program: ExportedProgram, path: Path) -> None:
 
 
 def write_onnx(program: ExportedProgram, path: Path, names: list[str]) -> None:
-    """An ONNX file; of more than 2 GB, with its weights in a second one."""
+    """Writes an ONNX file; of more than 2 GB, with its weights in a second one."""
     try:
         with silence(), torch.no_grad():
             made = torch.onnx.export(program, input_names=names, dynamo=True, verbose=False)
@@ -184,6 +184,6 @@ _SNIPPETS: dict[str, str] = {
 
 
 def snippet(form: Format, names: list[str]) -> list[str]:
-    """Three lines that load the file; in ONNX's, the inputs are numpy's arrays."""
+    """Returns three lines that load the file; in ONNX's, the inputs are numpy's arrays."""
     named = ", ".join(f'"{name}": {name}' for name in names)
     return textwrap.dedent(_SNIPPETS[form]).format(arguments=", ".join(names), named=named).splitlines()

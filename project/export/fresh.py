@@ -1,4 +1,4 @@
-"""Loads an exported file and notes what comes out of it: a process of its own, in which there is no `project`.
+"""Loads an exported file and saves its outputs: a process of its own, in which there is no `project`.
 
 The source of this file is what runs: python -c SOURCE FORMAT FILE INPUTS OUTPUTS
 """
@@ -13,12 +13,12 @@ Arrays = list[Any]
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The tensors that a network returned, in lists, tuples and dicts, in their order."""
+    """Yields the tensors that a network returned, in lists, tuples and dicts, in their order."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from leaves(one)
+        for item in value:
+            yield from leaves(item)
     elif value is not None:
         yield value
 
@@ -29,7 +29,7 @@ def _onnx(file: str, batches: list[Arrays]) -> list[Arrays]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [argument.name for argument in session.get_inputs()]
     return [list(session.run(None, dict(zip(names, batch, strict=True)))) for batch in batches]
 
 
@@ -38,12 +38,12 @@ def _torch_export(file: str, batches: list[Arrays]) -> list[Arrays]:
 
     network = torch.export.load(file).module()
     with torch.no_grad():
-        found = [network(*map(torch.from_numpy, batch)) for batch in batches]
-    return [[torch.as_tensor(leaf).numpy() for leaf in leaves(one)] for one in found]
+        results = [network(*map(torch.from_numpy, batch)) for batch in batches]
+    return [[torch.as_tensor(leaf).numpy() for leaf in leaves(result)] for result in results]
 
 
 def main(form: str, file: str, inputs: str, outputs: str) -> None:
-    """Computes, or of weights alone, reads them; the results lie in a file of numpy's."""
+    """Computes the outputs, or reads the weights if there are only those; writes them into a file of numpy's."""
     results: dict[str, Any]
     if form == "safetensors":
         from safetensors.torch import load_file
@@ -53,8 +53,8 @@ def main(form: str, file: str, inputs: str, outputs: str) -> None:
         given = np.load(inputs)
         count = 1 + max(int(name.split()[0]) for name in given)
         batches = [[given[name] for name in given if name.split()[0] == str(at)] for at in range(count)]
-        found = (_onnx if form == "onnx" else _torch_export)(file, batches)
-        results = {f"{at} {number}": leaf for at, one in enumerate(found) for number, leaf in enumerate(one)}
+        batch_outputs = (_onnx if form == "onnx" else _torch_export)(file, batches)
+        results = {f"{at} {number}": leaf for at, values in enumerate(batch_outputs) for number, leaf in enumerate(values)}
     np.savez(outputs, **results)
 
 

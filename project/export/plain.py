@@ -1,4 +1,4 @@
-"""A checkpoint that lies in parts as one plain file, with all that is in it: a run goes on from it with any strategy.
+"""Writes a checkpoint that lies in parts as one plain file, with all its content: a run resumes from it with any strategy.
 
 It is never whole in memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice.
 """
@@ -73,7 +73,7 @@ def _write(checkpoint: Path, file: Path) -> None:
 
 
 def _on_disk(stored: Stored, file: Path) -> Tensor:
-    """Put together in a file that goes when the tensor goes."""
+    """Returns a tensor, assembled in a file that disappears with the tensor."""
     if not stored.all.count:
         return stored.read()
     size = stored.all.count * stored.dtype.itemsize
@@ -86,12 +86,12 @@ def _on_disk(stored: Stored, file: Path) -> Tensor:
 
 
 def _compare(parted: Parted, written: Mapping[str, Any]) -> None:
-    """Tensor by tensor, as it will be read."""
-    found: dict[str, Any] = {}
-    changed(written, lambda value, name: found.setdefault(name, value))
+    """Compares the written file with the checkpoint, tensor by tensor, as it will be read."""
+    written_tensors: dict[str, Any] = {}
+    changed(written, lambda value, name: written_tensors.setdefault(name, value))
 
     def compare(stored: Stored) -> None:
-        bits = [one.contiguous().view(-1).view(torch.uint8) for one in (found[stored.name], stored.read())]
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (written_tensors[stored.name], stored.read())]
         if not torch.equal(*bits):
             raise UserError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
 

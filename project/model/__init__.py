@@ -1,4 +1,4 @@
-"""WHAT is trained."""
+"""The models to train, their optimisers and schedules."""
 
 from project.model.classifier import ImageClassifier
 from project.model.minires import MiniResNet

@@ -1,12 +1,12 @@
-"""Convolutions that torch (2.15) gets wrong in channels_last on some CPUs."""
+"""Finds convolutions that torch (2.15) computes wrongly in channels_last on some CPUs."""
 
 import torch
 from torch import nn
 
 
 def corrupted(network: nn.Module, capability: str | None = None) -> str | None:
-    """The name of a layer whose backward pass would write beyond its memory: a strided 1x1 convolution of fewer than eight
-    channels, on a CPU without AVX-512.
+    """Returns the name of a layer whose backward pass would write beyond its memory: a strided 1x1 convolution of fewer than
+    eight channels, on a CPU without AVX-512.
 
     Args:
         network: any.

@@ -1,4 +1,4 @@
-"""ImageClassifier: loss, metrics, optimiser and schedule around any network that turns images into logits."""
+"""ImageClassifier adds loss, metrics, optimiser and schedule to any network that turns images into logits."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ Scaling = Literal["linear", "sqrt", "none"]
 
 
 def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> float:
-    """What the learning rate is multiplied by when the global batch is not the one it was stated for."""
+    """Returns the factor of a learning rate that was stated for another global batch."""
     if scaling == "none":
         return 1.0
     ratio = global_batch / reference_batch
@@ -41,7 +41,7 @@ def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> floa
 
 
 def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
-    """An optimiser or a schedule; what it has against its settings is the user's to mend."""
+    """Returns an optimiser or a schedule; an error in its settings becomes a UserError."""
     try:
         return make(of)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -142,7 +142,7 @@ class ImageClassifier(LightningModule):
         return self.network(images)  # type: ignore[no-any-return]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The means of an epoch cover all of it, also where the run was resumed within."""
+        """Saves the sums of the epoch, so that its means cover all of it also where the run is resumed within."""
         self._log_sent()
         sums = DelayedSums(self.epoch_tally.total(), self.trainer.world_size).read()
         checkpoint["epoch_guesses"] = self.epoch_tally.guesses
@@ -201,7 +201,7 @@ class ImageClassifier(LightningModule):
                 self._log_sent()  # for a schedule that is about to look at it
 
     def _log_sent(self) -> None:
-        """Logs what was sent at the last log point; meanwhile it was on its way."""
+        """Logs the values sent at the last log point, which have arrived meanwhile."""
         if self._sent is None:
             return
         (step, lr, guesses, sums), self._sent = self._sent, None
@@ -267,7 +267,7 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = fused(_made("optimizer", self.optimizer, self.parameters()))
-        pruned = any(isinstance(one, ModelPruning) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        pruned = any(isinstance(callback, ModelPruning) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
         global_batch = run_of(self.trainer).global_batch or self.lr_reference_batch
@@ -298,7 +298,7 @@ class ImageClassifier(LightningModule):
     # --------------------------------------------------------------------------------------------------------------
 
     def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
-        """Logs the means over all ranks, and begins anew. The host waits for the device here, once an epoch."""
+        """Logs the means over all ranks, and resets them. The host waits for the device here, once an epoch."""
         sums = DelayedSums(tally.total(), self.trainer.world_size).read()
         tally.reset()
         return self._log(tag, means(sums, tally.guesses), self.trainer.global_step)
@@ -310,7 +310,7 @@ class ImageClassifier(LightningModule):
         return named
 
     def _look_at(self, output: Any) -> None:
-        """At the first output in training, and in evaluation, where a network may return something else."""
+        """Checks the first output in training, and in evaluation, where a network may return another kind."""
         self._seen.add(self.training)
         if not isinstance(output, Tensor):
             raise UserError(
@@ -330,11 +330,11 @@ class ImageClassifier(LightningModule):
             )
 
     def _find_unused(self) -> None:
-        """After the first gradient. DistributedDataParallel would wait for the rest of it, and say so a step too late."""
+        """Refuses unused parameters after the first gradient: DistributedDataParallel reports them a step too late."""
         wrapped = self.trainer.strategy.model
         if not isinstance(wrapped, DistributedDataParallel) or wrapped.find_unused_parameters or wrapped.static_graph:
             return
-        unused = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
+        unused = [name for name, parameter in self.named_parameters() if parameter.requires_grad and parameter.grad is None]
         if unused:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise UserError(
@@ -345,9 +345,9 @@ class ImageClassifier(LightningModule):
 
 
 def _described(value: Any) -> str:
-    """What a network or a function returned, in a few words."""
+    """Returns a short description of what a network or a function returned."""
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with the keys {', '.join(map(str, list(value)[:8]))}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(_described(one) for one in value[:4])})"
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(_described(part) for part in value[:4])})"
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

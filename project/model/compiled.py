@@ -1,4 +1,4 @@
-"""Whether torch.compile translates the network, and how."""
+"""Decides whether and how torch.compile translates the network."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -13,9 +13,9 @@ IN_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def mode_of(asked: Compile, least_seconds: Callable[[], float]) -> str | None:
-    """The mode of torch.compile; None leaves the network as it is.
+    """Returns the mode of torch.compile; None leaves the network as it is.
 
-    `auto` follows from the config and the kind of the GPU, which say how long a fit takes at least, and not from how fast the
+    `auto` follows from the config and the kind of the GPU, which give the least time of a fit, and not from how fast the
     first steps went.
     """
     if asked == "auto":
@@ -24,7 +24,7 @@ def mode_of(asked: Compile, least_seconds: Callable[[], float]) -> str | None:
 
 
 def refuse_overwritten_gradients(asked: Compile, micro_batches: int, on_gpu: bool) -> None:
-    """A CUDA graph keeps its gradients where the next micro-batch of the step writes its own."""
+    """Refuses CUDA graphs with several micro-batches: each overwrites the gradients of the one before."""
     if asked in IN_GRAPHS and on_gpu and micro_batches > 1:
         raise UserError(
             f"model.compile={asked} works in CUDA graphs, where the gradients of {micro_batches} micro-batches overwrite "

@@ -1,4 +1,4 @@
-"""Sums over the ranks that are on their way: a step is not held up by them, nor by the device that makes them."""
+"""Sums over the ranks asynchronously: a step waits neither for them nor for the device that computes them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class DelayedSums:
-    """Started here, by all ranks alike; whoever reads it a step later hardly waits."""
+    """The sums over the ranks, started by all ranks alike; a reader one step later hardly waits."""
 
     def __init__(self, sums: Tensor, world_size: int) -> None:
         self._sums = sums.clone()

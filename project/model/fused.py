@@ -7,19 +7,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 def fused(optimizer: Optimizer, devices: Collection[str] = ("cuda",)) -> Optimizer:
-    """The same optimiser, fused where it can be and where nobody has said how it is to be computed.
+    """Returns the same optimiser, fused where that is possible and where its settings don't choose an implementation.
 
     Args:
         optimizer: that has not taken a step yet.
         devices: those on which it pays.
     """
     given = optimizer.defaults
-    asked = given.get("fused") is not None or any(given.get(one) for one in ("foreach", "differentiable"))
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    fits = all(one.device.type in devices and one.is_floating_point() for one in parameters)
-    if asked or not fits or type(optimizer) not in (SGD, Adam, AdamW):
+    chosen = given.get("fused") is not None or any(given.get(option) for option in ("foreach", "differentiable"))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fits = all(parameter.device.type in devices and parameter.is_floating_point() for parameter in parameters)
+    if chosen or not fits or type(optimizer) not in (SGD, Adam, AdamW):
         return optimizer
-    if isinstance(optimizer, SGD) and (any(isinstance(one, DTensor) for one in parameters) or given["dampening"]):
+    if isinstance(optimizer, SGD) and (any(isinstance(parameter, DTensor) for parameter in parameters) or given["dampening"]):
         return optimizer  # torch has no such kernel for a shard; and see `give_zero_momentum`
     groups = [{name: value for name, value in group.items() if name != "fused"} for group in optimizer.param_groups]
     made: Optimizer = type(optimizer)(groups, fused=True)  # type: ignore[call-arg]

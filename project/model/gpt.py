@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each token looks at itself and at those before it."""
+    """A causal self-attention layer: each token looks at itself and at those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # Without dropout of its own: that would cost the fast kernels, and on a CPU there is none that has it.
-        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return self.output(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -97,8 +97,8 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """How ranks share its layers. Queries, keys and values lie side by side in one layer, so each rank computes a part of
-        them and has the attention whole; the tied embedding stays whole, too."""
+        """Returns the plan by which ranks share its layers. Queries, keys and values lie side by side in one layer, so each
+        rank computes a part of them and has the attention whole; the tied embedding stays whole, too."""
         return {
             "blocks.*.attention.inputs": ColwiseParallel(output_layouts=Replicate()),
             "blocks.*.attention.output": RowwiseParallel(input_layouts=Replicate()),
@@ -154,9 +154,9 @@ class LanguageModel(LightningModule):
         self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Shows what it writes, by TensorBoard's own API."""
+        """Logs a sample of the text that it writes, by TensorBoard's own API."""
         of_bytes = self.network.tokens.num_embeddings == _BYTES
-        boards = [one for one in self.loggers if isinstance(one, TensorBoardLogger)]
+        boards = [logger for logger in self.loggers if isinstance(logger, TensorBoardLogger)]
         if self.trainer.sanity_checking or not of_bytes or not boards:
             return
         written = self.write().decode(errors="replace")  # by all ranks: each may hold a part of the network only
@@ -167,7 +167,7 @@ class LanguageModel(LightningModule):
 
     @torch.no_grad()
     def write(self, length: int = 256, start: bytes = b"\n", seed: int = 0) -> bytes:
-        """What follows, where tokens are bytes: each drawn by its probability, and the likely ones a little more often."""
+        """Returns bytes that follow `start`: each drawn by its probability, the likely ones a little more often."""
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens = torch.tensor([[*start]], device=self.device)
         for _ in range(length):

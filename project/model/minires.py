@@ -1,4 +1,4 @@
-"""MiniResNet: a small residual network for small images, in plain PyTorch.
+"""MiniResNet is a small residual network for small images, in plain PyTorch.
 
 3x3 stem, three stages of two basic blocks, global average pooling, a linear head. The reference size, (64, 128, 256) for
 3 channels and 10 classes, has 2,777,674 parameters.
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 projection where the shape changes (He et al., 2015)."""
+    """A block of two 3x3 convolutions and a shortcut, a 1x1 projection where the shape changes (He et al., 2015)."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()

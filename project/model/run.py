@@ -1,4 +1,4 @@
-"""What this room's modules ask of the Trainer beyond what Lightning's has."""
+"""The interface between these modules and the Trainer, beyond what Lightning's has."""
 
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -7,26 +7,26 @@ from torch import Tensor
 
 @runtime_checkable
 class Run(Protocol):
-    """This project's Trainer."""
+    """The interface of this project's Trainer."""
 
     global_batch: int | None
     """The samples behind one optimiser step, over all ranks, where that is known."""
 
     @property
     def shared_by(self) -> int:
-        """Ranks that see the same samples."""
+        """Returns the number of ranks that see the same samples."""
 
     @property
     def least_seconds(self) -> float:
-        """A fit can't take less; 0 where that is not known."""
+        """Returns the least seconds that a fit takes; 0 where that is not known."""
 
     @property
     def skipped(self) -> bool | Tensor:
-        """Whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
+        """Returns whether this step is skipped, as it is not finite. A tensor on a GPU, where only the device knows."""
 
 
 class ByItself:
-    """What a module is told where the Trainer is Lightning's own."""
+    """The values that a module receives where the Trainer is Lightning's own."""
 
     global_batch: int | None = None
     shared_by = 1

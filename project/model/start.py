@@ -1,4 +1,4 @@
-"""Where a network's weights come from, if not from chance: another run's checkpoint, or anybody's state_dict."""
+"""Initialises a network's weights from a file: another run's checkpoint, or any state_dict."""
 
 import logging
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _SHOWN = 5
 
 
 def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = True) -> None:
-    """Loads what fits, by name and shape, and says what did not. Where nothing fits, that is an error.
+    """Loads the weights that fit, by name and shape, and reports the others. Raises an error where none fits.
 
     Args:
         network: gets the weights.
@@ -28,14 +28,14 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
         prefix: what the names in the file begin with, and the network's own don't ('module.', say).
         say: whether to say so; one rank is enough.
     """
-    theirs, ours = _read(path), network.state_dict()
-    named = {name[len(prefix) :]: value for name, value in theirs.items() if name.startswith(prefix)}
+    file_weights, ours = _read(path), network.state_dict()
+    named = {name[len(prefix) :]: value for name, value in file_weights.items() if name.startswith(prefix)}
     fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}
     if not any(name in fitting for name, _ in network.named_parameters()):
-        wanted, found = next(iter(ours), "none"), next(iter(theirs))
+        wanted, first_name = next(iter(ours), "none"), next(iter(file_weights))
         raise UserError(
-            f"Nothing in {path} fits the network: its first name is {found!r}, the network's is {wanted!r}."
-            f"{_better_prefix(theirs, ours, prefix)}"
+            f"Nothing in {path} fits the network: its first name is {first_name!r}, the network's is {wanted!r}."
+            f"{_better_prefix(file_weights, ours, prefix)}"
         )
     network.load_state_dict({name: _spread_like(ours[name], value) for name, value in fitting.items()}, strict=False)
     other_shape = [
@@ -46,7 +46,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
     left = {
         "of another shape": other_shape,
         "not in the file": [name for name in ours if name not in named],
-        "not in the network": [name for name in theirs if not name.startswith(prefix) or name[len(prefix) :] not in ours],
+        "not in the network": [name for name in file_weights if not name.startswith(prefix) or name[len(prefix) :] not in ours],
     }
     text = "; ".join(f"{what}: {_listed(names)}" for what, names in left.items() if names)
     if not say:
@@ -57,7 +57,7 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
 
 
 def _spread_like(ours: Tensor, given: Tensor | Stored) -> Tensor:
-    """This rank's part of a value, where the network is sharded. Nothing is sent."""
+    """Returns this rank's shard of a value, where the network is sharded, without communication."""
     value = given.read() if isinstance(given, Stored) else given
     if not dist.is_initialized():
         return value
@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
     places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
     for value in (*places.values(), content):
         if isinstance(value, Mapping):
-            tensors = {str(name): one for name, one in value.items() if isinstance(one, (Tensor, Stored))}
+            tensors = {str(name): tensor for name, tensor in value.items() if isinstance(tensor, (Tensor, Stored))}
             if tensors:
                 return tensors
     keys = (
@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
 
 
 def _in_parts(folder: Path) -> dict[str, Any]:
-    """Read when it is known which of it are the weights."""
+    """Returns a checkpoint's content; its tensors are read later, when it is known which of them are the weights."""
     return Parted(folder, load).checkpoint(lambda stored: stored)
 
 
@@ -114,12 +114,12 @@ def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     return tensors
 
 
-def _better_prefix(theirs: Mapping[str, Tensor | Stored], ours: Mapping[str, Tensor], given: str) -> str:
-    """The prefix with which the most would fit, as a hint."""
+def _better_prefix(file_weights: Mapping[str, Tensor | Stored], ours: Mapping[str, Tensor], given: str) -> str:
+    """Returns a hint with the prefix with which the most would fit."""
     name = next((name for name, value in ours.items() if value.ndim), "")
-    prefixes = {other[: -len(name)] for other in theirs if name and other.endswith(name)} - {given}
+    prefixes = {other[: -len(name)] for other in file_weights if name and other.endswith(name)} - {given}
     counts = {
-        prefix: sum(prefix + name in theirs and theirs[prefix + name].shape == ours[name].shape for name in ours)
+        prefix: sum(prefix + name in file_weights and file_weights[prefix + name].shape == ours[name].shape for name in ours)
         for prefix in prefixes
     }
     best = max(counts, key=counts.__getitem__, default=None)

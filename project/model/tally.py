@@ -1,4 +1,4 @@
-"""Tally: loss, top-1 and top-5 accuracy of everything seen, as one torchmetrics metric.
+"""Tally is a torchmetrics metric of loss, top-1 and top-5 accuracy over all samples that it has seen.
 
 What a micro-batch adds is noted in three small kernels and summed up for many at once, without a wait for the device; the
 ranks are joined by one reduction of four sums, and every sample weighs the same, whatever batch it came in.
@@ -28,7 +28,7 @@ def note(logits: Tensor, labels: Tensor, mean_loss: Tensor) -> Note:
 
 
 def add_up(notes: Sequence[Note]) -> Tensor:
-    """Sums over all samples: of their loss, right first guesses, right guesses, and their number."""
+    """Returns sums over all samples: of their loss, right first guesses, right guesses, and their number."""
     hits = torch.cat([hits for _, hits in notes])
     loss = torch.zeros((), dtype=_SUMS, device=hits.device)
     for size in {len(hits) for _, hits in notes} - {0}:  # an evaluation may have fewer samples than ranks
@@ -39,7 +39,7 @@ def add_up(notes: Sequence[Note]) -> Tensor:
 
 
 def means(sums: Sequence[Any], guesses: int) -> dict[str, Any]:
-    """`loss`, `acc`, and `acc5` where there are more than five classes."""
+    """Returns `loss`, `acc`, and `acc5` where there are more than five classes."""
     loss, top1, top5, count = sums
     if not count:  # every step of an epoch was left out
         return {}
@@ -48,7 +48,7 @@ def means(sums: Sequence[Any], guesses: int) -> dict[str, Any]:
 
 
 class Tally(Metric):
-    """Mean loss and accuracy, over all ranks, since the last reset."""
+    """A metric: mean loss and accuracy, over all ranks, since the last reset."""
 
     full_state_update = False
     sums: Tensor
@@ -68,7 +68,7 @@ class Tally(Metric):
             self.total()
 
     def total(self) -> Tensor:
-        """The sums, of this rank."""
+        """Returns the sums of this rank."""
         if self._notes:
             self.sums = self.sums + add_up(self._notes)
             self.guesses = self._notes[-1][1].shape[1]

@@ -1,4 +1,4 @@
-"""Reads what a trial left, finds the first difference from another one, where it likely comes from, and how to mend it."""
+"""Reads the records of a trial, and finds the first difference from another one, its likely cause, and a remedy."""
 
 import json
 import re
@@ -57,16 +57,18 @@ Noted = dict[str, dict[int, list[Any]]]
 
 
 def noted(folder: Path) -> Noted:
-    """Reads the records of all ranks. A step, or a validation, that was begun again counts as it was done last."""
+    """Reads the records of all ranks. A step, or a validation, that began again counts as its last repetition."""
     whole: Noted = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("record-*.jsonl")):
         entries: list[tuple[str, int, list[Any]]] = []
         for line in path.read_text().splitlines():
             kind, step, values = json.loads(line)
             if kind == "begins":
-                entries = [one for one in entries if one[1] < step or (one[0], one[1]) == ("validation samples", step)]
+                entries = [
+                    entry for entry in entries if entry[1] < step or (entry[0], entry[1]) == ("validation samples", step)
+                ]
             if kind == "validates":
-                entries = [one for one in entries if (one[0], one[1]) != ("validation samples", step)]
+                entries = [entry for entry in entries if (entry[0], entry[1]) != ("validation samples", step)]
             entries.append((kind, step, values))
         for kind, step, values in entries:
             whole[kind][step] += values
@@ -74,7 +76,7 @@ def noted(folder: Path) -> Noted:
 
 
 def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tuple[Compared, Difference | None, list[str]]:
-    """Compares a trial with the reference: how much was compared, what differs first, and lines about where it comes from.
+    """Compares a trial with the reference: how much was compared, the first difference, and lines about its cause.
 
     Args:
         trial: what it was.
@@ -82,30 +84,37 @@ def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tup
         other: of the trial.
         coarse: whether numbers have 16 bits.
     """
-    mine, theirs, bits = noted(folder), noted(other), "bits" in trial.kept
+    reference, tested, bits = noted(folder), noted(other), "bits" in trial.kept
     ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
-    begins = min(theirs["begins"])  # where it resumes from another one's checkpoint
+    begins = min(tested["begins"])  # where it resumes from another one's checkpoint
     rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
     compared = compare_states(folder / RUN, other / RUN, not ranks_differ) if bits else Compared()
     for kind in _SAMPLES:
-        for step in sorted(at for at in mine[kind].keys() | theirs[kind].keys() if at >= begins + (kind != "samples")):
-            samples, others = sorted(mine[kind].get(step, [])), sorted(theirs[kind].get(step, []))
+        for step in sorted(at for at in reference[kind].keys() | tested[kind].keys() if at >= begins + (kind != "samples")):
+            samples, others = sorted(reference[kind].get(step, [])), sorted(tested[kind].get(step, []))
             compared.count(kind, len(samples))
             if samples != others:
                 what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
                 compared.differences.append(Difference(step + (kind == "samples"), kind, what))
-    compared.count("steps", len([at for at in mine["samples"] if at >= begins]))
+    compared.count("steps", len([at for at in reference["samples"] if at >= begins]))
     if bits or "losses" in trial.kept:
-        compared.differences += [*_numbers("losses", mine, theirs, rounding), *_numbers("buffers", mine, theirs, rounding)]
-        compared.count("losses", sum(map(len, mine["losses"].values())))
+        compared.differences += [
+            *_numbers("losses", reference, tested, rounding),
+            *_numbers("buffers", reference, tested, rounding),
+        ]
+        compared.count("losses", sum(map(len, reference["losses"].values())))
     first = min(compared.differences, key=_place, default=None)
     if first is None:
         return compared, None, []
-    known = mine["attributes"].keys() & theirs["attributes"].keys()
+    known = reference["attributes"].keys() & tested["attributes"].keys()
     last = max((at for at in known if at < max(1, first.step) + ranks_differ), default=-1)
-    before, after = dict(mine["attributes"].get(last, [])), dict(theirs["attributes"].get(last, []))
+    before, after = dict(reference["attributes"].get(last, [])), dict(tested["attributes"].get(last, []))
     both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
-    attributes = [f"{name}: {one}, and {two}" for name, (one, two) in both.items() if one != two][:_NAMED]
+    attributes = [
+        f"{name}: {first_value}, and {second_value}"
+        for name, (first_value, second_value) in both.items()
+        if first_value != second_value
+    ][:_NAMED]
     lines = _module(folder / RUN, other / RUN) if bits else []
     lines += [f"It differs there, too, and is in no state that is compared: {attribute}." for attribute in attributes]
     lines += (order := _from_log(other / RUN / "log.txt"))
@@ -113,16 +122,16 @@ def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tup
 
 
 def _place(difference: Difference) -> tuple[int, int]:
-    """Sorts differences by when they can be seen first. Some log a step by the number of steps before it."""
+    """Returns the sort key of a difference: when it can be seen first. Some log a step by the number of steps before it."""
     return difference.step + (difference.kind == "logged values"), _ORDER.index(difference.kind)
 
 
-def _numbers(kind: str, mine: Noted, theirs: Noted, rounding: float) -> Iterator[Difference]:
-    """Yields the first number of each step that is another one. Each has a name, a value, and what its rounding goes by."""
-    for step in sorted(mine[kind].keys() & theirs[kind].keys()):
-        others = {name: value for name, value, _ in theirs[kind][step]}
-        most = max((size for _, _, size in mine[kind][step]), default=0.0)
-        for name, value, size in sorted(mine[kind][step]):
+def _numbers(kind: str, reference: Noted, tested: Noted, rounding: float) -> Iterator[Difference]:
+    """Yields the first number of each step that differs. Each has a name, a value, and a scale for its rounding."""
+    for step in sorted(reference[kind].keys() & tested[kind].keys()):
+        others = {name: value for name, value, _ in tested[kind][step]}
+        most = max((size for _, _, size in reference[kind][step]), default=0.0)
+        for name, value, size in sorted(reference[kind][step]):
             other = others.get(name, float("nan"))
             tolerance = rounding * (most if kind == "losses" else _MOVED * size)
             if not (value == other or abs(value - other) <= tolerance or (value != value and other != other)):
@@ -134,15 +143,15 @@ def _numbers(kind: str, mine: Noted, theirs: Noted, rounding: float) -> Iterator
 
 
 def _module(folder: Path, other: Path) -> list[str]:
-    """Returns what the fingerprints say of the place: the module whose output differs first, say."""
-    if not all((one / FILE).is_file() for one in (folder, other)):
+    """Returns the place that the fingerprints report: the module whose output differs first, say."""
+    if not all((run / FILE).is_file() for run in (folder, other)):
         return []
     verdict = compare(read(folder, "the first run"), read(other, "this one"))
     return [] if verdict is None or verdict.same else [line.strip() for line in verdict.lines[1:]]
 
 
 def _from_log(path: Path) -> list[str]:
-    """Returns what the run itself has said of it."""
+    """Returns lines of the run's own log about the order of its samples."""
     text = path.read_text() if path.is_file() else ""
     return list(dict.fromkeys(re.findall(r"The \w+ loader \(.*gives its samples in its own order.*", text)))
 

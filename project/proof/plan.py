@@ -1,4 +1,4 @@
-"""Shortens a run for `project prove`, and lists what is tried with it."""
+"""Shortens a run for `project prove`, and lists the trials of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FIRST = "first"
 
 @dataclass(frozen=True)
 class Trial:
-    """How a shortened run is trained, and what of it must be as in another one."""
+    """The way in which a shortened run is trained, and what of it must equal another one."""
 
     name: str
     title: str
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shortened run."""
+    """The shortened run and its trials."""
 
     words: tuple[str, ...]
     on: Mapping[int, tuple[str, ...]]
@@ -52,7 +52,7 @@ class Plan:
 
 
 def alone(words: Sequence[str], said: Mapping[str, Any]) -> list[str]:
-    """A trial ends by its steps, writes to its own folder, and talks to no server.
+    """Returns the options of a trial: it ends by its steps, writes to its own folder, and connects to no server.
 
     Args:
         words: of the command.
@@ -75,7 +75,7 @@ def alone(words: Sequence[str], said: Mapping[str, Any]) -> list[str]:
 
 
 def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, Any]) -> Plan:
-    """Chooses how many steps there are, of which size, and what can be tried.
+    """Returns a plan: the number and the size of the steps, and the possible trials.
 
     Args:
         base: the words of the command.

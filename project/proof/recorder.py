@@ -1,4 +1,4 @@
-"""Notes what each step of a trial saw, and kills the trial at a chosen place.
+"""Records what each step of a trial saw, and kills the trial at a chosen place.
 
 A trial finds in its environment what it is to do. What is noted goes to a file at once: it outlives a SIGKILL.
 """
@@ -29,8 +29,8 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank of a trial is to do: where to write, and where its last rank dies ('look': in the first micro-batch, 'step',
-    'validation', 'epoch'; '': nowhere)."""
+    """The instructions for a rank of a trial: where to write, and where its last rank dies ('look': in the first micro-batch,
+    'step', 'validation', 'epoch'; '': nowhere)."""
 
     folder: str
     kill: str = ""
@@ -40,7 +40,7 @@ class Order:
 
 
 class Recorder(Callback):
-    """Writes record-RANK.jsonl and facts.json into the folder of a trial."""
+    """A callback that writes record-RANK.jsonl and facts.json into the folder of a trial."""
 
     def __init__(self) -> None:
         self._order = Order(**json.loads(os.environ.get(MARK, '{"folder": "."}')))
@@ -112,7 +112,7 @@ class Recorder(Callback):
 
 
 def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns what the first micro-batch shows of a configuration."""
+    """Returns the facts about a configuration that its first micro-batch shows."""
     order, batch = micro_batch(trainer).order, trainer.global_batch  # type: ignore[attr-defined]
     return {
         "micro_batch": None if batch is None else batch // trainer.world_size // trainer.accumulate_grad_batches,
@@ -136,16 +136,16 @@ def _leaves(value: object) -> Iterator[Any]:
 
 def digests(batch: object) -> list[str]:
     """Returns a checksum of each sample of a batch; one of all of it, where it can't be taken apart."""
-    leaves = list(_leaves(batch))
-    cut = [leaf for leaf in leaves if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)]
+    items = list(_leaves(batch))
+    cut = [leaf for leaf in items if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)]
     lengths = {len(leaf) for leaf in cut}
-    parts = [[leaf[at] for leaf in cut] for at in range(lengths.pop())] if len(lengths) == 1 else [leaves][: len(leaves)]
+    parts = [[leaf[at] for leaf in cut] for at in range(lengths.pop())] if len(lengths) == 1 else [items][: len(items)]
     return [(Digests().of(part) or b"").hex()[:12] for part in parts]
 
 
 def _buffers(module: LightningModule) -> Iterator[tuple[str, float, float]]:
-    """Yields sums and norms, by name, of what the optimiser does not move: buffers, also those that no checkpoint has, and
-    parameters that do not learn."""
+    """Yields sums and norms, by name, of tensors that the optimiser does not move: buffers, also those that no checkpoint has,
+    and parameters that do not learn."""
     for name, tensor in (*module.named_buffers(), *((n, p) for n, p in module.named_parameters() if not p.requires_grad)):
         if type(tensor.detach()) is Tensor and tensor.layout == torch.strided and not tensor.is_complex():
             values = tensor.detach().float()

@@ -1,4 +1,4 @@
-"""Compares what two runs left beside their fingerprints: checkpoints and logged values.
+"""Compares the checkpoints and logged values of two runs, beside their fingerprints.
 
 `project same` and `project prove` both ask here.
 """
@@ -39,7 +39,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs: after how many steps, of which kind, and its name."""
+    """The first difference: after how many steps, of which kind, and its name."""
 
     step: int
     kind: str
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass
 class Compared:
-    """How many of each kind were compared (of a checkpoint's values, how many it has), and what differs."""
+    """The number of compared values of each kind (of a checkpoint's values, how many it has), and the differences."""
 
     counts: dict[str, int] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Compared:
 
     @property
     def firsts(self) -> list[Difference]:
-        """The first difference of each kind, the earliest first."""
+        """Returns the first difference of each kind, the earliest first."""
         kinds: dict[str, Difference] = {}
-        for difference in sorted(self.differences, key=lambda one: one.step):
+        for difference in sorted(self.differences, key=lambda entry: entry.step):
             kinds.setdefault(difference.kind, difference)
         return list(kinds.values())
 
@@ -83,10 +83,10 @@ def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compar
         same_ranks: False leaves out what each number of ranks keeps in another form.
     """
     compared = Compared()
-    theirs = {path.name: path for path in checkpoints_in(other / "checkpoints")}
+    other_checkpoints = {path.name: path for path in checkpoints_in(other / "checkpoints")}
     for path in checkpoints_in(folder / "checkpoints"):
-        if path.name in theirs:
-            _compare_checkpoints(compared, step_of(path), path, theirs[path.name], same_ranks)
+        if path.name in other_checkpoints:
+            _compare_checkpoints(compared, step_of(path), path, other_checkpoints[path.name], same_ranks)
     _compare_curves(compared, folder, other)
     return compared
 
@@ -96,17 +96,17 @@ def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compar
 
 def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path, same_ranks: bool) -> None:
     aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
-    mine, theirs = (dict(_leaves(one, aside)) for one in (path, other))
+    values, other_values = (dict(_leaves(file, aside)) for file in (path, other))
     counts = dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
-    for key in dict.fromkeys([*mine, *theirs]):
+    for key in dict.fromkeys([*values, *other_values]):
         kind = _KINDS.get(key[0], "other states")
         counts[kind] += 1
-        if key not in mine or key not in theirs:
-            texts = ["there" if key in one else "missing" for one in (mine, theirs)]
-        elif alike(mine[key], theirs[key]):
+        if key not in values or key not in other_values:
+            texts = ["there" if key in content else "missing" for content in (values, other_values)]
+        elif alike(values[key], other_values[key]):
             continue
         else:
-            texts = [_text(one[key]) for one in (mine, theirs)]
+            texts = [_text(content[key]) for content in (values, other_values)]
         compared.differences.append(Difference(step, kind, _name(key), *texts))
     compared.count("checkpoints")
     compared.counts |= counts  # of one checkpoint, the last one
@@ -142,7 +142,7 @@ def _name(keys: tuple[str, ...]) -> str:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values have the same bits; NaN is NaN."""
+    """Returns whether two values have the same bits; NaN is NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
@@ -152,11 +152,11 @@ def alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.is_sparse or one.is_quantized:
-        return torch.equal(one, other)
-    mine, theirs = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(mine, theirs)
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.is_sparse or left.is_quantized:
+        return torch.equal(left, right)
+    left_bits, right_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(left_bits, right_bits)
 
 
 def _text(value: Any) -> str:
@@ -169,11 +169,11 @@ def _text(value: Any) -> str:
 
 
 def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
-    mine, theirs = (_curves(one) for one in (folder, other))
-    for tag in sorted(mine.keys() & theirs.keys()):
-        for step in sorted(mine[tag].keys() & theirs[tag].keys()):
+    curves, other_curves = (_curves(run) for run in (folder, other))
+    for tag in sorted(curves.keys() & other_curves.keys()):
+        for step in sorted(curves[tag].keys() & other_curves[tag].keys()):
             compared.count("logged values")
-            if not alike(value := mine[tag][step], against := theirs[tag][step]):
+            if not alike(value := curves[tag][step], against := other_curves[tag][step]):
                 compared.differences.append(Difference(step, "logged values", tag, f"{value:g}", f"{against:g}"))
                 break
 
@@ -181,4 +181,4 @@ def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
     events = Events(folder)
     tags = [tag for tag in events.read() if of_the_module(tag) and not tag.startswith(_MONITOR)]
-    return {tag: {one.step: float(one.value) for one in events.scalars(tag)} for tag in tags}
+    return {tag: {event.step: float(event.value) for event in events.scalars(tag)} for tag in tags}

@@ -1,4 +1,4 @@
-"""Trains a configuration several times, side by side where there are cores, in processes that are forked from this one.
+"""Trains a configuration several times, in parallel if there are cores, in processes that are forked from this one.
 
 This one has loaded all libraries, and started no thread: who has threads must not fork.
 """
@@ -39,7 +39,7 @@ _FORK = get_context("fork")
 
 @dataclass
 class Row:
-    """What came of a trial."""
+    """The result of a trial."""
 
     title: str
     result: str
@@ -65,7 +65,7 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
     words = (*words, f"--trainer.default_root_dir={order.folder}", f"--trainer.devices={ranks}")
-    processes = [_FORK.Process(target=_rank, args=(words, order, one, anew)) for one in environments]
+    processes = [_FORK.Process(target=_rank, args=(words, order, variables, anew)) for variables in environments]
     for process in processes:
         process.start()
     until = time.monotonic() + _PATIENCE
@@ -102,12 +102,12 @@ def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew:
 
 
 def output(folder: str | Path) -> Path:
-    """Returns the file of what the ranks print."""
+    """Returns the file with the output of the ranks."""
     return Path(folder) / "output.txt"
 
 
 def failure(folder: Path) -> list[str]:
-    """Returns what a trial that failed said of it."""
+    """Returns the error lines of a trial that failed."""
     lines = [line for line in output(folder).read_text(errors="replace").splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
     shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
@@ -118,7 +118,7 @@ def failure(folder: Path) -> list[str]:
 
 
 class Trials:
-    """Processes of trials, which fork their ranks, and compare. All that they have started ends with the context."""
+    """A context of processes of trials, which fork their ranks, and compare. All of them end with the context."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -148,7 +148,7 @@ class Trials:
         return names
 
     def look(self, words: Sequence[str]) -> Path:
-        """Trains to the first micro-batch, and returns the folder of what it has shown."""
+        """Trains to the first micro-batch, and returns the folder of its facts."""
         folder = self.root / "look"
         self._start("look", 1, launch, words, Order(str(folder), "look"))
         while self._going:
@@ -166,7 +166,9 @@ class Trials:
                 yield Row(f"{trial.title}: {trial.skipped}", "not tried")
                 continue
             while trial.name not in done:
-                for candidate in [one for one in waiting if one.name == FIRST or one.like in done]:
+                for candidate in [
+                    waiting_trial for waiting_trial in waiting if waiting_trial.name == FIRST or waiting_trial.like in done
+                ]:
                     if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(candidate.ranks) <= free:
                         waiting.remove(candidate)
                         self._start(candidate.name, max(candidate.ranks), _train, self.root, plan, candidate)
@@ -181,7 +183,7 @@ class Trials:
 
 
 def _lead(work: Callable[..., object], *arguments: Any) -> None:
-    """Runs in a process of its own, with a group of its own: who ends it ends all that it started."""
+    """Runs the work in a process group of its own: whoever ends the group ends all that the work started."""
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -190,7 +192,7 @@ def _lead(work: Callable[..., object], *arguments: Any) -> None:
 
 
 def _train(root: Path, plan: Plan, trial: Trial) -> None:
-    """Trains, compares, and leaves row.pickle."""
+    """Trains, compares, and writes row.pickle."""
     began, folder = time.monotonic(), root / trial.name
     row = Row(trial.title, "the same")
     words = [*plan.words, *trial.words]
