@@ -1,4 +1,4 @@
-"""Gradients travel in 16 bits: half the bytes, where the network is what a step waits for."""
+"""Sends gradients in 16 bits: half the bytes, where the network is what a step waits for."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook
 
 
 def fitting(compression: Compression, asked: str, taken: str) -> tuple[Compression, str | None]:
-    """The compression for a precision, and a line where it is another one.
+    """Returns the compression for a precision, and a line where it is another one.
 
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 

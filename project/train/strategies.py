@@ -1,4 +1,4 @@
-"""Lightning's strategies that can't train here are refused by name."""
+"""Refuses by name Lightning's strategies that can't train here."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
