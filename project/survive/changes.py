@@ -1,7 +1,7 @@
 """Makes a changed optimiser setting or schedule take effect on resume: checkpoints carry the settings of their training.
 
 A checkpoint brings its learning rate, weight decay and schedule back with it. Where the configuration has others (the run's
-identity allows it and the user said so, see `project.runs`), they take over here: the optimiser keeps what it has gathered
+identity and the user allow it, see `project.runs`), they take over here: the optimiser keeps what it has gathered
 (momentum, say), and the new schedule is where it would be had it been there from the beginning. ReduceLROnPlateau, which lives
 on metrics, begins anew.
 """

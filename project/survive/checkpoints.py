@@ -1,7 +1,7 @@
 """Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one is removed.
 
-When a checkpoint is made, what goes into it, and which are kept. How one lies on the disk is told in survive/files.py, and how
-the ranks write one together, where the network is spread over them, in survive/together.py.
+When a checkpoint is made, what goes into it, and which are kept. survive/files.py has how one lies on the disk, and
+survive/together.py how the ranks write one together, where the network is sharded.
 """
 
 import logging

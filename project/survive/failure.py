@@ -1,6 +1,6 @@
 """Ends a run that failed: the rank at fault reports the cause, once and last; the others report only that they lost it.
 
-What the user can mend (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
+An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
 import gc
@@ -65,7 +65,7 @@ Kind = Literal["mendable", "loader", "lost", "crash"]
 
 
 def kind(error: BaseException) -> Kind:
-    """Returns whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
+    """Returns whose fault an error is: the user's to correct, a loader process's end, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
     if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or any(

@@ -114,7 +114,7 @@ def newest_good(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over.
 
-    `complete`: whether its manifest has to say all that a run that is resumed has to know.
+    `complete`: whether its manifest must have all that a run that is resumed needs.
     """
     checkpoints = checkpoints_in(folder)
     for path in reversed(checkpoints):

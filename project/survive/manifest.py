@@ -1,4 +1,4 @@
-"""Reads the manifest of a checkpoint, which anybody may have written: each value is checked to be of its required kind.
+"""Reads the manifest of a checkpoint, which any user may have written: each value is checked to be of its required kind.
 
 No other import than the standard library's: it is read without PyTorch.
 """

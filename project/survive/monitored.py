@@ -1,4 +1,4 @@
-"""Reports a monitored metric that nobody logs, before the run or at its first validation.
+"""Reports a monitored metric that is never logged, before the run or at its first validation.
 
 Otherwise no best checkpoint is kept, silently, or the run is lost when an early stop looks for its metric.
 """

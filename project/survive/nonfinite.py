@@ -1,8 +1,8 @@
 """Handles a loss or a gradient that is not finite: found in the step that made it, named, and never part of the weights.
 
 A loss that is not finite spoils its own gradient, and DDP's all-reduce takes that to all ranks: so one look at the gradient,
-which every rank takes by itself, tells all of them alike, and they act together without a word. What the fault was they tell
-each other afterwards. On a CPU the optimiser's step is not taken; on a GPU, where looking would make the host wait, the flag
+which every rank takes by itself, gives all of them the same answer, and they act together without a message. They exchange what
+the fault was afterwards. On a CPU the optimiser's step is not taken; on a GPU, where looking would make the host wait, the flag
 is read two steps later, the device skips the step by itself if it may, and no checkpoint is saved before the flag is known.
 """
 

@@ -1,4 +1,4 @@
-"""Keeps training alive when nobody reads its output any more: a terminal that was closed, or a `| head` that has ended.
+"""Keeps training alive when its output is no longer read: a terminal that was closed, or a `| head` that has ended.
 
 No other import than the standard library's: this comes first.
 """

@@ -187,7 +187,7 @@ class StopTogether(Callback):
 
 
 def _batches(trainer: Trainer) -> float:
-    """Returns how many batches this rank has in the evaluation that begins; infinite where nobody knows."""
+    """Returns how many batches this rank has in the evaluation that begins; infinite where that is unknown."""
     if trainer.sanity_checking:
         return float(sum(trainer.num_sanity_val_batches))
     counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}

@@ -1,6 +1,6 @@
 """The rehearsal: it names what changes from step to step and lies in no state, while a run is young.
 
-A resumed run makes the module, its data and its callbacks anew, and puts back what was saved. Whatever else has changed since
+A resumed run makes the module, its data and its callbacks anew, and restores what was saved. Whatever else has changed since
 the start it would not have: a counter, a list of outputs, a generator of its own. Values are compared, so that no code of the
 user runs but what saves its state. What changes later is named by the run that is resumed: digests of it lie in the checkpoint.
 """

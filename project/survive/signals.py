@@ -28,7 +28,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __reduce__(self) -> str:
-        """Pickles this object as a reference: whoever is copied or sent to another process uses the one of its process."""
+        """Pickles this object as a reference: a copy, also one sent to another process, is the one of its process."""
         return "SIGNALS"
 
     def listen(self, *numbers: signal.Signals) -> None:

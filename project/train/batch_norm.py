@@ -130,7 +130,7 @@ class _Together:
         self._all, self._places = parts()[0].new_zeros(0), [-1] * len(self.sizes)
 
     def all(self) -> Tensor:
-        """Returns the tensors as one: they are moved there, and once more where somebody has given a layer others since."""
+        """Returns the tensors as one: they are moved there, and once more where a layer has received others since."""
         parts = self._parts()
         if [part.data_ptr() for part in parts] != self._places:
             self._all = torch.cat([part.detach().flatten() for part in parts])

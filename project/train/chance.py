@@ -155,7 +155,7 @@ class Moments:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Has the generators put back at the end, by somebody else, to where they are now."""
+        """Keeps the states noted before: within it other code draws, and then resets the generators to where they are now."""
         states = self._states
         try:
             yield

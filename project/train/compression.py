@@ -18,8 +18,8 @@ def fitting(compression: Compression, asked: str, taken: str) -> tuple[Compressi
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 
     Args:
-        compression: that was asked for.
-        asked: the precision that was asked for.
+        compression: the one in the configuration.
+        asked: the precision in the configuration.
         taken: the one that is computed in, which without a GPU may be another one.
     """
     if compression != "fp16" or taken.startswith("16"):

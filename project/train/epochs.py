@@ -2,10 +2,10 @@
 
 Lightning marks its loops as restarted, and leaves out in the first epoch after that what it takes to be done: the start of
 the epoch, its schedules at the end, a validation. Here nothing is left out: the counters stand where the run was (`position`),
-and the loops go on from there as they do at any other time.
+and the loops continue from there as they do at any other time.
 
 What the start of an epoch did to weights, optimisers and states of callbacks lies in the checkpoint. What it did besides (it
-unfroze a layer, exchanged a schedule, set an attribute) does not; so it is done again, and all that was saved is put back
+unfroze a layer, exchanged a schedule, set an attribute) does not; so it is done again, and all that was saved is restored
 over it.
 """
 

@@ -5,7 +5,7 @@ ranks these are other orders. Here each micro-batch's gradient is rounded to a g
 (train/exact.py). The grid of a parameter follows the largest value that its gradients had in the step before, over all
 micro-batches; so it is a function of the run, too, and a checkpoint takes it along.
 
-The sums travel to the other ranks while the backward pass of the step's last micro-batch goes on, a bucket at a time.
+The sums travel to the other ranks while the backward pass of the step's last micro-batch continues, a bucket at a time.
 """
 
 import math

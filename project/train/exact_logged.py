@@ -1,7 +1,7 @@
 """Makes what `self.log` logs the same to the last bit on any number of ranks.
 
 A value of a micro-batch is a term of a sum that is rounded once (train/exact.py). Where a step or an epoch ends, all ranks meet
-and have the same result, whatever `sync_dist` says. A value that is logged elsewhere, at the end of an epoch, say, has to be
+and have the same result, whatever `sync_dist` is. A value that is logged elsewhere, at the end of an epoch, say, has to be
 the same on all ranks; where it is not, it depends on their number, and is refused.
 """
 
@@ -237,7 +237,7 @@ class ExactResults(Results):
         super().reset(metrics, fx)
 
     def sums(self, ranks: DataRanks) -> Sums:
-        """Returns the sums in the form of one rank's: a checkpoint does not tell how many there were."""
+        """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
         made = super().sums(ranks)
         for key, entry in made.items():
             if key in self._sums and self._counts(key, self[key]):

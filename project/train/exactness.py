@@ -61,7 +61,7 @@ def refuse_other_loop(why: str | None) -> None:
 def untold(name: str) -> property:
     """Returns a property in the place of the Trainer's of this name, which is another one on another number of ranks.
 
-    With trainer.exact neither the module nor its data may ask for it; of the rank they are warned.
+    With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
     """
     original: property = getattr(Trainer, name)
 
@@ -118,7 +118,7 @@ def look_at_compiled(module: LightningModule, exact: bool) -> None:
     """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
     shorter micro-batch comes by, and after a restart they are not until one does.
 
-    `static_shapes = True` in the module says that it has said dynamic=False; ImageClassifier has.
+    `static_shapes = True` in the module means that it has set dynamic=False; ImageClassifier has.
     """
     names = [name or type(module).__name__ for name, submodule in module.named_modules() if is_translated(submodule)]
     if "training_step" in vars(module):  # torch.compile of the whole leaves another one there

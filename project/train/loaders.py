@@ -34,10 +34,10 @@ class Loaders(_DataConnector):
     Args:
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
-        wanted: the accumulation that was asked for.
+        wanted: the accumulation in the configuration.
         limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
             micro-batches over all ranks; by name of the stage.
-        settled: told the accumulation when it is known, which is when the first training loader is.
+        settled: called with the accumulation when it is known, which is when the first training loader is.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
 

@@ -1,9 +1,9 @@
 """The training loop. Replaces `_TrainingEpochLoop.advance`; calls the same hooks in the same order.
 
 Lightning passes a micro-batch through forty layers of hooks, profiler contexts, closures and results, which takes longer than
-a small step itself; and before each it tells all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
-What is done here, and in which order, is what Lightning does. Where something is asked for that is not (`train/usual.py`),
-Lightning's own loop does it.
+a small step itself; and before each it sends all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
+What is done here, and in which order, is what Lightning does. Where the configuration needs something that is not
+(`train/usual.py`), Lightning's own loop does it.
 """
 
 import logging
@@ -57,7 +57,7 @@ def _nothing() -> None:
 
 
 def fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Sets what is called before and after this trainer's loader is asked for a micro-batch."""
+    """Sets what is called before and after a micro-batch is fetched from this trainer's loader."""
     loop: Any = trainer.fit_loop.epoch_loop
     loop.before_fetch, loop.after_fetch = before, after
 
@@ -129,7 +129,7 @@ class _Weighed:
 
 
 class _Named:
-    """The batches of a loader, each noted as the one at hand before anybody sees it."""
+    """The batches of a loader, each noted as the one at hand before any other code sees it."""
 
     def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
         self._fetcher, self._fetch, self._note = fetcher, fetch, note

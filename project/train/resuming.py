@@ -390,7 +390,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _follow(schedule: Any) -> None:
-    """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can tell."""
+    """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
     tell = getattr(schedule, "_get_closed_form_lr", None)
     if tell is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
         tell = schedule.get_lr

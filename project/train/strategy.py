@@ -50,7 +50,7 @@ def _learning(module: nn.Module) -> set[int]:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Has the device do the work within on another stream: after what it was asked for before, and before what follows."""
+    """Runs the device's work within on another stream: after what was queued before, and before what follows."""
     before, own = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     own.wait_stream(before)
     with torch.cuda.stream(own):
@@ -129,7 +129,7 @@ class OrderedDDP(DistributedDataParallel):
 
 
 def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
-    """Makes Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
+    """Makes Lightning's strategy wrap the module so. A single rank need not copy gradients into buckets."""
     if strategy.world_size == 1:
         strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
     else:

@@ -1,9 +1,9 @@
 """Finds the rank that the others wait for, by torch's flight recorder, which knows how far each rank's collectives are.
 
-Under NCCL the stacks do not tell. All hosts wait for their devices at the same place, whether a device waits in a collective
+Under NCCL the stacks do not show it. All hosts wait for their devices at the same place, whether a device waits in a collective
 for the others or is the one that never got there. The recorder has three states: *scheduled*, the host has asked for the
 collective; *started*, the device has got to it; *completed*. Gloo's collectives have no device to wait for: they start at once.
-The library that torch 2.15 calls nccl2 never says *started*: ranks that are in the same collective can't be told apart by it.
+The library that torch 2.15 calls nccl2 never records *started*: it can't distinguish ranks that are in the same collective.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
 
-Every rank tells rank 0 once in a while how far it is. Sending a datagram waits for nobody: not for a stopped process, not for
+Every rank reports to rank 0 once in a while how far it is. Sending a datagram never waits: not for a stopped process, not for
 a host whose link is cut. torch's TCPStore does: some of its calls never end, and it prints C++ stacks when the other side is
 gone.
 """
@@ -25,7 +25,7 @@ _REST = 250  # of a packet, for its headers and what else a message says
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the run: where it is, how to reach it, and how to tell its process from a later one with the same number."""
+    """A rank of the run: where it is, how to reach it, and what distinguishes its process from a later one of its number."""
 
     rank: int
     host: str

@@ -2,11 +2,11 @@
 one ended, for rank 0 also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
-there may be no other rank that could. And a process that is killed, for its memory say, can't say so: its warden does, here and
-to the ranks that are left.
+there may be no other rank that could. And a process that is killed, for its memory say, can't report it: its warden does, here
+and to the ranks that are left.
 
 Run as a script, and without PyTorch: python warden.py PID STARTED DUMP NAME LAUNCHER. The launcher is what the rank ends
-with, in words, 'quiet' where another says so, or ''. On standard input come lines: JSON, when the ranks know each other; a
+with, in words, 'quiet' where another reports it, or ''. On standard input come lines: JSON, when the ranks know each other; a
 number, the seconds that the rank may be silent; 'end', before it ends.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.

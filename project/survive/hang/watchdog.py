@@ -1,9 +1,9 @@
 """Turns a hang into a named rank, its stacks and an exit, within a deadline that follows from the run's own step times.
 
-The main thread notes its progress in memory. A thread beside it tells rank 0's once in a while; when a rank has made no
+The main thread notes its progress in memory. A thread beside it reports to rank 0's once in a while; when a rank has made no
 progress for too long, rank 0's finds the one that all wait for: a rank that is not heard any more, or else the one that is
-furthest behind. Then every rank writes its stacks into the run's folder, one on each host says whose fault it is, and all end
-with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it goes on from its checkpoint.
+furthest behind. Then every rank writes its stacks into the run's folder, one on each host reports whose fault it is, and all
+end with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it resumes from its checkpoint.
 """
 
 import logging
