@@ -36,7 +36,7 @@ class Question(Protocol):
         """Returns whether this rank wants it. Called between steps."""
 
     def answers(self, trainer: Trainer, group: Any) -> None:
-        """Called on all ranks before the same step, if any of them wants it; `group`: that of all ranks, on the CPU."""
+        """Begins the action on all ranks before the same step, if any wants it; `group`: that of all ranks, on CPU."""
 
 
 class StopTogether(Callback):

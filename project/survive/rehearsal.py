@@ -57,7 +57,7 @@ class Rehearsal(Callback):
             self._compare_with_saved(trainer, self._before)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks when the first step's second micro-batch begins: a value that has changed by then follows a rank's
+        """Warns, when the first step's second micro-batch begins, of values that have changed: they follow a rank's
         micro-batches.
         """
         if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
@@ -71,8 +71,8 @@ class Rehearsal(Callback):
                 )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Looks when the first step's gradients are there: a buffer that has changed was moved by a micro-batch of this
-        rank.
+        """Warns, when the first step's gradients are there, of buffers that have changed: a micro-batch of this rank has
+        moved them.
         """
         if isinstance(self._first_step, MovedWeights):
             moved, self._first_step = self._first_step.buffers(), False

@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Flight:
-    """How far a rank's collectives of a group are: the oldest one that has not ended, and how far that one is."""
+    """The progress of a rank's collectives of a group: the oldest one that has not ended, and how far that one is."""
 
     number: int
     stage: int
