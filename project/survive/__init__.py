@@ -1,1 +1,1 @@
-"""WHATEVER HAPPENS: stopping cleanly."""
+"""Stops a run cleanly, whatever happens."""

@@ -1,7 +1,7 @@
-"""Changes: what a run was trained with travels in its checkpoints; another optimiser setting or schedule really takes effect.
+"""Makes a changed optimiser setting or schedule take effect on resume: checkpoints carry the settings of their training.
 
 A checkpoint brings its learning rate, weight decay and schedule back with it. Where the configuration has others (the run's
-identity allows it and the user said so, see `project.runs`), they take over here: the optimiser keeps what it has gathered
+identity and the user allow it, see `project.runs`), they take over here: the optimiser keeps what it has gathered
 (momentum, say), and the new schedule is where it would be had it been there from the beginning. ReduceLROnPlateau, which lives
 on metrics, begins anew.
 """
@@ -60,11 +60,17 @@ class Changes(Callback):
             self._moves = moves
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the optimiser's state is restored; of a sharded network, before the checkpoint is read, too."""
-        self._fresh = [copy.deepcopy({key: value for key, value in one.items() if key != "params"}) for one in _groups(trainer)]
+        """Notes the configured settings: before the optimiser's state is restored and, of a sharded network, before the
+        checkpoint is read.
+        """
+        self._fresh = [
+            copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in _groups(trainer)
+        ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Just after; and now the loaders have said how large their batches are."""
+        """Applies the changed settings: the optimiser's state has just been restored, and the loaders know how large their
+        batches are.
+        """
         before, now, self._batch = self._batch, _global_batch(trainer), None
         if before not in (None, now):
             key = "data" if "global_batch_size" in (self.configuration.get("data") or {}) else "trainer"
@@ -99,7 +105,7 @@ def _global_batch(trainer: Trainer) -> int | None:
 def _check_state(optimizer: Optimizer) -> None:
     """Refuses settings that need more than the optimiser has gathered (Adam's amsgrad, say), by trying them on a twin."""
     for group in optimizer.param_groups:
-        parameter = next((one for one in group["params"] if optimizer.state.get(one)), None)
+        parameter = next((tensor for tensor in group["params"] if optimizer.state.get(tensor)), None)
         if parameter is None:
             continue
         twin = nn.Parameter(torch.zeros_like(parameter))

@@ -1,7 +1,7 @@
-"""Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one goes.
+"""Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one is removed.
 
-When a checkpoint is made, what goes into it, and which are kept. How one lies on the disk is told in survive/files.py, and how
-the ranks write one together, where the network is spread over them, in survive/together.py.
+When a checkpoint is made, what goes into it, and which are kept. survive/files.py has how one lies on the disk, and
+survive/together.py how the ranks write one together, where the network is sharded.
 """
 
 import logging
@@ -45,7 +45,7 @@ Record = tuple[Copied, dict[str, Any]]
 
 
 class SaveFirst(Callback):
-    """Stands before all other callbacks, and has the run saved before they change what belongs to it."""
+    """Runs before all other callbacks, and saves the run before they change what belongs to it."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if checkpoints := checkpoints_of(trainer):
@@ -57,17 +57,17 @@ class SaveFirst(Callback):
 
 
 def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
-    return next((one for one in trainer.callbacks if isinstance(one, Checkpoints)), None)  # type: ignore[attr-defined]
+    return next((callback for callback in trainer.callbacks if isinstance(callback, Checkpoints)), None)  # type: ignore[attr-defined]
 
 
 def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether somebody who is not of this project does something at the start of a validation."""
+    """Returns whether a callback or module from outside this project has a hook at the start of a validation."""
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
-    others: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks]  # type: ignore[attr-defined]
+    others: list[tuple[Any, type]] = [(callback, Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     others.append((module, LightningModule))
     return any(
-        is_overridden(hook, one, kind) and not type(one).__module__.startswith("project.")
-        for one, kind in others
+        is_overridden(hook, owner, kind) and not type(owner).__module__.startswith("project.")
+        for owner, kind in others
         for hook in hooks
     )
 
@@ -76,11 +76,13 @@ _USUAL = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "mi
 
 
 def goes_by(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
-    """The metric that `checkpoints.monitor` means, of the known ones, and whether more ('max') or less of it is better."""
+    """Returns the metric that `checkpoints.monitor` means, of the known ones, and whether more ('max') or less of it is
+    better.
+    """
     if monitor != "auto":
         return monitor, mode
-    there = set(known)
-    return next((one for one in _USUAL.items() if one[0] in there), ("val/acc", "max"))
+    names = set(known)
+    return next((item for item in _USUAL.items() if item[0] in names), ("val/acc", "max"))
 
 
 class Checkpoints(Checkpoint):
@@ -144,8 +146,8 @@ class Checkpoints(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self.by_default and any(isinstance(one, Checkpoint) and one is not self for one in callbacks):
-            trainer.callbacks = [one for one in callbacks if one is not self]  # type: ignore[attr-defined]
+        if self.by_default and any(isinstance(callback, Checkpoint) and callback is not self for callback in callbacks):
+            trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
         self._together = None
@@ -158,7 +160,7 @@ class Checkpoints(Checkpoint):
                 self._note(path, manifest)
 
     def _leave_to_another_run(self) -> None:
-        """Moves what lies in the folder out of the way: this run is not its continuation."""
+        """Moves the folder's checkpoints out of the way: this run does not continue the one that wrote them."""
         aside = self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}")
         self._folder.rename(aside)
         self.last = self.best = None
@@ -179,7 +181,7 @@ class Checkpoints(Checkpoint):
 
     @property
     def overdue(self) -> bool:
-        """By this process's clock, which is not another's: the ranks must agree before they save."""
+        """Returns whether a save is due by this process's clock. Clocks differ: the ranks must agree before they save."""
         return time.monotonic() - self._saved_time > 60 * self.every_n_minutes
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,12 +208,12 @@ class Checkpoints(Checkpoint):
         self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """What the writing has cost, some steps later; and loggers that keep checkpoints hear of one."""
-        news, self._news = self._news, {}
-        for logger in trainer.loggers if news else ():
+        """Logs what the writing has cost, some steps later; loggers that keep checkpoints receive this one."""
+        measurements, self._news = self._news, {}
+        for logger in trainer.loggers if measurements else ():
             logger.after_save_checkpoint(self)  # type: ignore[arg-type]
-        for logger in measurement_loggers(trainer) if news else ():
-            logger.log_metrics(news, step=trainer.global_step)
+        for logger in measurement_loggers(trainer) if measurements else ():
+            logger.log_metrics(measurements, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.wait()
@@ -221,12 +223,12 @@ class Checkpoints(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """As Lightning's ModelCheckpoint has it: '' where there is none."""
+        """Returns the path of the best checkpoint, like Lightning's ModelCheckpoint: '' where there is none."""
         return str(self.best[1]) if self.best else self._of_all or self.last_model_path
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """What rank 0 has found, or the processes that ddp_spawn started."""
+        """Sets the path that rank 0, or the processes that ddp_spawn started, have determined."""
         self._of_all = path
 
     @property
@@ -262,13 +264,15 @@ class Checkpoints(Checkpoint):
     # Before others change what is to be saved ------------------------------------------------------------------------
 
     def validation_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Some exchange the weights for the time of a validation. Where one is stopped, it is to be done again from here."""
+        """Records the run's state before others exchange the weights for a validation. A validation that is stopped is repeated
+        from here.
+        """
         self._before_validation = None
         if trainer.state.fn == "fit" and not trainer.sanity_checking and _exchanges(trainer, pl_module):
             self._before_validation = self._record(trainer, finished=False)
 
     def epoch_ends(self, trainer: Trainer) -> None:
-        """Training was stopped within an epoch, whose end the hooks are now told: a longer run will tell them again."""
+        """Saves a run that was stopped within an epoch before the epoch's end hooks run: a longer run calls them again."""
         if within_epoch(trainer):
             self.save(trainer, finished=not out_of_time(trainer))
             self._ended_at = trainer.global_step
@@ -301,13 +305,15 @@ class Checkpoints(Checkpoint):
         self._pending = self._writer.submit(self._write, path, copy, manifest)
 
     def _has_failed(self, trainer: Trainer) -> bool:
-        """Whether the last one could not be written, on all ranks alike: to make one again they all take part."""
+        """Returns whether the last checkpoint could not be written, on all ranks alike: all of them take part in another
+        one.
+        """
         if self._together is not None or trainer.world_size == 1:
             return self.failed is not None
         return bool(trainer.strategy.broadcast(self.failed is not None))
 
     def _record(self, trainer: Trainer, finished: bool) -> Record:
-        """A copy of what this rank writes of the run's state, in main memory, and its manifest, which is rank 0's."""
+        """Copies what this rank writes of the run's state into main memory; returns it with its manifest, which is rank 0's."""
         at = position(trainer)
         checkpoint = checkpoint_of(trainer)
         slices: dict[str, torch.Tensor] = {}
@@ -342,7 +348,7 @@ class Checkpoints(Checkpoint):
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Waits until nothing is being written."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -367,7 +373,7 @@ class Checkpoints(Checkpoint):
             log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
     def _stored(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
-        """Where it lies, whole and read back, and its size."""
+        """Writes a checkpoint, whole and read back; returns its path and its size."""
         if self._together is not None:
             return self._together.write(path, copied, manifest)
         make_folder(path.parent)
@@ -406,7 +412,7 @@ class Checkpoints(Checkpoint):
                 remove(path)
 
     def _superseded(self, path: Path) -> bool:
-        """Whether the last one, which was read back, is of the same position."""
+        """Returns whether the last checkpoint, which was read back, is of the same position."""
         return self.last is not None and path != self.last and same_step(path, self.last)
 
 

@@ -1,6 +1,6 @@
-"""The end of a run that failed: the rank at fault says why, once and last; the others only that they lost it.
+"""Ends a run that failed: the rank at fault reports the cause, once and last; the others report only that they lost it.
 
-What the user can mend (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
+An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
 import gc
@@ -65,7 +65,7 @@ Kind = Literal["mendable", "loader", "lost", "crash"]
 
 
 def kind(error: BaseException) -> Kind:
-    """Whose fault an error is: the user's to mend, that of what ended a loader process, another rank's, or a bug's."""
+    """Returns whose fault an error is: the user's to correct, a loader process's end, another rank's, or a bug's."""
     if _loader(error):
         return "loader"
     if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or any(
@@ -86,20 +86,21 @@ def _is_of_a_connection(error: RuntimeError) -> bool:
 
 
 def _loader(error: BaseException | None) -> str:
-    """What became of a loader process, if that is what an error is about; where it struck (in the network's forward pass,
-    say, or in a hook) does not matter."""
-    found = []
+    """Returns how a loader process ended, if that is what an error is about; where it struck (in the network's forward pass,
+    say, or in a hook) does not matter.
+    """
+    matches = []
     while error is not None:
-        found += _LOADER.findall(str(error)) if isinstance(error, RuntimeError) else []
+        matches += _LOADER.findall(str(error)) if isinstance(error, RuntimeError) else []
         error = error.__cause__ or error.__context__
-    if not found:
+    if not matches:
         return ""
-    pids, name, code = max(found, key=lambda one: len(one[1]))  # the signal's name, if any of them has it
+    pids, name, code = max(matches, key=lambda match: len(match[1]))  # the signal's name, if any of them has it
     if not name:
-        said = re.search(r"exit code:? (\d+)", code)
-        how = f"has ended with exit code {said[1]} and no error" if said else "has ended, with no error"
+        exit_code = re.search(r"exit code:? (\d+)", code)
+        how = f"has ended with exit code {exit_code[1]} and no error" if exit_code else "has ended, with no error"
         return f"Loader process {pids} of this rank {how}. HINT: --data.num_workers 0 shows what the dataset does."
-    number = next((int(one) for one in signal.valid_signals() if signal.strsignal(one) == name.strip()), 0)
+    number = next((int(candidate) for candidate in signal.valid_signals() if signal.strsignal(candidate) == name.strip()), 0)
     hint: dict[int, str] = {
         signal.SIGKILL: "see who ended it; where it was for memory, set data.num_workers or data.batch_size lower.",
         signal.SIGBUS: f"{shared_memory()} may be full: {MORE_SHARED_MEMORY}",
@@ -110,13 +111,13 @@ def _loader(error: BaseException | None) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """In one line, for the other ranks."""
+    """Returns the error in one line, for the other ranks."""
     text = f"{type(error).__name__}: {error}" if kind(error) == "crash" else message(error)
     return text.strip().partition("\n")[0]
 
 
 def message(error: BaseException) -> str:
-    """What to print of an error."""
+    """Returns what to print of an error."""
     which = kind(error)
     if which == "loader":
         return _loader(error)
@@ -137,8 +138,7 @@ def message(error: BaseException) -> str:
 
 
 def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> int:
-    """Says what there is to say about the error that ends this process, and gives its exit code. `children`: the ranks that
-    this one launched."""
+    """Reports the error that ends this process, and returns its exit code. `children`: the ranks that this one launched."""
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
         return 1  # told to end before the ranks were connected: another one has said what is wrong
@@ -158,8 +158,8 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     text = message(error)
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
-        said = f"rank {rank}, {host}: {text}"
-        message_of_rank = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": str(int(time.time()))}}
+        report = f"rank {rank}, {host}: {text}"
+        message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message_of_rank}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
     elif which == "crash":
@@ -174,8 +174,9 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
 
 
 def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
-    """Says why this rank ends, and whether that is known: then one on each host says it. Otherwise each says what it saw, and
-    the rank at fault may have more to say."""
+    """Reports why this rank ends, and returns whether that is known: then one rank on each host reports it. Otherwise each
+    reports what it saw, and the rank at fault may have more to report.
+    """
     for number, child in enumerate(children, rank + 1):
         code = child.poll() or 0
         if code < 0 and -code not in EXIT_CODES:
@@ -215,7 +216,8 @@ _closing: list[threading.Thread] = []
 
 
 def end_at_once(error: BaseException | None) -> None:
-    """With the exit code that the program has. NCCL may wait for a dead rank for ever, and would again at the end of Python.
+    """Ends the process with the program's exit code. NCCL may wait for a dead rank for ever, and would again at the end of
+    Python.
 
     Args:
         error: on its way out of the program; None where it is done.
@@ -229,7 +231,7 @@ def end_at_once(error: BaseException | None) -> None:
 
 
 def _wait(children: Sequence[Popen[Any]], seconds: float) -> None:
-    """Until a launched rank has ended, or for so long."""
+    """Waits until a launched rank has ended, or for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if children and all(child.poll() is not None for child in children):

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: whole or not there, with a manifest that says how to know; and which of them is to be trusted.
+"""A checkpoint on the disk: whole or not there, with a manifest that verifies it; and the choice of the one to be trusted.
 
 A checkpoint is a file or, where the network was spread over the ranks, a folder of parts: step-N.ckpt; beside it lies its
 manifest, step-N.json: checksums, position, metrics, the run's configuration and versions. Both are written under another
@@ -35,19 +35,19 @@ Entry = dict[str, Any]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The oldest first; none of a folder elsewhere to which another user has put a link."""
-    found = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
-    return sorted(path for path in found if _NAME.fullmatch(path.name))
+    """Lists a folder's checkpoints, the oldest first; none of a folder elsewhere to which another user has put a link."""
+    paths = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
+    return sorted(path for path in paths if _NAME.fullmatch(path.name))
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    """Returns the step in a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """SHA-256 of a file's content."""
+    """Returns the SHA-256 of a file's content."""
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
@@ -58,7 +58,7 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint that is what its manifest says; a ValueError says what is wrong with it.
+    """Returns the manifest of a checkpoint that matches it; raises a ValueError that names what is wrong otherwise.
 
     `content`: whether the files are read and their checksums compared, or their sizes only.
     """
@@ -87,7 +87,7 @@ def read_manifest(path: Path, content: bool = True) -> dict[str, Any]:
 
 
 def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) -> str:
-    """What is wrong with a part, and who has written it; nothing if it is as it was."""
+    """Returns what is wrong with a part, and who has written it; '' if it is unchanged."""
     by = f"{name}, which rank {entry['rank']} on {entry['host']} has written,"
     try:
         problem = _problem(folder / name, entry, content)
@@ -99,7 +99,7 @@ def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) ->
 
 
 def _problem(path: Path, entry: Entry, content: bool = True) -> str:
-    """Returns how a file is not what was written, or nothing."""
+    """Returns how a file differs from what was written, or ''."""
     size = regular_size(path)
     if size != entry["bytes"]:
         return f"has {size} bytes instead of {entry['bytes']}"
@@ -114,10 +114,10 @@ def newest_good(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over.
 
-    `complete`: whether its manifest has to say all that a run that is resumed has to know.
+    `complete`: whether its manifest must have all that a run that is resumed needs.
     """
-    found = checkpoints_in(folder)
-    for path in reversed(found):
+    checkpoints = checkpoints_in(folder)
+    for path in reversed(checkpoints):
         try:
             manifest = read_manifest(path, content)
             if complete:
@@ -127,13 +127,13 @@ def newest_good(
             if not set_aside:
                 continue
             set_aside_as_bad(path, error)
-    if found and set_aside:
+    if checkpoints and set_aside:
         log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
     return None
 
 
 def set_aside_as_bad(path: Path, error: Exception) -> None:
-    """Reports a damaged checkpoint, and gives it a name under which nobody looks for one."""
+    """Reports a damaged checkpoint, and renames it so that it is not found again."""
     try:
         put_aside(path, ".bad")
         log.error("Checkpoint %s is not used: %s. It is set aside as %s.bad.", path, error, path.name)
@@ -152,7 +152,7 @@ def _remove(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A checkpoint and its manifest. A folder first gets another name: what is there is whole, or nothing."""
+    """Removes a checkpoint and its manifest. A folder is first renamed: what is there is whole, or nothing."""
     if path.is_dir():
         going = path.with_name(f".{path.name}.gone")
         _remove(going)
@@ -163,13 +163,13 @@ def remove(path: Path) -> None:
 
 
 def put_aside(path: Path, suffix: str) -> None:
-    """A checkpoint and its manifest get other names, under which nobody looks for one."""
-    for one in (path, manifest_of(path)):
-        if os.path.lexists(one):
-            aside = one.with_name(one.name + suffix)
-            if aside.is_dir() or one.is_dir():  # a folder takes nobody's place
+    """Renames a checkpoint and its manifest so that they are not found again."""
+    for file in (path, manifest_of(path)):
+        if os.path.lexists(file):
+            aside = file.with_name(file.name + suffix)
+            if aside.is_dir() or file.is_dir():  # a folder takes nobody's place
                 _remove(aside)
-            one.replace(aside)
+            file.replace(aside)
 
 
 def clean_up(folder: Path) -> None:
@@ -211,7 +211,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Of a checkpoint that is about to get this name."""
+    """Writes the manifest of a checkpoint that is about to get this name."""
     text = json.dumps(manifest, indent=1).encode()
     write_file(manifest_of(path), lambda file: file.write(text))
 
@@ -238,7 +238,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
 
 
 def _before(path: Path) -> dict[str, Any]:
-    """The manifest of the file that is about to be replaced: neither of the two can be renamed together with the other."""
+    """Returns the manifest of the file that is about to be replaced: neither can be renamed together with the other."""
     try:
         known = manifest_at(path) if path.is_file() else {}
     except (OSError, ValueError):
@@ -248,8 +248,9 @@ def _before(path: Path) -> dict[str, Any]:
 
 
 def free_name(path: Path, folder: bool) -> Path:
-    """Where a checkpoint of this name goes. A file takes the place of a file; a folder is never written to twice, and so
-    gets a name that comes after the one that is there: step-000000006_02.ckpt."""
+    """Returns the path for a checkpoint of this name. A file replaces a file; a folder is never written to twice, and so gets a
+    name that comes after the one that is there: step-000000006_02.ckpt.
+    """
     name, number = path, 1
     while name.is_dir() or (folder and os.path.lexists(name)):
         number += 1
@@ -258,12 +259,12 @@ def free_name(path: Path, folder: bool) -> Path:
 
 
 def same_step(path: Path, other: Path) -> bool:
-    """Whether two checkpoints are of one position, written one after the other."""
+    """Returns whether two checkpoints are of one position, written one after the other."""
     return path.stem.partition("_")[0] == other.stem.partition("_")[0]
 
 
 def cause(error: BaseException | None) -> str:
-    """What the operating system said, if it was that: PyTorch's writer hides it behind an error of its own."""
+    """Returns the operating system's message, if it raised the error: PyTorch's writer hides it behind an error of its own."""
     text = str(error)
     while error is not None:
         if isinstance(error, OSError):

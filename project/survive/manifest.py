@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, read as what anybody may have written: what is in it is of the kind that it has to be.
+"""Reads the manifest of a checkpoint, which any user may have written: each value is checked to be of its required kind.
 
 No other import than the standard library's: it is read without PyTorch.
 """
@@ -19,7 +19,9 @@ def manifest_of(path: Path) -> Path:
 
 
 def manifest_at(path: Path) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint and none of its files; an OSError or a ValueError says what is wrong with it."""
+    """Reads the manifest of a checkpoint and none of its files; raises an OSError or a ValueError that names what is wrong with
+    it.
+    """
     return _checked(read_json(manifest_of(path)))
 
 

@@ -1,4 +1,4 @@
-"""Monitored: who goes by a metric that nobody logs is told so before the run, or at its first validation.
+"""Reports a monitored metric that is never logged, before the run or at its first validation.
 
 Otherwise no best checkpoint is kept, silently, or the run is lost when an early stop looks for its metric.
 """
@@ -45,11 +45,13 @@ class Monitored(Callback):
                 log.info("%s It may yet come from training.", _said(trainer, who, name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What the step has logged is there; a hook of somebody else's may log more, and then Lightning decides."""
+        """Checks the metrics of training: those of the step are logged by now; a hook from elsewhere may log more, then
+        Lightning decides.
+        """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        theirs = [one for one in callbacks if not type(one).__module__.startswith(("project.", "lightning."))]
+        foreign = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
         logs_more = is_overridden("on_train_epoch_end", pl_module, LightningModule) or any(
-            is_overridden("on_train_epoch_end", one, Callback) for one in theirs
+            is_overridden("on_train_epoch_end", callback, Callback) for callback in foreign
         )
         if self._trained or within_epoch(trainer) or (trainer.enable_validation and not self._validated):
             return
@@ -65,10 +67,10 @@ class Monitored(Callback):
     @staticmethod
     def _refuse(trainer: Trainer, who: str, name: str) -> NoReturn:
         if not trainer.sanity_checking:
-            for one in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(one, Checkpoints):  # nothing that was trained is lost
-                    one.save(trainer)
-                    one.wait()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, Checkpoints):  # nothing that was trained is lost
+                    callback.save(trainer)
+                    callback.wait()
         raise UserError(f"{_said(trainer, who, name)} HINT: set {who}.monitor.")
 
 

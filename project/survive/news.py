@@ -1,4 +1,4 @@
-"""What a rank hears of the end of another: from that rank, which failed, or from its warden, as it was killed."""
+"""Collects what a rank receives of the end of another: from that rank, which failed, or from its warden, as it was killed."""
 
 import threading
 import time
@@ -7,7 +7,9 @@ from project.errors import TRY_AGAIN
 
 
 class News:
-    """The watchdog's thread hears it; what the main thread meets is a connection that was closed, a moment before."""
+    """The deaths and failures that the watchdog's thread receives; a moment earlier, the main thread meets a closed
+    connection.
+    """
 
     def __init__(self) -> None:
         self.deaths: dict[int, str] = {}
@@ -19,12 +21,12 @@ class News:
         self._heard = threading.Event()
 
     def of_death(self, rank: int, text: str) -> None:
-        """Of a rank that was killed: its warden says so."""
+        """Notes the death of a rank that was killed: its warden reports it."""
         self.deaths.setdefault(rank, text)
         self._hear()
 
     def of_failure(self, rank: int, text: str) -> None:
-        """Of a rank that an error ends: it says so itself."""
+        """Notes the failure of a rank that an error ends: it reports that itself."""
         self.failures.setdefault(rank, text)
         self._hear()
 
@@ -34,15 +36,17 @@ class News:
 
     @property
     def code(self) -> int:
-        """With which the ranks that are left end, where one was killed or its host is gone; an error would come again."""
+        """Returns the exit code of the ranks that are left, where one was killed or its host is gone; an error would come
+        again.
+        """
         return TRY_AGAIN if (self.deaths or self.silence) and not self.failures else 1
 
     def wait(self, seconds: float) -> bool:
-        """Until there is news, or so long."""
+        """Waits until a death or a failure is known, or so long; returns whether one is."""
         return self._heard.wait(seconds)
 
     def clear(self) -> None:
-        """Another run begins in this process."""
+        """Forgets everything: another run begins in this process."""
         self.deaths.clear()
         self.failures.clear()
         self.silence = False

@@ -1,8 +1,8 @@
-"""A loss or a gradient that is not finite: found in the step that made it, named, and never part of the weights.
+"""Handles a loss or a gradient that is not finite: found in the step that made it, named, and never part of the weights.
 
 A loss that is not finite spoils its own gradient, and DDP's all-reduce takes that to all ranks: so one look at the gradient,
-which every rank takes by itself, tells all of them alike, and they act together without a word. What the fault was they tell
-each other afterwards. On a CPU the optimiser's step is not taken; on a GPU, where looking would make the host wait, the flag
+which every rank takes by itself, gives all of them the same answer, and they act together without a message. They exchange what
+the fault was afterwards. On a CPU the optimiser's step is not taken; on a GPU, where looking would make the host wait, the flag
 is read two steps later, the device skips the step by itself if it may, and no checkpoint is saved before the flag is known.
 """
 
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass
 class CheckedStep:
-    """What is kept of a step until it is known to be fine. Counted as in the log: `number` is 1 for the first."""
+    """A step's record, kept until the step is known to be fine. Counted as in the log: `number` is 1 for the first."""
 
     number: int
     epoch: int
@@ -98,7 +98,7 @@ class NonFinite(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
             log.info("trainer.nonfinite is for strategy=ddp: with this one nobody looks whether losses are finite.")
-            trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._late = pl_module.device.type == "cuda"
@@ -131,7 +131,9 @@ class NonFinite(Callback):
             skip(trainer, self._skips if self._step.late and self.act == "skip" else False)
 
     def _is_late(self, trainer: Trainer) -> bool:
-        """Whether the host need not look at the step at hand: it stops later, or the device leaves the step out by itself."""
+        """Returns whether the host need not look at the step at hand: it stops later, or the device leaves the step out by
+        itself.
+        """
         return self.act == "stop" or _scaler(trainer) is not None or all(map(is_fused, trainer.optimizers))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -176,7 +178,9 @@ class NonFinite(Callback):
             self._step.losses.append((micro_batch(trainer), loss))
 
     def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """The optimiser passes over what has no gradient: neither weights nor momenta nor counts are touched."""
+        """Removes the gradients: the optimiser passes over what has none, and neither weights nor momenta nor counts are
+        touched.
+        """
         skip(trainer, True)
         if _scaler(trainer) is None:  # which would miss them, and has found out by itself
             for group in optimizer.param_groups:
@@ -186,7 +190,7 @@ class NonFinite(Callback):
     # Later, on a GPU --------------------------------------------------------------------------------------------------
 
     def _read_later(self, trainer: Trainer, step: CheckedStep) -> None:
-        """Of steps before this one: the flag of this one is on its way into pinned memory, and the host does not wait."""
+        """Reads the flags of steps before this one: this one's is on its way into pinned memory, and the host does not wait."""
         step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
         self._flag.zero_()
         if self._stream is not None:
@@ -206,7 +210,7 @@ class NonFinite(Callback):
             self._row = 0
 
     def settle(self, trainer: Trainer) -> None:
-        """Nothing is left unread: the state may be saved. The host waits for the device here."""
+        """Reads all unread flags: the state may be saved. The host waits for the device here."""
         while self._unread:
             self._read(trainer)
 
@@ -218,18 +222,20 @@ class NonFinite(Callback):
     # What it was -----------------------------------------------------------------------------------------------------
 
     def _is_a_fault(self, trainer: Trainer, step: CheckedStep, module: LightningModule | None = None) -> bool:
-        """Called by all ranks for the same step. False if it was but fp16's scale that was too high; if to stop: no return."""
-        found = _exchange(trainer, _own(trainer, step))
+        """Returns False if fp16's scale was merely too high; stops the run if it is to stop. Called by all ranks for the same
+        step.
+        """
+        faults = _exchange(trainer, _own(trainer, step))
         scaler = _scaler(trainer)
-        if not found and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
+        if not faults and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
             self.scaled += 1
             self._count(trainer, step, "train/fp16_skipped_steps", self.scaled)
             log.info("Step %d is skipped by fp16's loss scaling, which lowers its scale (%d so far).", step.number, self.scaled)
             return False
-        what = _describe(step, found, _parameters(module) if module and not found else [])
+        what = _describe(step, faults, _parameters(module) if module and not faults else [])
         self._row += 1
         if self.act == "stop" or self._row > _IN_A_ROW:
-            self._stop(trainer, what, _hint(trainer, found), before=module is not None)
+            self._stop(trainer, what, _hint(trainer, faults), before=module is not None)
         self.skipped += 1
         self._count(trainer, step, "train/skipped_steps", self.skipped)
         if trainer.is_global_zero:
@@ -242,7 +248,7 @@ class NonFinite(Callback):
             logger.log_metrics({tag: count}, step=step.number)
 
     def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
-        """All ranks end here. `before`: the step has not been taken, so this is a state to go on from."""
+        """Ends all ranks. `before`: the step has not been taken, so this is a state to resume from."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints and before and _finite(trainer.lightning_module):
             checkpoints.save(trainer)
@@ -266,31 +272,33 @@ def _finite(module: LightningModule) -> bool:
 
 
 def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
-    """This rank's micro-batches whose loss is not finite."""
+    """Returns this rank's micro-batches whose loss is not finite."""
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
     return [
-        Fault(trainer.global_rank, host(), f"{one.key[2] + 1} of {total}", one.samples, loss.item())
-        for one, loss in step.losses
+        Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item())
+        for batch, loss in step.losses
         if not loss.isfinite()
     ]
 
 
-def _exchange(trainer: Trainer, mine: list[Fault]) -> list[Fault]:
-    return [one for part in data_ranks(trainer).gathered(mine) for one in part]
+def _exchange(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
+    return [fault for part in data_ranks(trainer).gathered(faults) for fault in part]
 
 
 def _parameters(module: LightningModule) -> list[str]:
-    """Those whose gradient is not finite, from the output backwards: the first is where it began, or next to it."""
+    """Names the parameters whose gradient is not finite, from the output backwards: the fault began at the first, or next to
+    it.
+    """
     named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None][::-1]
     bad = [not gradient.isfinite().all() for _, gradient in named]
-    return [name for (name, _), one in zip(named, anywhere(bad) if spread(module.trainer) else bad, strict=True) if one]
+    return [name for (name, _), flagged in zip(named, anywhere(bad) if spread(module.trainer) else bad, strict=True) if flagged]
 
 
-def _describe(step: CheckedStep, found: list[Fault], parameters: list[str]) -> str:
+def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> str:
     which = f"step {step.number} (epoch {step.epoch})"
-    if found:
-        more = f"; and {len(found) - 3} more micro-batches" if len(found) > 3 else ""
-        return f"The loss of {which} is not finite: {'; '.join(map(str, found[:3]))}{more}."
+    if faults:
+        more = f"; and {len(faults) - 3} more micro-batches" if len(faults) > 3 else ""
+        return f"The loss of {which} is not finite: {'; '.join(map(str, faults[:3]))}{more}."
     text = f"The gradient of {which} is not finite, though all losses are"
     if not parameters:
         return f"{text}."
@@ -298,12 +306,12 @@ def _describe(step: CheckedStep, found: list[Fault], parameters: list[str]) -> s
     return f"{text}: that of {', '.join(parameters[:3])}{more}."
 
 
-def _hint(trainer: Trainer, found: list[Fault]) -> str:
-    everywhere = len(found) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
+def _hint(trainer: Trainer, faults: list[Fault]) -> str:
+    everywhere = len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
     if everywhere:
         return (
             "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "
             "trainer.gradient_clip_val, and go on from an older checkpoint (--resume PATH)."
         )
-    look = "these samples" if found else "what the network does in its backward pass"
+    look = "these samples" if faults else "what the network does in its backward pass"
     return f"look at {look}; the run goes on with this step, or without it: --trainer.nonfinite skip."

@@ -1,4 +1,4 @@
-"""What is printed when nobody reads any more: a terminal that was closed, or a `| head` that has ended, ends no training.
+"""Keeps training alive when its output is no longer read: a terminal that was closed, or a `| head` that has ended.
 
 No other import than the standard library's: this comes first.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Patient(io.FileIO):
-    """A file descriptor that takes what is written, also when it has nowhere to go; the next words are tried again."""
+    """A file descriptor that accepts what is written, also when it has nowhere to go; the next words are tried again."""
 
     def write(self, data: Any) -> int:
         try:
@@ -19,7 +19,7 @@ class _Patient(io.FileIO):
 
 
 def _patient(stream: Any, number: int) -> Any:
-    """The same stream, over a patient descriptor; what is no program's own output (under a test, say) stays as it is."""
+    """Returns the same stream over a patient descriptor; what is no program's own output (under a test, say) stays as it is."""
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
         return stream
     stream.flush()
@@ -29,6 +29,6 @@ def _patient(stream: Any, number: int) -> Any:
 
 
 def outlive_the_reader() -> None:
-    """From here on, writing to standard output and standard error does not fail."""
+    """Makes writing to standard output and standard error succeed from here on."""
     sys.stdout = _patient(sys.stdout, 1)
     sys.stderr = _patient(sys.stderr, 2)

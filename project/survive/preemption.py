@@ -30,13 +30,13 @@ _INTERVAL, _MOST = 0.05, 8  # seconds and steps from one comparison to the next
 
 
 class Question(Protocol):
-    """Something else that the ranks are to begin at the same step."""
+    """A further action that the ranks are to begin at the same step."""
 
     def asks(self, trainer: Trainer) -> bool:
-        """Whether this rank wants it; asked between steps."""
+        """Returns whether this rank wants it. Called between steps."""
 
     def answers(self, trainer: Trainer, group: Any) -> None:
-        """Called on all ranks before the same step, if any of them did; `group`: that of all ranks, on the CPU."""
+        """Begins the action on all ranks before the same step, if any wants it; `group`: that of all ranks, on CPU."""
 
 
 class StopTogether(Callback):
@@ -67,13 +67,13 @@ class StopTogether(Callback):
             self._group.make()
 
     def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool]:
-        """The signal that any rank had noted at the last step, or 0; whether any rank's clock says to save; whether any
-        rank has a question.
+        """Returns the signal that any rank had noted at the last step, or 0; whether any rank's clock calls for a save; whether
+        any rank has a question.
         """
         asks = self._question is not None and self._question.asks(trainer)
-        mine = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, asks)
+        own = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, asks)
         if (group := self._group()) is None:
-            return mine
+            return own
         last = (0, False, False)
         self._since += 1
         if self._answer is not None:
@@ -88,13 +88,13 @@ class StopTogether(Callback):
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
             # Where all are about to save, or to answer, those have had their say.
-            said = (mine[0], mine[1] and not last[1], mine[2] and not last[2], -self._steps())
-            self._notes[0], self._notes[1], self._notes[2], self._notes[3] = said
+            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps())
+            self._notes[0], self._notes[1], self._notes[2], self._notes[3] = notes
             self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 
     def _steps(self) -> int:
-        """How many of this rank's steps make an interval, going by the last ones."""
+        """Returns how many of this rank's steps make an interval, going by the last ones."""
         if self._since < 3:  # of this phase
             return 1
         now = time.monotonic()
@@ -103,14 +103,16 @@ class StopTogether(Callback):
         return max(1, min(_MOST, int(_INTERVAL / max(each, 1e-6))))
 
     def _at_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What follows may take another time."""
+        """Measures the steps anew: those that follow may take another time."""
         self._pause, self._stale = 0, True
         self._last, self._since = time.monotonic(), 0
 
     on_train_epoch_start = on_validation_end = _at_once
 
     def _evaluates(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The ranks need not have the same number of batches: they compare notes at those that all of them have."""
+        """Counts the batches that all ranks have: ranks may differ in number, and compare notes at those that all of them
+        have.
+        """
         self._at_once(trainer, pl_module)
         self._shared = _batches(trainer)
         if (group := self._group()) is not None:
@@ -129,13 +131,13 @@ class StopTogether(Callback):
             REQUEUE.forget()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """What the last step has started holds Gloo's threads as long as it is held, and they must not outlive Python."""
+        """Waits for the last comparison: it holds Gloo's threads as long as it is held, and they must not outlive Python."""
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
 
     def _warn_of_a_short_lead(self, seconds: float | None) -> None:
-        """A checkpoint takes so many seconds; said once, and long before a signal comes."""
+        """Warns, once and long before a signal comes, that a checkpoint takes longer than the grace period."""
         if self._lead is not None and seconds is not None and seconds > self._lead[0]:
             given, setting = self._lead
             self._lead = None
@@ -147,12 +149,12 @@ class StopTogether(Callback):
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (checkpoints := checkpoints_of(trainer)) is not None:
             self._warn_of_a_short_lead(checkpoints.seconds)
-        number, overdue, asked = self._compare(trainer, checkpoints)
+        number, overdue, has_question = self._compare(trainer, checkpoints)
         if number:
             self._stop(trainer, number)
         if overdue and checkpoints:
             checkpoints.save(trainer)
-        if asked and self._question is not None:
+        if has_question and self._question is not None:
             self._question.answers(trainer, self._group())
 
     def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -185,7 +187,7 @@ class StopTogether(Callback):
 
 
 def _batches(trainer: Trainer) -> float:
-    """How many batches this rank has in the evaluation that begins; infinite where nobody knows."""
+    """Returns how many batches this rank has in the evaluation that begins; infinite where that is unknown."""
     if trainer.sanity_checking:
         return float(sum(trainer.num_sanity_val_batches))
     counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}

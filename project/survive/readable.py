@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be read again: found out before a run depends on it, with the name of what can't.
+"""Checks that a checkpoint can be read again before a run depends on it, and names what can't.
 
 Checkpoints are read with PyTorch's `weights_only`, because anything else runs code from the file. That takes tensors, plain
 values, and here numpy's arrays and numbers, and paths, too.
@@ -16,7 +16,7 @@ from project.plain_values import plain_values
 
 
 def check(checkpoint: dict[str, Any]) -> None:
-    """A UserError names the part of a checkpoint that could not be read again. Tensors are not looked at: they can."""
+    """Raises a UserError that names the part of a checkpoint that could not be read again. Skips tensors, which can."""
     if _problem(checkpoint) is None:
         return
     states = checkpoint.get("callbacks") or {}
@@ -24,8 +24,8 @@ def check(checkpoint: dict[str, Any]) -> None:
         **{f"the state of the callback {str(name).partition('{')[0]}": state for name, state in states.items()},
         **{f"{key!r} of the checkpoint": part for key, part in checkpoint.items() if key != "callbacks"},
     }
-    found = {name: problem for name, part in parts.items() if (problem := _problem(part))}
-    name, problem = next(iter(found.items()), ("the checkpoint", _problem(checkpoint) or ""))
+    problems = {name: problem for name, part in parts.items() if (problem := _problem(part))}
+    name, problem = next(iter(problems.items()), ("the checkpoint", _problem(checkpoint) or ""))
     raise UserError(
         f"A run could not go on from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
         "arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
@@ -33,7 +33,7 @@ def check(checkpoint: dict[str, Any]) -> None:
 
 
 def _problem(part: Any) -> str | None:
-    """What PyTorch says about reading it."""
+    """Returns PyTorch's complaint about reading a part, or None."""
     file = io.BytesIO()
     try:
         torch.save(apply_to_collection(part, torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype)), file)
@@ -46,6 +46,6 @@ def _problem(part: Any) -> str | None:
 
 
 def _brief(text: str) -> str:
-    """PyTorch's reason, without its page of advice."""
-    _, found, reason = text.partition("WeightsUnpickler error: ")
-    return (reason if found else text).strip().splitlines()[0].partition(" was not an allowed global")[0]
+    """Returns PyTorch's reason, without its page of advice."""
+    _, separator, reason = text.partition("WeightsUnpickler error: ")
+    return (reason if separator else text).strip().splitlines()[0].partition(" was not an allowed global")[0]

@@ -1,4 +1,4 @@
-"""How a checkpoint is read: a file or a folder of parts, whole, or of what is spread over the ranks this rank's slices."""
+"""Reads a checkpoint: a file or a folder of parts, whole, or of a sharded network this rank's slices."""
 
 import pickle
 from collections.abc import Callable
@@ -18,7 +18,9 @@ _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file 
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's reader and writer, with `weights_only` on unless it was switched off; it reads folders of parts, too."""
+    """A reader and writer like Lightning's, with `weights_only` on unless it was switched off; it reads folders of parts,
+    too.
+    """
 
     slice_of: Callable[[Stored], Any] | None = None
     """What this rank takes of a tensor that lies in parts, where the network is spread; None: all of it. Files are then
@@ -29,10 +31,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         safe = True if weights_only is None else weights_only
         try:
-            found: dict[str, Any] = self._read(Path(path), path, map_location, safe)
-            if not isinstance(found, dict):
-                raise UserError(f"{path} holds no checkpoint, but a {type(found).__name__}.")
-            return found
+            checkpoint: dict[str, Any] = self._read(Path(path), path, map_location, safe)
+            if not isinstance(checkpoint, dict):
+                raise UserError(f"{path} holds no checkpoint, but a {type(checkpoint).__name__}.")
+            return checkpoint
         except pickle.UnpicklingError as error:
             raise as_user_error(
                 error,
@@ -66,5 +68,7 @@ def _load_trusted(path: Path) -> Any:
 
 
 def _let_go(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = apply_to_collection(checkpoint, Tensor, lambda one: one.clone() if one.nbytes < _SMALL else one)
-    return found
+    copied: dict[str, Any] = apply_to_collection(
+        checkpoint, Tensor, lambda tensor: tensor.clone() if tensor.nbytes < _SMALL else tensor
+    )
+    return copied

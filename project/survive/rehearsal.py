@@ -1,6 +1,6 @@
-"""The rehearsal: what changes from step to step and lies in no state is named while a run is young.
+"""The rehearsal: it names what changes from step to step and lies in no state, while a run is young.
 
-A resumed run makes the module, its data and its callbacks anew, and puts back what was saved. Whatever else has changed since
+A resumed run makes the module, its data and its callbacks anew, and restores what was saved. Whatever else has changed since
 the start it would not have: a counter, a list of outputs, a generator of its own. Values are compared, so that no code of the
 user runs but what saves its state. What changes later is named by the run that is resumed: digests of it lie in the checkpoint.
 """
@@ -57,7 +57,9 @@ class Rehearsal(Callback):
             self._compare_with_saved(trainer, self._before)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The first step's second micro-batch begins: what is another one already goes by the micro-batches of a rank."""
+        """Warns, when the first step's second micro-batch begins, of values that have changed: they follow a rank's
+        micro-batches.
+        """
         if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
             self._has_looked_within = True
             moved = [f"{owner}.{attribute}" for owner, attribute in moved_attributes(trainer, self._before)]
@@ -69,7 +71,9 @@ class Rehearsal(Callback):
                 )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The first step's gradients are there: a buffer that is another one was moved by a micro-batch of this rank."""
+        """Warns, when the first step's gradients are there, of buffers that have changed: a micro-batch of this rank has
+        moved them.
+        """
         if isinstance(self._first_step, MovedWeights):
             moved, self._first_step = self._first_step.buffers(), False
             if moved:
@@ -88,7 +92,7 @@ class Rehearsal(Callback):
             self._compare(trainer, before)
 
     def _compare(self, trainer: Trainer, before: Attributes) -> None:
-        """Called by all ranks."""
+        """Warns of attributes that have changed and that a checkpoint would not hold. Called by all ranks."""
         checkpoint = checkpoint_of(trainer)
         moved = [name for name in changed_attributes(trainer, before, checkpoint) if name not in self._named]
         if moved and trainer.is_global_zero:
@@ -99,7 +103,9 @@ class Rehearsal(Callback):
             )
 
     def _compare_with_saved(self, trainer: Trainer, now: Attributes) -> None:
-        """What the start of an epoch sets is another in each epoch: where one begins here, it does not count."""
+        """Warns of attributes that are not what they were when the checkpoint was saved. The start of an epoch sets some anew:
+        where one begins here, those do not count.
+        """
         saved, begun = restored_values(trainer), position(trainer).step > 0
         self._named = {
             name

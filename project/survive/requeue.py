@@ -1,4 +1,4 @@
-"""The way back into Slurm's queue: in time, and not for ever.
+"""Puts a job back into Slurm's queue: in time, and not for ever.
 
 SIGUSR1 comes some seconds before Slurm ends the job (--signal=USR1@60, or a partition's GraceTime when it is preempted).
 Where a checkpoint, a step or the start-up takes longer than that, the job goes back as it is, shortly before its end, with the
@@ -31,7 +31,7 @@ def injob_name() -> bool:
 
 
 def _scontrol(*words: str) -> str | None:
-    """What it prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
+    """Returns what scontrol prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
     done = scontrol(*words)
     if done is None:
         return None
@@ -42,17 +42,17 @@ def _scontrol(*words: str) -> str | None:
 
 
 def _seconds_left() -> float | None:
-    """Until Slurm ends this job, where it says so."""
-    found = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
-    return (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds() if found else None
+    """Returns the seconds until Slurm ends this job, where it reports them."""
+    match = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
+    return (datetime.fromisoformat(match[1]) - datetime.now()).total_seconds() if match else None
 
 
 def lead() -> tuple[float, str] | None:
-    """Seconds from a signal to the end, as far as that is known before one comes, and what to set for more."""
+    """Returns the seconds from a signal to the end, as far as that is known before one comes, and what to set for more."""
     if injob_name():
         script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
-        found = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
-        return (float(found[1]), "#SBATCH --signal=USR1@{}") if found else None
+        match = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
+        return (float(match[1]), "#SBATCH --signal=USR1@{}") if match else None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT={}"
     return None
@@ -69,7 +69,7 @@ class Requeue:
         self._put = False
 
     def when_noted(self, number: signal.Signals) -> None:
-        """From here on the job's time runs out."""
+        """Starts to wait for the job's end: after this signal its time runs out."""
         if number == signal.SIGUSR1 and injob_name() and os.environ.get("SLURM_PROCID") == "0":
             threading.Thread(target=self._before_the_end, name="requeue", daemon=True).start()
 
@@ -86,13 +86,13 @@ class Requeue:
 
     @property
     def _marks(self) -> Path:
-        """The newest checkpoint at each requeueing, a line for each."""
+        """Returns the file with the newest checkpoint at each requeueing, a line for each."""
         return Path("lightning_logs") / f".requeues-{os.environ['SLURM_JOB_ID']}"
 
     given_up = False
 
     def put_back(self) -> bool:
-        """Whether the job is back in the queue."""
+        """Puts the job back into the queue; returns whether it is there."""
         self._over.set()
         with self._lock:
             if self._put or self.given_up or not injob_name():
@@ -120,7 +120,7 @@ class Requeue:
         return self._put
 
     def forget(self) -> None:
-        """The run is finished."""
+        """Removes the marks: the run is finished."""
         if injob_name():
             self._marks.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What signals have arrived: noted from the first moment of the program on, acted upon between two steps.
+"""Notes the signals that have arrived: from the first moment of the program on, acted upon between two steps.
 
 No other import than the standard library's: this comes before the seconds in which PyTorch is loaded.
 """
@@ -28,11 +28,11 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __reduce__(self) -> str:
-        """Whoever is copied or sent to another process goes on with the one of its process."""
+        """Pickles this object as a reference: a copy, also one sent to another process, is the one of its process."""
         return "SIGNALS"
 
     def listen(self, *numbers: signal.Signals) -> None:
-        """Notes these from here on, but for those that who started us has switched off, as nohup does with SIGHUP."""
+        """Notes these signals from here on, except those that our parent has switched off, as nohup does with SIGHUP."""
         for number in numbers:
             if signal.getsignal(number) is signal.SIG_IGN:
                 continue
@@ -43,7 +43,7 @@ class Signals:
             self._before.setdefault(number, before)
 
     def register_signal_handlers(self) -> None:
-        """Lightning calls this when training is about to begin: from here on Ctrl-C waits for the step, too."""
+        """Listens when training is about to begin, where Lightning calls this: from here on Ctrl-C waits for the step, too."""
         self.listen(*EXIT_CODES)
 
     def teardown(self) -> None:
@@ -52,8 +52,9 @@ class Signals:
         self._before.clear()
 
     def end_at_the_second(self) -> None:
-        """From here on a second signal ends this process also while its main thread is in code that is not Python's, where it
-        can note none: in a library that is loaded, or a connection that is waited for."""
+        """Makes a second signal end this process from here on, also while its main thread is in code that is not Python's,
+        where it can note none: in a library that is loaded, or a connection that is waited for.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

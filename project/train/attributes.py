@@ -1,4 +1,6 @@
-"""What the user's objects keep in Python, beside weights and states: who they are, by name, and digests of their attributes."""
+"""Finds what the user's objects keep in Python, beside weights and states: the objects, by name, and digests of their
+attributes.
+"""
 
 import itertools
 import random
@@ -79,11 +81,11 @@ def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping
     saved = digests.within(parts)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     states_of = checkpoint.get("callbacks", {})
-    known = {type(one).__name__: digests.within(states_of.get(one.state_key)) for one in callbacks}
+    known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
     return {
         f"{owner}.{attribute}": digest
         for (owner, attribute), digest in moved.items()
-        if (there := known.get(owner.partition(" ")[0], saved)) is not None and digest not in there
+        if (held := known.get(owner.partition(" ")[0], saved)) is not None and digest not in held
     }
 
 
@@ -105,7 +107,7 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _apart(trainer: Trainer) -> Iterator[object]:
-    """Yields what is saved, or looked at, by itself: whoever refers to it has no value of his own."""
+    """Yields what is saved, or looked at, by itself: an object that refers to it has no value of its own."""
     module = trainer.lightning_module
     yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
     yield from (*module.modules(), *module.parameters(), *module.buffers())

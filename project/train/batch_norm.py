@@ -66,7 +66,7 @@ class _Layer:
         self.passes = 0
 
     def lend(self) -> None:
-        """Gives it the other buffers. A layer that does not train keeps its own, which it computes with."""
+        """Gives the layer the other buffers. A layer that does not train keeps its own, which it computes with."""
         norm = self.norm
         if not norm.training:
             return
@@ -78,7 +78,9 @@ class _Layer:
             self._passes.number = 0
 
     def begin_backward(self) -> None:
-        """What is computed again in a backward pass was counted when it was computed first: it writes where nobody reads."""
+        """Diverts what is computed again in a backward pass, which was counted when it was computed first: it writes where
+        nobody reads.
+        """
         norm = self.norm
         if self._before is not None or not norm.training:
             return
@@ -99,7 +101,7 @@ class _Layer:
         self._earlier.append((self.mean.clone(), self.var.clone()))
 
     def take_back(self) -> int:
-        """How often it was gone through."""
+        """Gives the layer its own buffers back; returns how often it was gone through."""
         if not self._own:
             self.passes = 0
             return 0
@@ -110,7 +112,9 @@ class _Layer:
         return self.passes
 
     def sums(self) -> list[Tensor]:
-        """Of the means and of the variances, over these passes. The backward pass may need its other buffers as they are."""
+        """Returns the sums of the means and of the variances, over these passes. The backward pass may need its other buffers
+        as they are.
+        """
         if not self.passes:
             return [torch.zeros_like(self.mean), torch.zeros_like(self.var)]
         means, variances = zip(*self._earlier, (self.mean, self.var), strict=True)
@@ -126,7 +130,7 @@ class _Together:
         self._all, self._places = parts()[0].new_zeros(0), [-1] * len(self.sizes)
 
     def all(self) -> Tensor:
-        """They are moved there, and once more where somebody has given a layer others since."""
+        """Returns the tensors as one: they are moved there, and once more where a layer has received others since."""
         parts = self._parts()
         if [part.data_ptr() for part in parts] != self._places:
             self._all = torch.cat([part.detach().flatten() for part in parts])
@@ -136,7 +140,7 @@ class _Together:
         return self._all
 
     def leave(self) -> None:
-        """Each lies by itself again."""
+        """Gives each tensor memory of its own again."""
         if self._all.numel():
             for part in self._parts():
                 part.data = part.detach().clone()
@@ -157,7 +161,9 @@ class _Row:
         self.own = _Together(partial(_statistics, norms))
         own = _statistics(norms)
         self.gathered = own[0].new_zeros(sum(self.own.sizes))  # in the layers' other buffers
-        self.others = [part.view_as(one) for part, one in zip(torch.split(self.gathered, self.own.sizes), own, strict=True)]
+        self.others = [
+            part.view_as(tensor) for part, tensor in zip(torch.split(self.gathered, self.own.sizes), own, strict=True)
+        ]
 
 
 class StepStatistics(Callback):
@@ -221,7 +227,7 @@ class StepStatistics(Callback):
             self._forget()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a micro-batch."""
+        """Computes the forward pass of a micro-batch."""
         for layer in self._layers:
             layer.lend()
         try:
@@ -250,7 +256,7 @@ class StepStatistics(Callback):
         if passes not in self._passes:
             self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
         once = all(layer.passes == 1 for layer in self._layers)
-        gathered = [row.gathered for row in self._rows] if once else [one for layer in self._layers for one in layer.sums()]
+        gathered = [row.gathered for row in self._rows] if once else [part for layer in self._layers for part in layer.sums()]
         if self.exact:
             if self._exact is None:
                 terms = trainer.accumulate_grad_batches * trainer.world_size
@@ -261,7 +267,7 @@ class StepStatistics(Callback):
             self._sum += torch.cat([*gathered, self._passes[passes]])
 
     def _send(self, trainer: Trainer) -> None:
-        """The sums over this rank's forward passes, and their numbers, set out to meet the other ranks'."""
+        """Starts the sum over the ranks: of the sums over this rank's forward passes, and of their numbers."""
         if self._exact is None:
             self._sums = self._sum.clone()
         else:
@@ -300,18 +306,18 @@ class StepStatistics(Callback):
         moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
         change = sums / passes.clamp(min=1).index_select(0, self._layer_of) - before
         change = torch.where(moved.index_select(0, self._layer_of), change, 0.0).mul_(self._momentum())
-        for statistics, part in zip(own, torch.split(change, [len(one) for one in own]), strict=True):
+        for statistics, part in zip(own, torch.split(change, [len(tensor) for tensor in own]), strict=True):
             statistics.add_(part)
         if self._counts is not None:
             self._counts.all().add_(moved if self._counting is None else moved.index_select(0, self._counting))
 
     def _momentum(self) -> float | Tensor:
-        """What the statistics are moved by: one number for all, or one for each of them."""
+        """Returns what the statistics are moved by: one number for all, or one for each of them."""
         momenta = [layer.norm.momentum for layer in self._layers]
         if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
             return first
         if (key := tuple(momenta)) not in self._given:  # kept as long as the fit: a graph may read it
-            numbers = [math.nan if one is None else one for one in momenta]
+            numbers = [math.nan if momentum is None else momentum for momentum in momenta]
             self._given[key] = torch.tensor(numbers, device=self._layer_of.device)
         each = self._given[key]
         # None is PyTorch's word for the mean over all steps, which the layer's own count tells.

@@ -1,4 +1,4 @@
-"""Micro-batch x ranks x accumulation = global batch."""
+"""Computes the accumulation: micro-batch x ranks x accumulation = global batch."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ _CLUSTER = 1024
 
 
 def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted: int | Literal["auto"], where: str) -> int:
-    """Micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks.
+    """Returns the micro-batches that each rank takes in a step, from the global batch, the micro-batch and the ranks.
 
     `where`: the keys of the global batch and of the micro-batch, for messages.
     """

@@ -1,4 +1,4 @@
-"""Random numbers: whenever code of the user runs, the generators' seed follows from the run, the moment and its key.
+"""Seeds the random numbers: whenever code of the user runs, the generators' seed follows from the run, the moment and its key.
 
 So what is drawn is the same on any number of ranks, after a restart, and with or without loader processes. A moment is a
 hook of the module, its data or a callback (the key is the epoch, or the step, where there are several of them), the fetching
@@ -150,12 +150,12 @@ class Moments:
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
     def leave_loaders(self) -> None:
-        """Says that a loader is left as it is: its iterators draw from the global generators, outside any moment."""
+        """Notes that a loader is left as it is: its iterators draw from the global generators, outside any moment."""
         self._looks, self._states = False, None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Has the generators put back at the end, by somebody else, to where they are now."""
+        """Keeps the states noted before: within it other code draws, and then resets the generators to where they are now."""
         states = self._states
         try:
             yield

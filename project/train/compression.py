@@ -1,4 +1,4 @@
-"""Gradients travel in 16 bits: half the bytes, where the network is what a step waits for."""
+"""Sends gradients in 16 bits: half the bytes, where the network is what a step waits for."""
 
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook
 
 
 def fitting(compression: Compression, asked: str, taken: str) -> tuple[Compression, str | None]:
-    """The compression for a precision, and a line where it is another one.
+    """Returns the compression for a precision, and a line where it is another one.
 
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 
     Args:
-        compression: that was asked for.
-        asked: the precision that was asked for.
+        compression: the one in the configuration.
+        asked: the precision in the configuration.
         taken: the one that is computed in, which without a GPU may be another one.
     """
     if compression != "fp16" or taken.startswith("16"):

@@ -1,11 +1,11 @@
-"""The epochs of a run, and how it goes on within one, as if it had never stopped.
+"""The epochs of a run, and how it resumes within one, as if it had never stopped.
 
 Lightning marks its loops as restarted, and leaves out in the first epoch after that what it takes to be done: the start of
 the epoch, its schedules at the end, a validation. Here nothing is left out: the counters stand where the run was (`position`),
-and the loops go on from there as they do at any other time.
+and the loops continue from there as they do at any other time.
 
 What the start of an epoch did to weights, optimisers and states of callbacks lies in the checkpoint. What it did besides (it
-unfroze a layer, exchanged a schedule, set an attribute) does not; so it is done again, and all that was saved is put back
+unfroze a layer, exchanged a schedule, set an attribute) does not; so it is done again, and all that was saved is restored
 over it.
 """
 
@@ -46,7 +46,7 @@ def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: M
 
 
 class Epochs(_FitLoop):
-    """All epochs of a fit."""
+    """The loop over all epochs of a fit."""
 
     epoch_loop: Steps
     val_check_interval: Any = 1.0
@@ -68,7 +68,9 @@ class Epochs(_FitLoop):
         super().reset()
 
     def _validate_between_steps(self, set_up: Callable[[], None]) -> None:
-        """Lightning counts the micro-batches of a rank: a share of them may end within a step."""
+        """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
+        them may end within a step.
+        """
         interval = self.val_check_interval
         try:
             set_up()
@@ -115,7 +117,7 @@ class Epochs(_FitLoop):
         return {**super().on_save_checkpoint(), "structure": structure(self.trainer), "began_with": self._began_with}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Called before the optimisers' states are loaded, which must find their groups."""
+        """Restores which parameters learn. Called before the optimisers' states are loaded, which must find their groups."""
         super().on_load_checkpoint(state_dict)
         if "structure" in state_dict:
             set_up(self.trainer, state_dict["structure"])
@@ -124,15 +126,15 @@ class Epochs(_FitLoop):
     def _begin_again(self) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        theirs = [one for one in callbacks if _starts_epochs(one)]
-        if not theirs and not is_overridden("on_train_epoch_start", module, LightningModule):
+        starting = [callback for callback in callbacks if _starts_epochs(callback)]
+        if not starting and not is_overridden("on_train_epoch_start", module, LightningModule):
             return
         put_back, learning, loggers = _keep(trainer, callbacks), structure(trainer), trainer.loggers
         set_up(trainer, self._began_with or learning)
         trainer.loggers = []  # what was said then is said; what was logged for the epoch's end is logged again
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
-            for callback in theirs:
+            for callback in starting:
                 with trainer.profiler.profile(f"[Callback]{callback.state_key}.on_train_epoch_start"):  # type: ignore[attr-defined]
                     callback.on_train_epoch_start(trainer, module)
             with trainer.profiler.profile(f"[LightningModule]{type(module).__name__}.on_train_epoch_start"):  # type: ignore[attr-defined]
@@ -145,25 +147,27 @@ class Epochs(_FitLoop):
 
 
 def _starts_epochs(callback: Callback) -> bool:
-    """Whether it does something at the start of an epoch, and is none of this project's, which know where the run is."""
+    """Returns whether a callback does something at the start of an epoch, and is none of this project's, which know where the
+    run is.
+    """
     return is_overridden("on_train_epoch_start", callback, Callback) and not type(callback).__module__.startswith("project.")
 
 
 def _keep(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
-    """Remembers all states there are; what is returned puts them back."""
+    """Copies all states there are; returns a function that restores them."""
 
     def copied(value: Any) -> Any:
         return deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
 
     module = trainer.lightning_module
     weights = copied(module.state_dict())
-    holders: list[Any] = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs), *callbacks]
-    states = [copied(one.state_dict()) for one in holders]
+    holders: list[Any] = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs), *callbacks]
+    states = [copied(holder.state_dict()) for holder in holders]
 
     def put_back() -> None:
         module.load_state_dict(weights, strict=module.strict_loading)
-        for one, state in zip(holders, states, strict=True):
+        for holder, state in zip(holders, states, strict=True):
             if state:
-                one.load_state_dict(state)
+                holder.load_state_dict(state)
 
     return put_back

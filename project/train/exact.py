@@ -23,7 +23,7 @@ _NO_TIES = math.nextafter(1.0, 2.0)
 
 
 def bits_for(terms: int) -> int:
-    """Bits that a sum of so many terms may need more than a term."""
+    """Returns the bits that a sum of so many terms may need more than a term."""
     return max(2, math.ceil(math.log2(max(1, terms))) + 1)
 
 
@@ -49,26 +49,26 @@ class ExactSum:
         self.restart(largest)
 
     def restart(self, largest: Sequence[float] | None = None) -> None:
-        """Another sum begins; on the same grid, where nothing else is said."""
+        """Begins another sum; on the same grid, where `largest` is None."""
         self._coarser: list[Tensor] = []
         self._terms: list[Tensor] = []
         if largest is None:
             return
         exponents = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent
-        one = torch.ones(len(exponents), dtype=torch.float64)
-        self._reach: list[float] = torch.ldexp(one, exponents).tolist()  # the largest numbers that the finest sum holds
-        shift = torch.ldexp(1.5 * one, _BITS + exponents - self._width).to(self._device)
+        ones = torch.ones(len(exponents), dtype=torch.float64)
+        self._reach: list[float] = torch.ldexp(ones, exponents).tolist()  # the largest numbers that the finest sum holds
+        shift = torch.ldexp(1.5 * ones, _BITS + exponents - self._width).to(self._device)
         self._shift = shift if self._owners is None else shift[self._owners]
 
     def largest_of(self, term: Tensor) -> list[float]:
-        """By part the largest absolute value, or what is not finite. The host waits for the device here."""
+        """Returns by part the largest absolute value, or what is not finite. The host waits for the device here."""
         if self._owners is None:
             least, most = term.aminmax() if len(term) else (0.0, 0.0)
             return [max(-float(least), float(most))]  # a NaN comes out as it is: both are
         return term.new_zeros(len(self._reach)).scatter_reduce(0, self._owners, term.abs(), "amax").tolist()
 
     def add(self, term: Tensor, largest: Sequence[float] | None = None) -> None:
-        """`largest`: `largest_of(term)`; all must be finite. The term is kept: nobody may change it."""
+        """Adds a term. `largest`: `largest_of(term)`; all must be finite. The term is kept: nobody may change it."""
         largest = self.largest_of(term) if largest is None else largest
         level = 0
         while any(most > math.ldexp(reach, level * self._width) for most, reach in zip(largest, self._reach, strict=True)):
@@ -92,16 +92,16 @@ class ExactSum:
 
     @property
     def terms(self) -> list[Tensor]:
-        """What `fold` is to add up: terms as they came, and sums of some."""
+        """Returns the tensors for `fold` to add up: terms as they came, and sums of some."""
         return self._terms
 
     @property
     def count(self) -> int:
-        """Of sums that something was added to: one, if none needed a coarser grid."""
+        """Returns the number of sums that something was added to: one, if none needed a coarser grid."""
         return len(self._coarser) + 1
 
     def coarser(self, count: int) -> list[Tensor]:
-        """The sums above the finest grid, of so many with it; those that nothing was added to are zero."""
+        """Returns the sums above the finest grid, of so many with it; those that nothing was added to are zero."""
         while len(self._coarser) < count - 1:
             self._coarser.append(torch.zeros(self._length, dtype=torch.float64, device=self._device))
         return self._coarser
@@ -109,7 +109,7 @@ class ExactSum:
     def fold(
         self, terms: Sequence[Tensor], out: Tensor, start: int = 0, scale: float = 1.0, coarser: Tensor | None = None
     ) -> None:
-        """The sum of terms, of several ranks' perhaps, times `scale`: the part from `start` on that is as long as `out`.
+        """Writes the sum of terms, of several ranks' perhaps, times `scale`: the part from `start` on that is as long as `out`.
 
         What is in float64 lies on the grid; the rest is rounded to it. `coarser`: the sum that stands above it.
         """
@@ -133,14 +133,14 @@ class ExactSum:
             into.copy_(sums)
 
     def total(self) -> Tensor:
-        """In float64, rounded once: from the coarsest grid to the finest."""
+        """Returns the sum in float64, rounded once: from the coarsest grid to the finest."""
         total = torch.empty(self._length, dtype=torch.float64, device=self._device)
         self.fold(self._terms, total, coarser=from_the_coarsest(self._coarser) if self._coarser else None)
         return total
 
 
 def from_the_coarsest(sums: Sequence[Tensor]) -> Tensor:
-    """Their sum; the first one's grid is the finest."""
+    """Returns the sum of these sums, added from the coarsest grid to the finest; the first one's grid is the finest."""
     total = sums[-1].clone()
     for finer in sums[-2::-1]:
         total += finer
@@ -148,7 +148,7 @@ def from_the_coarsest(sums: Sequence[Tensor]) -> Tensor:
 
 
 def _rooms(device: torch.device, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Two to work in, which stay in a processor's cache."""
+    """Returns two tensors to work in, which stay in a processor's cache."""
     if device not in _ROOMS:
         _ROOMS[device] = torch.empty(2, size, dtype=torch.float64, device=device)
     first, second = _ROOMS[device]
@@ -179,7 +179,7 @@ class WideSum:
 
     @staticmethod
     def total(folds: Tensor) -> Tensor:
-        """Of one or several ranks' folds, in float64."""
+        """Returns the sum in float64, of one or several ranks' folds."""
         total = folds[0].clone()
         for fold in folds[1:]:
             total += fold
@@ -189,8 +189,8 @@ class WideSum:
 def fetched(numbers: Sequence[Tensor]) -> list[float]:
     """Returns numbers that lie on a device, on the host, or some here and some there. The host waits once."""
     device = next((number.device for number in numbers if number.is_cuda), torch.device("cpu"))
-    found: list[float] = torch.stack([number.to(device) for number in numbers]).tolist()
-    return found
+    values: list[float] = torch.stack([number.to(device) for number in numbers]).tolist()
+    return values
 
 
 class ExactScalar:
@@ -210,7 +210,7 @@ class ExactScalar:
             self.parts()
 
     def parts(self) -> list[float]:
-        """Floats that do not overlap; their sum, exactly, is that of all terms."""
+        """Returns floats that do not overlap; their sum, exactly, is that of all terms."""
         if self._pending:
             for term in fetched(self._pending):
                 if math.isfinite(term):
@@ -222,7 +222,7 @@ class ExactScalar:
 
 
 def _grow(parts: list[float], term: float) -> None:
-    """Shewchuk's: each addition leaves its rounding error as a part of its own."""
+    """Adds a term by Shewchuk's algorithm: each addition leaves its rounding error as a part of its own."""
     kept = 0
     for part in parts:
         large, small = (term, part) if abs(term) >= abs(part) else (part, term)
@@ -234,7 +234,7 @@ def _grow(parts: list[float], term: float) -> None:
 
 
 def exact_total(terms: Sequence[float]) -> float:
-    """As `math.fsum`, which refuses to add an infinity to its opposite: that is no number."""
+    """Returns the sum like `math.fsum`, which refuses to add an infinity to its opposite: here the sum is no number then."""
     try:
         return math.fsum(terms)
     except (OverflowError, ValueError):
@@ -242,15 +242,15 @@ def exact_total(terms: Sequence[float]) -> float:
 
 
 def apart(terms: Sequence[float]) -> list[float]:
-    """As few floats as have the same sum, exactly; the same ones for the same sum."""
-    found: list[float] = []
-    while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-one for one in found)])):
-        found.append(part)
-    return found if all(map(math.isfinite, terms)) else [sum(terms)]
+    """Returns as few floats as have the same sum, exactly; the same ones for the same sum."""
+    parts: list[float] = []
+    while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-known for known in parts)])):
+        parts.append(part)
+    return parts if all(map(math.isfinite, terms)) else [sum(terms)]
 
 
 def exact_mean(terms: Sequence[float], count: float) -> float:
-    """Rounded once: a mean of equal numbers is this number. Of nothing it is no number."""
+    """Returns the mean, rounded once: a mean of equal numbers is this number. The mean of nothing is no number."""
     if not count or not all(map(math.isfinite, terms)):
         return exact_total(terms) / count if count else math.nan
     return float(sum(map(Fraction, terms), Fraction()) / Fraction(count))

@@ -5,7 +5,7 @@ ranks these are other orders. Here each micro-batch's gradient is rounded to a g
 (train/exact.py). The grid of a parameter follows the largest value that its gradients had in the step before, over all
 micro-batches; so it is a function of the run, too, and a checkpoint takes it along.
 
-The sums travel to the other ranks while the backward pass of the step's last micro-batch goes on, a bucket at a time.
+The sums travel to the other ranks while the backward pass of the step's last micro-batch continues, a bucket at a time.
 """
 
 import math
@@ -38,11 +38,11 @@ class _Unit:
         """By parameter, powers of two: what the grid of this step was made for."""
         self.seen = [-1.0] * len(named)
         """By parameter, the largest value of this step's gradients on this rank; none so far."""
-        sizes = [one.numel() for one in self.parameters]
+        sizes = [parameter.numel() for parameter in self.parameters]
         # Side by side, even where a parameter's numbers are not: `empty_like` knows.
         self._places = [
-            (one.shape, torch.empty_like(one).stride(), end - one.numel())
-            for one, end in zip(self.parameters, accumulate(sizes), strict=True)
+            (parameter.shape, torch.empty_like(parameter).stride(), end - parameter.numel())
+            for parameter, end in zip(self.parameters, accumulate(sizes), strict=True)
         ]
         self.gradients = self._parts(means[place])
         self.waits = False  # for the gradients of a backward pass
@@ -51,43 +51,43 @@ class _Unit:
         self.restart()
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
-        """What belongs to each parameter, in its shape."""
+        """Returns views of what belongs to each parameter, in its shape."""
         begin = vector.storage_offset()
         return [vector.as_strided(shape, stride, begin + at) for shape, stride, at in self._places]
 
     def restart(self) -> None:
-        """Another step."""
+        """Begins another step."""
         self.sum.restart(None if self._made_for == self.largest else self.largest)
         self._made_for = list(self.largest)
         self.seen = [-1.0] * len(self.seen)
 
     def begin(self) -> None:
         self.waits = True
-        for one in self.parameters:
-            one.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def take(self) -> None:
-        """The gradients of this backward pass, as far as there are any."""
+        """Adds the gradients of this backward pass, as far as there are any."""
         if not self.waits:
             raise UserError(
                 f"The gradient of {self.names[0]} came twice in one backward pass, as reentrant checkpointing makes it, "
                 "and trainer.exact can't tell when it is whole. HINT: torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self.waits = False
-        taken = [one.grad for one in self.parameters]
-        for one in self.parameters:
-            one.grad = None
-        if all(one is None for one in taken):
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if all(gradient is None for gradient in taken):
             return
-        for name, one in zip(self.names, taken, strict=True):
-            if one is not None and one.layout != torch.strided:
+        for name, gradient in zip(self.names, taken, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
                 raise UserError(
                     f"trainer.exact can't be kept: the gradient of {name} is sparse. HINT: nn.Embedding(..., sparse=False)."
                 )
         vector = self._vector(taken)
         largest = self.sum.largest_of(vector)
-        for index, one in enumerate(taken):
-            if one is None:
+        for index, gradient in enumerate(taken):
+            if gradient is None:
                 continue
             if math.isfinite(largest[index]):
                 self.seen[index] = max(self.seen[index], largest[index])
@@ -108,7 +108,7 @@ class _Unit:
         return vector
 
     def leave(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
-        """The gradients, where their owners look for them; and the grids of the next step."""
+        """Leaves the gradients where their owners look for them; sets the grids of the next step."""
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient, seen = self.gradients[index], self.seen[index]
             if seen < 0:
@@ -126,7 +126,7 @@ class _Bucket:
     and sends the mean to the others. So what travels is terms, and means that are rounded already."""
 
     def __init__(self, units: list[list[tuple[str, nn.Parameter]]], micro_batches: int, world_size: int) -> None:
-        sizes = [sum(one.numel() for _, one in unit) for unit in units]
+        sizes = [sum(parameter.numel() for _, parameter in unit) for unit in units]
         _, first = units[0][0]
         self._share = -(-sum(sizes) // world_size)
         self._means = torch.zeros(self._share * world_size, dtype=first.dtype, device=first.device)
@@ -147,7 +147,7 @@ class _Bucket:
         self._mine = torch.empty_like(self._means[: self._share])
 
     def send(self) -> None:
-        """This rank's terms."""
+        """Sends this rank's terms."""
         if self._world_size == 1:
             return
         for unit in self.units:
@@ -185,13 +185,15 @@ class _Bucket:
 
 
 def _swaps(device: torch.device) -> bool:
-    """Whether a rank adds up what others send it, which is less work for processors. Devices' links add up by themselves."""
+    """Returns whether a rank adds up what others send it, which is less work for processors. Devices' links add up by
+    themselves.
+    """
     return device.type == "cpu"
 
 
 class ExactGradients:
-    """Of the parameters that learn. `begin` before each backward pass, `end` after it; after the last one of a step, all ranks
-    call `finish`.
+    """The exact gradients of the parameters that learn. Call `begin` before each backward pass, `end` after it; after the last
+    one of a step, all ranks call `finish`.
 
     Args:
         module: whose parameters they are.
@@ -212,21 +214,21 @@ class ExactGradients:
         self._layouts = layouts or {}
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
-        named = [(name, one) for name, one in (gathered or self._owners).items() if one.requires_grad]
-        self._learned = [one.requires_grad for one in self._owners.values()]
+        named = [(name, parameter) for name, parameter in (gathered or self._owners).items() if parameter.requires_grad]
+        self._learned = [parameter.requires_grad for parameter in self._owners.values()]
         self.scaled = False
         """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
         """Of parameters that are spread, the whole gradients of this step, by `id`."""
-        for name, one in named:
-            if one.is_complex():
+        for name, parameter in named:
+            if parameter.is_complex():
                 raise UserError(
                     f"trainer.exact can't be kept: {name} is complex. HINT: torch.view_as_real of a real parameter."
                 )
         # In the reversed order, which is about the one in which gradients come; what is small comes last.
-        many = [[one] for one in named[::-1] if one[1].numel() > _FEW]
-        few = [one for one in named[::-1] if one[1].numel() <= _FEW]
-        size = max(_BUCKET, sum(one.numel() for ((_, one),) in many) // _BUCKETS)
+        many = [[pair] for pair in named[::-1] if pair[1].numel() > _FEW]
+        few = [pair for pair in named[::-1] if pair[1].numel() <= _FEW]
+        size = max(_BUCKET, sum(parameter.numel() for ((_, parameter),) in many) // _BUCKETS)
         parts = (*_parted(many, size), *([unit] for unit in _of_one_kind(few)))
         self._buckets = [_Bucket(units, micro_batches, world_size) for units in parts]
         self._units = [unit for bucket in self._buckets for unit in bucket.units]
@@ -241,8 +243,8 @@ class ExactGradients:
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters learn than when this was made."""
-        return [one.requires_grad for one in self._owners.values()] != self._learned
+        """Returns whether other parameters learn than when this was made."""
+        return [parameter.requires_grad for parameter in self._owners.values()] != self._learned
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -257,7 +259,7 @@ class ExactGradients:
             unit.restart()
 
     def begin(self, last: bool) -> None:
-        """A backward pass; `last`: of this rank in this step."""
+        """Begins a backward pass; `last`: of this rank in this step."""
         self._last, self._sent = last, 0
         for unit in self._units:
             unit.begin()
@@ -265,24 +267,28 @@ class ExactGradients:
     def _take(self, unit: _Unit) -> None:
         unit.take()
         # In the same order on all ranks, whatever the order in which their gradients come.
-        while self._last and self._sent < len(self._buckets) and not any(one.waits for one in self._buckets[self._sent].units):
+        while (
+            self._last
+            and self._sent < len(self._buckets)
+            and not any(member.waits for member in self._buckets[self._sent].units)
+        ):
             self._send_next()
 
     def end(self) -> None:
-        """Of a backward pass: what has not come will not."""
+        """Ends a backward pass: what has not come will not."""
         for unit in self._units:
             if unit.waits:
                 unit.take()
 
     def _send_next(self) -> None:
-        """A bucket's terms; and the means of the one before it, whose terms should have come meanwhile."""
+        """Sends a bucket's terms; and the means of the one before it, whose terms should have come meanwhile."""
         self._buckets[self._sent].send()
         if self._sent:
             self._buckets[self._sent - 1].share()
         self._sent += 1
 
     def unscale_whole(self, scale: Callable[[Tensor], Tensor]) -> None:
-        """Whole gradients are those of the loss again, as their shards are; `scale` multiplies as it did the loss."""
+        """Makes whole gradients those of the loss again, as their shards are; `scale` multiplies as it did the loss."""
         for gradient in self.whole.values():
             gradient.div_(scale(gradient.new_ones((), dtype=torch.float32)))
 
@@ -314,8 +320,9 @@ class ExactGradients:
         owner.grad = gradient
 
     def _agree(self) -> Callable[[], dict[_Unit, int]]:
-        """On the largest values that any rank has seen. What it returns waits for the others, and says how many sums each unit
-        has, on any rank."""
+        """Starts to agree on the largest values that any rank has seen. Returns a function that waits for the others and
+        returns how many sums each unit has, on any rank.
+        """
         seen = [value for unit in self._units for value in unit.seen]
         both = torch.tensor([*seen, *(unit.sum.count for unit in self._units)], dtype=torch.float64, device=self._device)
         work = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True) if self._world_size > 1 else None
@@ -333,13 +340,13 @@ class ExactGradients:
     def _coarser(self, unit: _Unit, count: int) -> Tensor:
         sums = unit.sum.coarser(count)
         if self._world_size > 1:
-            for one in sums:
-                dist.all_reduce(one)
+            for level in sums:
+                dist.all_reduce(level)
         return from_the_coarsest(sums)
 
 
 def _parted(units: list[list[tuple[str, nn.Parameter]]], most: int) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
-    """Neighbours of one kind, up to the size of a bucket."""
+    """Yields neighbours of one kind, up to the size of a bucket."""
     part: list[list[tuple[str, nn.Parameter]]] = []
     size = 0
     for unit in units:
@@ -355,8 +362,8 @@ def _parted(units: list[list[tuple[str, nn.Parameter]]], most: int) -> Iterator[
 
 def _of_one_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for one in named:
-        kinds.setdefault(_kind(one[1]), []).append(one)
+    for pair in named:
+        kinds.setdefault(_kind(pair[1]), []).append(pair)
     return list(kinds.values())
 
 

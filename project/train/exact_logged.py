@@ -1,7 +1,7 @@
-"""What `self.log` logs, the same to the last bit on any number of ranks.
+"""Makes what `self.log` logs the same to the last bit on any number of ranks.
 
 A value of a micro-batch is a term of a sum that is rounded once (train/exact.py). Where a step or an epoch ends, all ranks meet
-and have the same result, whatever `sync_dist` says. A value that is logged elsewhere, at the end of an epoch, say, has to be
+and have the same result, whatever `sync_dist` is. A value that is logged elsewhere, at the end of an epoch, say, has to be
 the same on all ranks; where it is not, it depends on their number, and is refused.
 """
 
@@ -52,8 +52,8 @@ class ExactResults(Results):
             self._sums_before = deepcopy(self._sums) if self.may_leave_out else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
-            found: Any = self.values()
-            for metric in found:
+            metrics: Any = self.values()
+            for metric in metrics:
                 metric._forward_cache = None
 
     def _take_back(self, key: str, before: Any, whether: bool | Tensor) -> None:
@@ -100,61 +100,62 @@ class ExactResults(Results):
                 self._terms.setdefault(key, []).append((term, self.weight))
 
     def meet_in_step(self, hook_is_over: bool) -> None:
-        """At the end of a step, by all ranks, before `on_train_batch_end` and after it: what its micro-batches have logged
-        becomes one value."""
+        """Turns what a step's micro-batches have logged into one value. Called at the end of a step, by all ranks, before
+        `on_train_batch_end` and after it.
+        """
         if not self.ends_step:
             return
         if hook_is_over and not self.logs_at_the_end:
             return
         keys = [key for key in self._terms if (_hook(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
-        found = {key: self._terms.pop(key) for key in keys}
-        values = iter(fetched([term for terms in found.values() for term, _ in terms]) if found else ())
-        mine = {key: [(next(values), weight) for _, weight in terms] for key, terms in found.items()}
-        everybodys = self._brought_together(hook_is_over, mine)
-        for key in dict.fromkeys(key for one in everybodys for key in one if key in self):
+        logged = {key: self._terms.pop(key) for key in keys}
+        values = iter(fetched([term for terms in logged.values() for term, _ in terms]) if logged else ())
+        own = {key: [(next(values), weight) for _, weight in terms] for key, terms in logged.items()}
+        by_rank = self._brought_together(hook_is_over, own)
+        for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank if key in self):
             metric: Any = self[key]
-            terms = [term for one in everybodys for term in one.get(key, ())]
+            terms = [term for of_rank in by_rank for term in of_rank.get(key, ())]
             made = torch.tensor(_made_of(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
             metric._forward_cache = made
             if not metric.meta.on_epoch and metric.is_tensor:
                 metric.value = made
 
-    def _brought_together(self, when: bool, mine: dict[str, _Terms]) -> list[dict[str, _Terms]]:
-        """What all ranks have. As numbers alone, where all have logged the same names as often as the last time."""
+    def _brought_together(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
+        """Returns what all ranks have. Sends numbers alone, where all have logged the same names as often as the last time."""
         if self._world_size == 1:
-            return [mine]
-        names, expected = tuple((key, len(terms)) for key, terms in mine.items()), self._expected.get(when)
+            return [own]
+        names, expected = tuple((key, len(terms)) for key, terms in own.items()), self._expected.get(when)
         if expected is not None:
             fits = names == expected
-            pairs = [number for terms in mine.values() for pair in terms for number in pair]
+            pairs = [number for terms in own.values() for pair in terms for number in pair]
             numbers = [1.0, *pairs] if fits else [0.0] * (1 + 2 * sum(count for _, count in expected))
-            everybodys = gathered_numbers(numbers, self._world_size)
-            if all(one[0] for one in everybodys):
-                return [_taken_apart(one[1:], expected) for one in everybodys]
-        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = gathered((mine, self._metas(mine)), self._world_size)
+            rows = gathered_numbers(numbers, self._world_size)
+            if all(row[0] for row in rows):
+                return [_taken_apart(row[1:], expected) for row in rows]
+        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = gathered((own, self._metas(own)), self._world_size)
         brought = [terms for terms, _ in both]
         self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
-        kinds = {tuple((key, len(terms)) for key, terms in one.items()) for one in brought}
+        kinds = {tuple((key, len(terms)) for key, terms in of_rank.items()) for of_rank in brought}
         self._expected[when] = kinds.pop() if len(kinds) == 1 else None
         return brought
 
     def meet(self) -> None:
-        """At the end of an epoch, by all ranks: what has been added up is that of all of them."""
-        mine: dict[str, tuple[list[float], float]] = {}
-        for key, found in self.items():
-            metric: Any = found
+        """Adds up what all ranks have. Called at the end of an epoch, by all of them."""
+        own: dict[str, tuple[list[float], float]] = {}
+        for key, result in self.items():
+            metric: Any = result
             if not self._counts(key, metric) or key in self._met:
                 continue
             if key in self._sums:
-                mine[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
+                own[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
             else:
-                mine[key] = [float(metric.value)], 0
-        both = gathered((mine, self._metas(mine)), self._world_size)
-        everybodys: list[dict[str, tuple[list[float], float]]] = [found for found, _ in both]
+                own[key] = [float(metric.value)], 0
+        both = gathered((own, self._metas(own)), self._world_size)
+        by_rank: list[dict[str, tuple[list[float], float]]] = [of_rank for of_rank, _ in both]
         self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
-        for key in dict.fromkeys(key for one in everybodys for key in one):
+        for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank):
             metric = self[key]
-            of_ranks = [one[key] for one in everybodys if key in one]
+            of_ranks = [of_rank[key] for of_rank in by_rank if key in of_rank]
             parts = [part for parts, _ in of_ranks for part in parts]
             if metric.meta.is_mean_reduction:
                 total = exact_mean(parts, sum(count for _, count in of_ranks))
@@ -165,19 +166,21 @@ class ExactResults(Results):
             self._met.add(key)
 
     def _metas(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What belongs to values beside their numbers, for ranks that have not logged them."""
-        found = {}
+        """Returns what belongs to values beside their numbers, for ranks that have not logged them."""
+        metas = {}
         for key in keys:
             metric: Any = self[key]
             if not metric.is_tensor:  # a metric of the module's, which `ExactMetrics` knows
                 continue
-            found[key] = meta = copy(metric.meta)
+            metas[key] = meta = copy(metric.meta)
             meta.sync = copy(meta.sync)
             meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
-        return found
+        return metas
 
     def _adopt(self, metas: Mapping[str, Any]) -> None:
-        """What other ranks have logged, and this one not: it has nothing to add, and knows the result as they do."""
+        """Adds entries for what other ranks have logged, and this one not: it has nothing to add, and knows the result like
+        them.
+        """
         others: list[Any] = list(self.values())
         device = others[0].device if others else torch.device("cpu")
         for key, meta in metas.items():
@@ -190,24 +193,26 @@ class ExactResults(Results):
                     self._sums[key] = ExactScalar()
 
     def _counts(self, key: str, metric: Any) -> bool:
-        """Whether it is a sum, or the largest or smallest, over the micro-batches of an epoch."""
+        """Returns whether a value is a sum, or the largest or smallest, over the micro-batches of an epoch."""
         meta = metric.meta
         logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
         return bool(logged and _hook(meta.fx) in _OF_MICRO_BATCH)
 
     def refuse_what_differs(self) -> None:
-        """At the end of an epoch, by all ranks: what was logged in other hooks is the same on all ranks."""
+        """Refuses what was logged in other hooks and is not the same on all ranks. Called at the end of an epoch, by all
+        ranks.
+        """
         if self._world_size == 1:
             return
-        mine = {}
-        for key, found in self.items():
-            metric: Any = found
+        own = {}
+        for key, result in self.items():
+            metric: Any = result
             elsewhere = _hook(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
-                mine[key] = repr(metric.value.double().tolist())
-        everybodys = gathered(mine, self._world_size)
-        for key in mine:
-            if len({one[key] for one in everybodys if key in one}) > 1:
+                own[key] = repr(metric.value.double().tolist())
+        by_rank = gathered(own, self._world_size)
+        for key in own:
+            if len({of_rank[key] for of_rank in by_rank if key in of_rank}) > 1:
                 meta = self[key].meta
                 raise UserError(
                     f"self.log({meta.name!r}) in {_hook(meta.fx)} logs another value on each rank, which depends on their "
@@ -217,7 +222,9 @@ class ExactResults(Results):
 
     @staticmethod
     def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
-        """The ranks have met already; Lightning would add up what all of them have."""
+        """Returns the value without a sum over the ranks, which have met already; Lightning would add up what all of them
+        have.
+        """
         meta = result_metric.meta
         if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
             shared, meta.sync.should = meta.sync.should, False
@@ -230,17 +237,17 @@ class ExactResults(Results):
         super().reset(metrics, fx)
 
     def sums(self, ranks: DataRanks) -> Sums:
-        """As one rank's: a checkpoint does not tell how many there were."""
+        """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
         made = super().sums(ranks)
-        for key, one in made.items():
+        for key, entry in made.items():
             if key in self._sums and self._counts(key, self[key]):
-                parts = [part for value, _ in one["ranks"] for part in value.tolist()]
-                samples = torch.stack([count for _, count in one["ranks"]]).sum()
-                one["ranks"] = [(torch.tensor(apart(parts), dtype=torch.float64), samples)]
+                parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
+                samples = torch.stack([count for _, count in entry["ranks"]]).sum()
+                entry["ranks"] = [(torch.tensor(apart(parts), dtype=torch.float64), samples)]
             else:
-                how = {"max": torch.amax, "min": torch.amin}.get(one["meta"]["reduce_fx"])
-                values = torch.stack([value for value, _ in one["ranks"]])
-                one["ranks"] = [(values[0] if how is None else how(values, 0), one["ranks"][0][1])]
+                how = {"max": torch.amax, "min": torch.amin}.get(entry["meta"]["reduce_fx"])
+                values = torch.stack([value for value, _ in entry["ranks"]])
+                entry["ranks"] = [(values[0] if how is None else how(values, 0), entry["ranks"][0][1])]
         return dict(sorted(made.items()))  # a rank may have met with them in another order
 
     def _held(self, key: str) -> Tensor:
@@ -260,7 +267,7 @@ class ExactResults(Results):
 
 
 def _hook(fx: str) -> str:
-    """Where it was logged, without the number of the loader."""
+    """Returns the hook in which it was logged, without the number of the loader."""
     return fx.partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""torchmetrics whose values are the same to the last bit on any number of ranks.
+"""Computes torchmetrics whose values are the same to the last bit on any number of ranks.
 
 A metric adds up what its updates bring; floats in the order in which they come. Here each micro-batch's part is taken out of
 the metric when the next one begins, and the metric stands at zero again. Sums of floats are kept on grids (train/exact.py),
@@ -31,7 +31,7 @@ Counted = dict[str, Any]
 
 
 class ExactMetrics:
-    """Those of a module. `begin` before each micro-batch, `meet` at the end of an epoch, by all ranks."""
+    """The metrics of a module. Call `begin` before each micro-batch, `meet` at the end of an epoch, by all ranks."""
 
     def __init__(self, module: LightningModule, world_size: int) -> None:
         self.module, self._world_size = module, world_size
@@ -43,7 +43,7 @@ class ExactMetrics:
         """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
 
     def begin(self, stage: str, where: Where) -> None:
-        """A micro-batch: what is counted from now on is its own."""
+        """Begins a micro-batch: what is counted from now on is its own."""
         if self._met:
             self._go_on()
         self._take()
@@ -53,7 +53,7 @@ class ExactMetrics:
         self._stage, self._where = stage, where
 
     def _take(self) -> None:
-        """What the last micro-batch has brought."""
+        """Takes what the last micro-batch has brought."""
         for name, metric in metrics_of(self.module):
             if not metric.metric_state or not metric.update_called:
                 continue
@@ -76,8 +76,8 @@ class ExactMetrics:
 
     def _with(self, before: Any, value: Any, how: Any) -> Any:
         if isinstance(value, list):
-            parts = [one.detach().cpu() if isinstance(one, Tensor) else one for one in value]
-            return [*(before or []), *((self._where, number, one) for number, one in enumerate(parts))]
+            parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
+            return [*(before or []), *((self._where, number, element) for number, element in enumerate(parts))]
         value = value.detach()
         before = None if before is None else before.to(value.device)  # it may come from a checkpoint
         if how is dim_zero_sum and value.is_floating_point():
@@ -92,14 +92,16 @@ class ExactMetrics:
         metrics = dict(metrics_of(self.module))
         for name, counted in self._of_all(stage).items():
             metric = metrics[name]
-            for key, found in counted["states"].items():
+            for key, state in counted["states"].items():
                 how, default = metric._reductions[key], metric.metric_state[key]
                 if isinstance(default, list):
-                    value: Any = [one.to(metric.device) if isinstance(one, Tensor) else one for _, _, one in found]
+                    value: Any = [
+                        element.to(metric.device) if isinstance(element, Tensor) else element for _, _, element in state
+                    ]
                 elif how is dim_zero_sum and default.is_floating_point():
-                    value = WideSum.total(found).view(default.shape).to(metric.device, default.dtype)
+                    value = WideSum.total(state).view(default.shape).to(metric.device, default.dtype)
                 else:
-                    value = found.to(metric.device)
+                    value = state.to(metric.device)
                 setattr(metric, key, value)
             metric._update_count, metric._computed = counted["updates"], None
             if name not in self._met:
@@ -107,20 +109,22 @@ class ExactMetrics:
             metric.distributed_available_fn = _nobody_else
 
     def _of_all(self, stage: str) -> dict[str, Counted]:
-        """What all ranks have counted, in the order of the micro-batches; rank 0 has it from now on."""
-        mine = {name: {**one, "states": _on_host(one["states"])} for name, one in self._counted.get(stage, {}).items()}
-        everybodys: list[dict[str, Counted]] = gathered(mine, self._world_size)
+        """Returns what all ranks have counted, in the order of the micro-batches; rank 0 has it from now on."""
+        own = {
+            name: {**counted, "states": _on_host(counted["states"])} for name, counted in self._counted.get(stage, {}).items()
+        }
+        by_rank: list[dict[str, Counted]] = gathered(own, self._world_size)
         metrics, made = dict(metrics_of(self.module)), {}
-        for name in sorted({name for one in everybodys for name in one} & set(metrics)):
-            there = [one[name] for one in everybodys if name in one]
+        for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
+            parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
             reductions = metrics[name]._reductions
-            joined = {key: _joined([one["states"][key] for one in there], how) for key, how in reductions.items()}
+            joined = {key: _joined([part["states"][key] for part in parts], how) for key, how in reductions.items()}
             # A name that came from elsewhere is another object, and a checkpoint would have other bytes for it.
-            made[sys.intern(name)] = {"states": joined, "updates": sum(one["updates"] for one in there)}
+            made[sys.intern(name)] = {"states": joined, "updates": sum(part["updates"] for part in parts)}
         return made
 
     def _go_on(self) -> None:
-        """After the end of an epoch: who was not reset counts on."""
+        """Resumes counting after the end of an epoch: metrics that were not reset keep what they have."""
         for name, (metric, others) in self._met.items():
             metric.distributed_available_fn = others
             if metric.update_called:
@@ -131,7 +135,7 @@ class ExactMetrics:
         self._met = {}
 
     def state_dict(self) -> dict[str, Counted]:
-        """Of all ranks' training, which must call this together."""
+        """Returns the states of all ranks' training. All of them must call this together."""
         if not self._met:
             self._take()
         return self._of_all("train")
@@ -152,7 +156,7 @@ def _on_host(states: dict[str, Any]) -> dict[str, Any]:
 
 def _joined(parts: list[Any], how: Any) -> Any:
     if isinstance(parts[0], list):
-        return sorted((one for part in parts for one in part), key=lambda one: one[:2])
+        return sorted((element for part in parts for element in part), key=lambda element: element[:2])
     if how is dim_zero_max:
         return torch.stack(parts).amax(0)
     if how is dim_zero_min:

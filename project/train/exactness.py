@@ -1,4 +1,4 @@
-"""trainer.exact: what would make a run another one on another number of ranks is fixed here, or refused by name."""
+"""Fixes for trainer.exact what would make a run another one on another number of ranks, or refuses it by name."""
 
 import logging
 import os
@@ -28,8 +28,8 @@ _INSTEAD = {
 
 
 def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
-    """The Trainer's arguments with which sums can't be exact."""
-    found = {
+    """Raises a UserError for arguments of the Trainer with which sums can't be exact."""
+    reasons = {
         "trainer.gradient_compression": "rounds what the ranks send each other" if compression != "none" else None,
         "trainer.sync_batchnorm": "normalises by what the ranks have at once" if settings.get("sync_batchnorm") else None,
         "trainer.benchmark": "picks the fastest algorithm, another one each time" if settings.get("benchmark") else None,
@@ -38,19 +38,19 @@ def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: 
         if type(strategy).__name__ in ("DDPStrategy", "SingleDeviceStrategy", "Sharded")
         else "adds up by itself",
     }
-    for name, why in found.items():
+    for name, why in reasons.items():
         if why:
             raise UserError(f"trainer.exact can't be kept: {name} {why}. HINT: leave {name} as it is by default.")
 
 
 def warn_of_hashes() -> None:
-    """Warns where Python orders the strings of a set by chance; `python -m project` sees to it by itself."""
+    """Warns where Python orders the strings of a set by chance; `python -m project` handles that by itself."""
     if sys.flags.hash_randomization and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         log.warning("trainer.exact: the order of a set of strings is another one in each process. HINT: PYTHONHASHSEED=0.")
 
 
 def refuse_other_loop(why: str | None) -> None:
-    """`why`: the steps are left to Lightning's own loop."""
+    """Raises a UserError where Lightning's own loop takes the steps. `why`: the reason, or None."""
     if why is not None:
         raise UserError(
             f"trainer.exact can't be kept: {why}, and so Lightning's own loop takes the steps (docs/own.md). "
@@ -59,11 +59,11 @@ def refuse_other_loop(why: str | None) -> None:
 
 
 def untold(name: str) -> property:
-    """In the place of the Trainer's property of this name, which is another one on another number of ranks.
+    """Returns a property in the place of the Trainer's of this name, which is another one on another number of ranks.
 
-    With trainer.exact neither the module nor its data may ask for it; of the rank they are warned.
+    With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
     """
-    usual: property = getattr(Trainer, name)
+    original: property = getattr(Trainer, name)
 
     def ask(self: Any) -> Any:
         if self._exact and (who := _own_code(self, sys._getframe(1))):
@@ -73,24 +73,24 @@ def untold(name: str) -> property:
             if self.is_global_zero and who not in _WARNED:
                 _WARNED.add(who)
                 log.warning("trainer.exact: %s. HINT: a file's name or a print may go by it; what is computed may not.", why)
-        return usual.__get__(self)
+        return original.__get__(self)
 
-    return property(ask, doc=usual.__doc__)
+    return property(ask, doc=original.__doc__)
 
 
 def _own_code(trainer: Any, asks: FrameType) -> str:
-    """The method of the module, or of its data, that asks; empty where it is somebody else."""
+    """Returns the method of the module, or of its data, that reads the property; '' where it is other code."""
     if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
         asks = asks.f_back  # self.global_rank
     those = trainer.lightning_module, getattr(trainer, "datamodule", None)
     who = asks.f_locals.get("self")
     ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
-    known = who is not None and any(one is who for one in those) and not ours
+    known = who is not None and any(owner is who for owner in those) and not ours
     return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
 
 
 def refuse_no_global_batch(global_batch_size: int | None) -> None:
-    """Of data of one's own; ImageData has a global batch of its own."""
+    """Raises a UserError for data of the user's own without a global batch; ImageData has a global batch of its own."""
     if global_batch_size is None:
         raise UserError(
             "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
@@ -99,7 +99,7 @@ def refuse_no_global_batch(global_batch_size: int | None) -> None:
 
 
 def refuse_to_gather(*_: object, **__: object) -> NoReturn:
-    """In the place of the strategy's `all_gather`, which LightningModule's calls."""
+    """Raises a UserError in the place of the strategy's `all_gather`, which LightningModule's calls."""
     raise UserError(
         "trainer.exact can't be kept: self.all_gather brings together what the ranks have at once, another batch on "
         "another number of ranks. HINT: a larger micro-batch, the same on any number of ranks, or a torchmetrics.Metric."
@@ -107,7 +107,7 @@ def refuse_to_gather(*_: object, **__: object) -> NoReturn:
 
 
 def refuse_none() -> NoReturn:
-    """A micro-batch without a loss."""
+    """Raises a UserError for a micro-batch without a loss."""
     raise UserError(
         "trainer.exact can't be kept: training_step returned None, and other ranks would wait for its gradient. "
         "HINT: return a loss that has none: (output * 0).sum()."
@@ -118,9 +118,9 @@ def look_at_compiled(module: LightningModule, exact: bool) -> None:
     """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
     shorter micro-batch comes by, and after a restart they are not until one does.
 
-    `static_shapes = True` in the module says that it has said dynamic=False; ImageClassifier has.
+    `static_shapes = True` in the module means that it has set dynamic=False; ImageClassifier has.
     """
-    names = [name or type(module).__name__ for name, one in module.named_modules() if is_translated(one)]
+    names = [name or type(module).__name__ for name, submodule in module.named_modules() if is_translated(submodule)]
     if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
         names.insert(0, type(module).__name__)
     if not names or getattr(module, "static_shapes", False):
@@ -135,7 +135,7 @@ def look_at_compiled(module: LightningModule, exact: bool) -> None:
 
 @contextmanager
 def gradients_come_last() -> Iterator[None]:
-    """Around `on_after_backward` of a micro-batch that is not the last of its step: `param.grad` is None there."""
+    """Wraps `on_after_backward` of a micro-batch that is not the last of its step: `param.grad` is None there."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -148,8 +148,8 @@ def gradients_come_last() -> Iterator[None]:
 
 
 class MovedWeights:
-    """Parameters and buffers that a step's micro-batches move (a codebook, a mean teacher, spectral norm's buffers) are each
-    rank's own. Between the first forward pass of a step and its last gradient all of them must stay.
+    """Detects moved weights: parameters and buffers that a step's micro-batches move (a codebook, a mean teacher, spectral
+    norm's buffers) are each rank's own. Between the first forward pass of a step and its last gradient all of them must stay.
 
     Args:
         module: the network.
@@ -157,25 +157,27 @@ class MovedWeights:
     """
 
     def __init__(self, module: nn.Module, parameters: bool = True) -> None:
-        self._known = {f"{name}.{one}" for name, norm in batch_norms(module) for one, _ in norm.named_buffers(recurse=False)}
+        self._known = {
+            f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)
+        }
         self._module = module
         # A sharded network has other objects under these names while it computes.
         self._parameters = [
-            (name, one, local(one.detach()).clone())
-            for name, one in module.named_parameters()
-            if parameters and not is_lazy(one)
+            (name, parameter, local(parameter.detach()).clone())
+            for name, parameter in module.named_parameters()
+            if parameters and not is_lazy(parameter)
         ]
         self._buffers = {
-            name: one.clone() for name, one in module.named_buffers() if name not in self._known and not is_lazy(one)
+            name: buffer.clone() for name, buffer in module.named_buffers() if name not in self._known and not is_lazy(buffer)
         }
 
     def buffers(self) -> list[str]:
         """Returns the names of the buffers that have moved. Batch norm's are brought together."""
         known = self._buffers
-        return [name for name, one in self._module.named_buffers() if name in known and not _same(one, known[name])]
+        return [name for name, buffer in self._module.named_buffers() if name in known and not _same(buffer, known[name])]
 
     def refuse(self, where: str = "in its forward pass") -> None:
-        """Looks whether they stayed."""
+        """Raises a UserError where a parameter or a buffer has moved."""
         for name in self.buffers():
             raise UserError(
                 f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
@@ -190,14 +192,14 @@ class MovedWeights:
                 )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.shape != other.shape:
         return False
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def fix_threads(threads: int, exact: bool) -> None:
-    """Of a CPU's operations, which split a sum among their threads."""
+    """Sets the number of threads of a CPU's operations, which split a sum among their threads."""
     torch.set_num_threads(threads)
     many = f"Every rank computes with {threads} {'thread' if threads == 1 else 'threads'} (trainer.threads)"
     if exact:

@@ -1,4 +1,4 @@
-"""Is a gradient finite? One look at all gradients, on the device, without a wait."""
+"""Checks whether gradients are finite: one look at all of them, on the device, without a wait."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 
 
 def not_finite(gradients: Sequence[Tensor], one: Tensor) -> Tensor:
-    """More than 0 if a value is not finite, else 0. `one`: 1.0 where the flag is to be.
+    """Returns more than 0 if a value is not finite, else 0. `one`: 1.0 where the flag is to be.
 
     It is GradScaler's own check, with a scale of 1: exact, and the cheapest there is. Of bf16 it has none on a GPU.
     """

@@ -1,4 +1,4 @@
-"""`self.all_gather` where the ranks' micro-batches are not of one size: a message instead of an abort."""
+"""Replaces an abort by a message: `self.all_gather` where the ranks' micro-batches are not of one size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,10 @@ from project.train.micro_batch import micro_batch
 
 
 def gather_evenly(trainer: Trainer, gather: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """In the place of the strategy's `all_gather`, which `self.all_gather` calls: of tensors of different sizes gloo aborts the
-    process, and NCCL waits. All ranks know when their micro-batches differ by a sample, and so all of them end alike."""
+    """Gathers in the place of the strategy's `all_gather`, which `self.all_gather` calls: given tensors of different sizes gloo
+    aborts the process, and NCCL waits. All ranks know when their micro-batches differ by a sample, and so all of them end
+    alike.
+    """
     at = micro_batch(trainer)
     if trainer.training and at.order is not None and tensor.ndim and len(tensor) == at.size:
         many = trainer.accumulate_grad_batches

@@ -1,4 +1,4 @@
-"""Which loader becomes what: training and evaluation loaders are dealt out in this project's order wherever they can be."""
+"""Deals out training and evaluation loaders in this project's order wherever they can be."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -28,15 +28,16 @@ _STAGES = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}  # 
 
 
 class Loaders(_DataConnector):
-    """Lightning's, which hands every loader through `_prepare_dataloader` when a loop begins to use it.
+    """The connector of the data: Lightning's, which hands every loader through `_prepare_dataloader` when a loop begins to use
+    it.
 
     Args:
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
-        wanted: the accumulation that was asked for.
+        wanted: the accumulation in the configuration.
         limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
             micro-batches over all ranks; by name of the stage.
-        settled: told the accumulation when it is known, which is when the first training loader is.
+        settled: called with the accumulation when it is known, which is when the first training loader is.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
 
@@ -75,8 +76,9 @@ class Loaders(_DataConnector):
 
     @property
     def read_here(self) -> list[Any]:
-        """What this process reads samples with itself, and no loader process: training sets, and what puts them together;
-        of a loader that is left as it is its samplers, too."""
+        """Returns the objects that this process reads samples with itself, and no loader process: training sets, and what puts
+        them together; of a loader that is left as it is its samplers, too.
+        """
         read = [part for loader in self._made if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
         for loader in self._left:
             if not hasattr(loader, "state_dict"):
@@ -103,7 +105,7 @@ class Loaders(_DataConnector):
 
     @contextmanager
     def limits_of_loop(self, stage: str) -> Iterator[None]:
-        """While Lightning sets up a loop, it sees the limit that is left to it; before and after, the user's is to be read."""
+        """Shows Lightning the limit that is left to it while it sets up a loop; before and after, the user's is to be read."""
         self.note_limits(stage)
         name = f"limit_{stage}_batches"
         given: Limit = getattr(self.trainer, name)
@@ -119,25 +121,26 @@ class Loaders(_DataConnector):
             setattr(self.trainer, name, given)
 
     def _cut_trial(self) -> None:
-        """Lightning counts micro-batches."""
+        """Sets the limit of a run that only tries the code: Lightning counts micro-batches."""
         if self._steps_of_trial is not None:
             self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
 
     def start_over(self) -> None:
-        """Another fit, or another verb."""
+        """Begins another fit, or another verb."""
         self.note_limits()
         self._start, self._counted, self._made, self._left, self._sizes = (0, 0), False, [], [], []
         self._in_use, self._batch_size = (-1, []), None
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of samples of the training sets in use, as far as they are known."""
+        """Returns the numbers of samples of the training sets in use, as far as they are known."""
         return self._in_use[1]
 
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool) -> None:
-        """Training goes on from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
-        been made already: a schedule that asks for the length of the run has them made, and a sharded network is restored
-        after that."""
+        """Resumes training from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
+        been made already: a schedule that needs the length of the run has them made, and a sharded network is restored after
+        that.
+        """
         trainer: Any = self.trainer
         same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
         self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
@@ -187,7 +190,7 @@ class Loaders(_DataConnector):
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _settle(self, size: int | None) -> None:
-        """The first training loader says how large a micro-batch is."""
+        """Settles the accumulation: the first training loader has the size of a micro-batch."""
         if self._counted:
             return
         self._counted = True
@@ -249,7 +252,9 @@ class Loaders(_DataConnector):
         return self._put(dealt)
 
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
-        """Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample."""
+        """Deals out every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one
+        sample.
+        """
         trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
         if sampling(loader).drop_last:
             count -= count % size
@@ -278,7 +283,7 @@ class Loaders(_DataConnector):
         return dealt
 
     def _leave(self, loader: object, mode: RunningStage, why: str | None) -> None:
-        """Lightning deals with it. Said once: what can't be promised of a loader that is left as it is."""
+        """Leaves a loader to Lightning. Logs once what can't be promised of a loader that is left as it is."""
         self._moments.leave_loaders()
         self._moments.begin_epoch(self.trainer.current_epoch)
         trainer, stage = self.trainer, _STAGES.get(mode, "val")

@@ -1,4 +1,4 @@
-"""What `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
+"""Stores what `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -29,7 +29,9 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 def _without_copies(log: Callable[..., None]) -> Callable[..., None]:
-    """Lightning copies a number that is logged to the GPU, for which the host waits. A kernel writes the same number."""
+    """Returns `log` without its copy: Lightning copies a number that is logged to the GPU, for which the host waits. A kernel
+    writes the same number.
+    """
 
     @wraps(log)
     def logged(self: LightningModule, name: str, value: Any, *args: Any, **how: Any) -> None:
@@ -44,7 +46,9 @@ LightningModule.log = _without_copies(LightningModule.log)  # type: ignore[metho
 
 
 class Results(_ResultCollection):
-    """What the training steps of an epoch have logged; a run that was stopped within the epoch goes on with it."""
+    """The results that the training steps of an epoch have logged; a run that was stopped within the epoch resumes with
+    them.
+    """
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
@@ -82,11 +86,13 @@ class Results(_ResultCollection):
         super().log(fx, name, self._made_whole(name, value), **how)
 
     def _made_whole(self, name: str, value: Any) -> Any:
-        """What follows from parameters that are spread over the ranks is spread, too. All ranks log it."""
+        """Returns the whole of a value that follows from parameters that are spread over the ranks, and so is spread, too. All
+        ranks log it.
+        """
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
-        """`weight`: what it counts for in its step."""
+        """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
             self._of_step.clear()
@@ -119,15 +125,17 @@ class Results(_ResultCollection):
             fresh.reset()
             before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
         value, count = (
-            one if whether is True or one is None else torch.where(whether, one.to(other.device), other)  # type: ignore[arg-type]
-            for one, other in zip(before, now, strict=True)
+            earlier if whether is True or earlier is None else torch.where(whether, earlier.to(other.device), other)  # type: ignore[arg-type]
+            for earlier, other in zip(before, now, strict=True)
         )
         metric.value = value
         if count is not None:
             metric.cumulated_batch_size = count
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Lightning shows a step as its last micro-batch, which is another one on another number of ranks. It is their mean."""
+        """Shows a step as the mean of its micro-batches. Lightning shows the last one, which is another one on another number
+        of ranks.
+        """
         metric: Any = self[key]
         meta = metric.meta
         if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
@@ -161,53 +169,53 @@ class Results(_ResultCollection):
         return known
 
     def meet_in_step(self, hook_is_over: bool) -> None:
-        """For those that bring a step's values together when it ends."""
+        """Does nothing here; overridden where a step's values are brought together when it ends."""
 
     def meet(self) -> None:
-        """For those that bring an epoch's values together when it ends."""
+        """Does nothing here; overridden where an epoch's values are brought together when it ends."""
 
     def refuse_what_differs(self) -> None:
-        """For those that bring values together themselves, and leave others as they are."""
+        """Does nothing here; overridden where values are brought together, and others are left as they are."""
 
     def sums(self, ranks: DataRanks) -> Sums:
-        """Of all ranks, which must call this together."""
-        mine: dict[str, tuple[Tensor, Tensor]] = {}
-        for key, found in self.items():
-            metric: Any = found
+        """Returns the sums of all ranks, which must call this together."""
+        own: dict[str, tuple[Tensor, Tensor]] = {}
+        for key, result in self.items():
+            metric: Any = result
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
-                mine[key] = self._held(key), samples.cpu()
-        everybodys = ranks.gathered(mine)
+                own[key] = self._held(key), samples.cpu()
+        by_rank = ranks.gathered(own)
         made: Sums = {}
-        for key in mine:
-            if all(key in one for one in everybodys):
+        for key in own:
+            if all(key in of_rank for of_rank in by_rank):
                 meta: Any = self[key].meta
                 made[key] = {
                     "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
                     "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-                    "ranks": [one[key] for one in everybodys],
+                    "ranks": [of_rank[key] for of_rank in by_rank],
                 }
         return made
 
     def _held(self, key: str) -> Tensor:
-        """The sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
+        """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
         metric: Any = self[key]
         value: Tensor = metric.value.detach().cpu()
         return value
 
     def go_on(self, sums: Sums, rank: int, ranks: int) -> None:
-        """With the next epoch that begins."""
+        """Keeps a checkpoint's sums for the next epoch that begins."""
         self._from_before = sums, rank, ranks
 
     def put_back(self, device: torch.device, reduce: Callable[..., Any]) -> None:
-        """What was summed up on another number of ranks is rank 0's now."""
+        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now."""
         if self._from_before is None:
             return
         (sums, rank, ranks), self._from_before = self._from_before, None
-        for key, one in sums.items():
+        for key, entry in sums.items():
             value, samples = self._taken_over(key, sums, rank, ranks)
-            should, rank_zero_only = one["sync"].values()
-            meta = dict(one["meta"])
+            should, rank_zero_only = entry["sync"].values()
+            meta = dict(entry["meta"])
             self.pop(key, None)  # of an earlier fit
             fx, name = meta.pop("fx"), meta.pop("name")
             # As when it was logged for the first time, but without that value, which the ranks need not meet for.
@@ -224,7 +232,7 @@ class Results(_ResultCollection):
         self._of_step.clear()
 
     def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """What this rank goes on with: the value, and the number of samples in it."""
+        """Returns what this rank resumes with: the value, and the number of samples in it."""
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
         of_ranks = [(value.sum(), count) for value, count in of_ranks]
         if len(of_ranks) == ranks:
@@ -244,14 +252,14 @@ class _Reduction:
         self.strategy = strategy
 
     def __eq__(self, other: object) -> bool:
-        """Lightning refuses a name that is logged twice with different reductions."""
+        """Returns whether two reductions are the same: Lightning refuses a name that is logged twice with different ones."""
         return isinstance(other, _Reduction) and self.strategy is other.strategy
 
     def __hash__(self) -> int:
         return id(self.strategy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Reduction":
-        """Returns this one: whoever copies what was logged does not mean the strategy, and with it the network."""
+        """Returns this one: a copy of what was logged does not need the strategy, and with it the network."""
         return self
 
     def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -282,7 +290,7 @@ class _OnItsWay:
 
 
 class TakesMeasurements:
-    """A logger that asks for what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
+    """A logger that wants what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
 
     def since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what was logged for this step and later ones, which a checkpoint takes along."""
@@ -290,14 +298,16 @@ class TakesMeasurements:
 
 
 def measurement_loggers(trainer: Trainer) -> list[Logger]:
-    """Returns the loggers that get these: all of them, where one asks. Into a logger that the user made in Python goes what
-    the user's module logs, and nothing else.
+    """Returns the loggers for these measurements: all of them, where one wants them. A logger that the user made in Python
+    receives what the user's module logs, and nothing else.
     """
     return trainer.loggers if any(isinstance(logger, TakesMeasurements) for logger in trainer.loggers) else []
 
 
 class Logged(_LoggerConnector):
-    """Lightning's, which guesses the size of a batch from what its `collate_fn` made (of strings, by their length)."""
+    """The logger connector: Lightning's guesses the size of a batch from what its `collate_fn` made (of strings, by their
+    length).
+    """
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -312,7 +322,9 @@ class Logged(_LoggerConnector):
 
     @property
     def progress_bar_metrics(self) -> Any:
-        """What a bar shows: of what a GPU computes, the number of the last step, for which the host hardly waits."""
+        """Returns the metrics that a bar shows: of what a GPU computes, the number of the last step, for which the host hardly
+        waits.
+        """
         bar: dict[str, Any] = super().progress_bar_metrics
         for name, value in bar.items():
             if isinstance(value, Tensor):
@@ -332,7 +344,7 @@ class Logged(_LoggerConnector):
 
     @property
     def exact_metrics(self) -> ExactMetrics | None:
-        """Where trainer.exact is set."""
+        """Returns the exact metrics, where trainer.exact is set."""
         if not self.trainer.fit_loop.epoch_loop.exact:
             return None
         module = self.trainer.lightning_module
@@ -342,7 +354,7 @@ class Logged(_LoggerConnector):
 
     @property
     def arriving(self) -> tuple[int, int] | None:
-        """The micro-batch of an evaluation that goes to the device, as `evaluated` has it from then on."""
+        """Returns the micro-batch of an evaluation that goes to the device, which `evaluated` holds from then on."""
         loop: Any = self.trainer._active_loop
         for number, loader in enumerate(loop._combined_loader.flattened):
             if isinstance(loader, DealtLoader) and loader.taken:
@@ -389,7 +401,9 @@ class Logged(_LoggerConnector):
         return str(self.trainer.state.stage and self.trainer.state.stage.value)
 
     def should_reset_tensors(self, fx: str) -> bool:
-        """Lightning throws away what is there when a hook logs for the first time in an epoch."""
+        """Returns whether a first log resets what is there: Lightning discards it when a hook logs for the first time in an
+        epoch.
+        """
         reset: bool = super().should_reset_tensors(fx)
         results: Any = self.trainer._results
         if isinstance(results, Results) and fx in results.kept:
@@ -398,7 +412,9 @@ class Logged(_LoggerConnector):
         return reset
 
     def epoch_end_reached(self) -> None:
-        """Lightning brings the ranks' numbers of samples to their mean as whole numbers: of 3 and 4, that would be 3."""
+        """Ends an epoch. Lightning brings the ranks' numbers of samples to their mean as whole numbers: of 3 and 4, that would
+        be 3.
+        """
         super().epoch_end_reached()
         results: Any = self.trainer._results
         if isinstance(results, Results):

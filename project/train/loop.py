@@ -1,9 +1,9 @@
-"""Lightning's loop over the micro-batches, with all that happens to one in one place, and nothing that nobody asked for.
+"""The training loop. Replaces `_TrainingEpochLoop.advance`; calls the same hooks in the same order.
 
 Lightning passes a micro-batch through forty layers of hooks, profiler contexts, closures and results, which takes longer than
-a small step itself; and before each it tells all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
-What is done here, and in which order, is what Lightning does. Where something is asked for that is not (`train/usual.py`),
-Lightning's own loop does it.
+a small step itself; and before each it sends all ranks whether a SIGTERM has come, which `StopTogether` does without a wait.
+What is done here, and in which order, is what Lightning does. Where the configuration needs something that is not
+(`train/usual.py`), Lightning's own loop does it.
 """
 
 import logging
@@ -57,24 +57,26 @@ def _nothing() -> None:
 
 
 def fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """From now on these are called before and after this trainer's loader is asked for a micro-batch."""
+    """Sets what is called before and after a micro-batch is fetched from this trainer's loader."""
     loop: Any = trainer.fit_loop.epoch_loop
     loop.before_fetch, loop.after_fetch = before, after
 
 
 def fetching_now(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What is called before and after it so far."""
+    """Returns what is called before and after a fetch so far."""
     loop: Any = trainer.fit_loop.epoch_loop
     return loop.before_fetch, loop.after_fetch
 
 
 def joins(trainer: Trainer, callback: Callback) -> None:
-    """A callback that comes in the middle of training, as the last one."""
+    """Adds a callback during training, as the last one."""
     _with_callbacks(trainer, lambda those: [*those, callback])
 
 
 def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
-    """Of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of them call this."""
+    """Returns the norm of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of
+    them call this.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     return float(loop.gradient_norm(parameters))
 
@@ -86,8 +88,8 @@ def repeated(trainer: Trainer, work: Callable[[], Tensor]) -> Callable[[], Tenso
 
 
 def leaves(trainer: Trainer, callback: Callback) -> None:
-    """And goes."""
-    _with_callbacks(trainer, lambda those: [one for one in those if one is not callback])
+    """Removes a callback during training."""
+    _with_callbacks(trainer, lambda those: [other for other in those if other is not callback])
 
 
 def _with_callbacks(trainer: Any, change: Callable[[list[Callback]], list[Callback]]) -> None:
@@ -96,7 +98,7 @@ def _with_callbacks(trainer: Any, change: Callable[[list[Callback]], list[Callba
 
 
 class _Weighed:
-    """Gives what Lightning's own way through a micro-batch makes of a step's output the micro-batch's weight."""
+    """Weighs what Lightning's own way through a micro-batch makes of a step's output by the micro-batch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._last, self._warned = trainer, None, False  # type: Trainer, MicroBatch | None, bool
@@ -127,7 +129,7 @@ class _Weighed:
 
 
 class _Named:
-    """The batches of a loader, each noted as the one at hand before anybody sees it."""
+    """The batches of a loader, each noted as the one at hand before any other code sees it."""
 
     def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
         self._fetcher, self._fetch, self._note = fetcher, fetch, note
@@ -137,13 +139,13 @@ class _Named:
         return bool(self._fetcher.done)
 
     def __next__(self) -> Any:
-        found = self._fetch(self._fetcher)
-        self._note(found[0])
-        return found
+        fetched = self._fetch(self._fetcher)
+        self._note(fetched[0])
+        return fetched
 
 
 class Steps(_TrainingEpochLoop):
-    """The steps of an epoch."""
+    """The loop over the steps of an epoch."""
 
     _results: Results
 
@@ -233,7 +235,9 @@ class Steps(_TrainingEpochLoop):
         return self._is_validation_due(data_fetcher)
 
     def _is_validation_due(self, data_fetcher: Any) -> bool:
-        """Lightning asks each rank's clock, within a step, too; and it counts micro-batches."""
+        """Returns whether a validation is due, on all ranks alike. Lightning reads each rank's clock, within a step, too; and
+        it counts micro-batches.
+        """
         trainer = self.trainer
         if trainer._val_check_time_interval is not None:
             due = not self.accumulates() and super()._should_check_val_fx(data_fetcher)
@@ -249,27 +253,31 @@ class Steps(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """Asked a dozen times a step; Lightning looks first whether the module steps by itself."""
+        """Returns the number of steps taken, which is read a dozen times a step; Lightning looks first whether the module steps
+        by itself.
+        """
         return self.automatic_optimization.optim_progress.optimizer_steps if self._automatic else super().global_step
 
     @property
     def done(self) -> bool:
-        """Who asks for the end within a step gets it after that step, and after the validation that follows it."""
+        """Returns whether the loop ends: a request to stop within a step takes effect after that step, and after the validation
+        that follows it.
+        """
         return not self._validation_due and super().done and not (self.trainer.should_stop and self.accumulates())
 
     def ends_epoch(self, coming: int = 0) -> bool:
-        """Whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""
+        """Returns whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""
         batches: Any = self.batch_progress
         return bool(batches.is_last_batch or batches.current.ready + coming == self.trainer.num_training_batches)
 
     def accumulates(self, coming: int = 0) -> bool:
-        """Whether its step goes on after the micro-batch at hand, or after the next one."""
+        """Returns whether its step continues after the micro-batch at hand, or after the next one."""
         if (self.batch_progress.current.ready + coming) % self.trainer.accumulate_grad_batches == 0:
             return False
         return self.trainer.strategy.handles_gradient_accumulation or not self.ends_epoch(coming)
 
     def is_out_of_time(self) -> bool:
-        """Asked when training is about to stop, by all ranks; rank 0's clock counts."""
+        """Returns whether the time is used up, by rank 0's clock. Called when training is about to stop, by all ranks."""
         if not timers(self.trainer):
             return False
         if self._out_of_time is None:
@@ -277,7 +285,7 @@ class Steps(_TrainingEpochLoop):
         return self._out_of_time
 
     def may_leave_out(self, whether: bool) -> None:
-        """Says whether a step of this fit may be left out: then what it has logged does not count."""
+        """Sets whether a step of this fit may be left out: then what it has logged does not count."""
         self._results.may_leave_out = whether
 
     def on_advance_end(self, data_fetcher: Any) -> None:
@@ -307,7 +315,7 @@ class Steps(_TrainingEpochLoop):
         unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
         self._validates = self.trainer.enable_validation
         loaders = data_fetcher.combined_loader.flattened
-        self._dealt = [one for one in loaders if isinstance(one, DealtLoader)]
+        self._dealt = [loader for loader in loaders if isinstance(loader, DealtLoader)]
         self._all_dealt = len(self._dealt) == len(loaders)
         self._run_seed = run_seed()
         log.debug("The steps are taken by %s.", f"Lightning's own loop: {why_not}" if why_not else "this project's loop")
@@ -344,8 +352,8 @@ class Steps(_TrainingEpochLoop):
         self._scaler = getattr(self._precision, "scaler", None)
         self._index = bool(is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2))
         configs = self.trainer.lr_scheduler_configs
-        self._schedules = [one for one in configs if one.interval == "step" and not one.reduce_on_plateau]
-        self._plateaus = any(one.reduce_on_plateau for one in configs)
+        self._schedules = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
+        self._plateaus = any(config.reduce_on_plateau for config in configs)
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         self._before, self._transfer, self._after = (getattr(self._mover(name), name) for name in names)
         if self.captures and no_graph is None:
@@ -366,19 +374,21 @@ class Steps(_TrainingEpochLoop):
         self._gradients.load_state_dict(known)
         self._looks_at_weights = True
         callbacks: list[Callback] = trainer.callbacks
-        others = [one for one in callbacks if not type(one).__module__.startswith(("project.", "lightning."))]
+        others = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
         logged: Any = self._results
         logged.logs_at_the_end = is_overridden("on_train_batch_end", trainer.lightning_module) or any(
-            is_overridden("on_train_batch_end", one) for one in others
+            is_overridden("on_train_batch_end", callback) for callback in others
         )
 
     @property
     def exact_grids(self) -> dict[str, float] | None:
-        """For a checkpoint."""
+        """Returns the grids of the exact sums, for a checkpoint."""
         return None if self._gradients is None else self._gradients.state_dict()
 
     def _mover(self, hook: str) -> Any:
-        """Who moves a batch to the device by this hook: the data module, where it has one of its own, or the module."""
+        """Returns what moves a batch to the device by this hook: the data module, where it has one of its own, or the
+        module.
+        """
         loaders: Any = self.trainer._data_connector
         data, module = loaders.attached, self.trainer.lightning_module
         if data is None or not is_overridden(hook, data, LightningDataModule):
@@ -394,7 +404,7 @@ class Steps(_TrainingEpochLoop):
         self.trainer.profiler.stop(_FETCHING)
 
     def _begin_step(self) -> None:
-        """The position is between two steps, and nothing of the next one has been read: loaders know where they are."""
+        """Calls the hook between two steps: nothing of the next one has been read, and loaders know where they are."""
         if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
             self._tell("on_step_begins")
 
@@ -412,7 +422,7 @@ class Steps(_TrainingEpochLoop):
         pass
 
     def advance(self, data_fetcher: Any) -> None:
-        """A micro-batch, from the loader to the metrics."""
+        """Takes a micro-batch from the loader to the metrics."""
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if self._takes_batches:
@@ -467,7 +477,7 @@ class Steps(_TrainingEpochLoop):
             trainer._logger_connector.update_train_step_metrics()
 
     def _learn(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
-        """From a batch on the device to its gradient, and with the last one of a step to the weights."""
+        """Takes a batch on the device to its gradient, and with the last one of a step to the weights."""
         if accumulates:
             with getattr(self._strategy, "block_backward_sync", nullcontext)():
                 return self._gradient(batch, number, accumulates)
@@ -477,7 +487,7 @@ class Steps(_TrainingEpochLoop):
         return outputs
 
     def _run(self, graph: Kind, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
-        """The same as a graph, which is recorded if it is the first of its kind."""
+        """Does the same by a graph, which is recorded if it is the first of its kind."""
 
         def work(batch: Any) -> tuple[Any, ...]:
             self._results.in_graph = True
@@ -491,10 +501,10 @@ class Steps(_TrainingEpochLoop):
         assert self.graphs is not None
         outputs, batch, loss, self._clipped_norm = self.graphs.run(graph, batch, work)
         self._learned, self.loss = True, loss.clone()  # the next one of its kind overwrites it
-        return {name: one.clone() if isinstance(one, Tensor) else one for name, one in outputs.items()}, batch
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}, batch
 
     def _pass_over(self, number: int) -> None:
-        """The loader gave None: a micro-batch of no samples."""
+        """Passes over a micro-batch of no samples: the loader gave None."""
         self._refuse_among_ranks("The training loader gave None", "give a batch without what is not wanted")
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         progress = self.batch_progress
@@ -521,19 +531,19 @@ class Steps(_TrainingEpochLoop):
             raise as_user_error(RuntimeError(), f"{text} {lightnings} HINT: {hint}.")
 
     def _note(self, batch: Any) -> None:
-        """Which micro-batch this is. Where there are several loaders, they go on together, and the first names it."""
-        found = None
+        """Notes which micro-batch this is. Several loaders advance together, and the first one names it."""
+        current = None
         for loader in self._dealt:
             if loader.taken:
                 key = loader.taken.popleft()
-                found = found or MicroBatch(key, loader.seed, loader.keys.order)
-        if found is None:
+                current = current or MicroBatch(key, loader.seed, loader.keys.order)
+        if current is None:
             many, trainer = self.trainer.accumulate_grad_batches, self.trainer
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, data_ranks(trainer).rank * many + number)
-            found = MicroBatch(key, self._run_seed, counted=samples_of(batch))
-        self.micro_batch, self.loss = found, None
-        self.moments.begin_micro_batch(found.seed)
+            current = MicroBatch(key, self._run_seed, counted=samples_of(batch))
+        self.micro_batch, self.loss = current, None
+        self.moments.begin_micro_batch(current.seed)
 
     def _weigh(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = self.micro_batch.weight
@@ -559,7 +569,7 @@ class Steps(_TrainingEpochLoop):
         super().teardown()
 
     def _gradient(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
-        """Forwards and backwards."""
+        """Computes the forward and the backward pass."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
         if number % micro_batches == 0 and self._gradients is not None:
@@ -618,8 +628,8 @@ class Steps(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self) -> None:
-        """As all optimisers of torch do it, and no others come here; their own way is recorded for a profile and kept from the
-        compiler, which takes longer.
+        """Removes the gradients like all optimisers of torch, and no others come here; their own way is recorded for a profile
+        and kept from the compiler, which takes longer.
         """
         if "zero_grad" in vars(self._optimizer):  # somebody has put another one on it
             self._optimizer.zero_grad()
@@ -656,8 +666,10 @@ class Steps(_TrainingEpochLoop):
             self._scaler.update()
 
     def _clip(self, value: float) -> None:
-        """Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are none any more."""
-        parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
+        """Clips the gradients. Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are
+        none any more.
+        """
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             self._clipped_norm = None if self.graphs is None else self.gradient_norm(parameters)
             clip_values(self._optimizer, value)
@@ -667,21 +679,25 @@ class Steps(_TrainingEpochLoop):
             self._clipped_norm = clip_grad_norm_(parameters, value)
 
     def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Of the gradient, whole, before it is clipped. Where it is spread over the ranks, all of them call this."""
+        """Returns the norm of the whole gradient, before it is clipped. Where it is spread over the ranks, all of them call
+        this.
+        """
         if self._clipped_norm is not None:
             return self._clipped_norm
-        gradients = {id(one): one.grad for one in parameters if one.grad is not None}
+        gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
         if self._gradients is not None:
             gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
         return total_norm(gradients.values())
 
     def _count_ready(self, accumulates: bool) -> None:
-        """Until the step is completed, the run's position is before it."""
+        """Counts a step as begun: until it is completed, the run's position is before it."""
         if not accumulates:
             self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
 
     def _processed(self, number: int, accumulates: bool, stepped: bool = True) -> None:
-        """What follows a micro-batch, at the end of a step (which `stepped` leaves uncounted) and at the end of the epoch."""
+        """Counts a micro-batch as processed, at the end of a step (which `stepped` leaves uncounted) and at the end of the
+        epoch.
+        """
         count = self.automatic_optimization.optim_progress.optimizer
         if number % self.trainer.accumulate_grad_batches == 0:
             count.zero_grad.increment_ready()
@@ -696,7 +712,7 @@ class Steps(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _move_schedules(self, number: int) -> None:
-        """Those that move with the steps; Lightning moves those of an epoch or of a metric."""
+        """Moves the schedules that move with the steps; Lightning moves those of an epoch or of a metric."""
         for config in self._schedules:
             if number // self.trainer.accumulate_grad_batches % config.frequency == 0:
                 self.scheduler_progress.increment_ready()
@@ -704,14 +720,14 @@ class Steps(_TrainingEpochLoop):
                 self.scheduler_progress.increment_completed()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Lightning counts a rank's micro-batches where a frequency is one of steps."""
+        """Moves schedules by steps: Lightning counts a rank's micro-batches where a frequency is one of steps."""
         if interval == "step" and self.accumulates():
             return
         if interval == "step" and not update_plateau_schedulers:  # Lightning's loop has taken a step
             self._tell("on_step_taken")
         if self._usual and update_plateau_schedulers and not self._plateaus:
             return
-        of_steps = [one for one in self.trainer.lr_scheduler_configs if one.interval == "step"]
+        of_steps = [config for config in self.trainer.lr_scheduler_configs if config.interval == "step"]
         many = self.trainer.accumulate_grad_batches
         for config in of_steps:
             config.frequency *= many
@@ -724,30 +740,30 @@ class Steps(_TrainingEpochLoop):
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""
         recording = self.graphs is not None and self.graphs.recording
-        told = self._told.get((hook, recording))
-        if told is None:
-            told = self._told[hook, recording] = self._who_has(hook, recording)
-        if told:
+        methods = self._told.get((hook, recording))
+        if methods is None:
+            methods = self._told[hook, recording] = self._who_has(hook, recording)
+        if methods:
             self._module.__dict__["_current_fx_name"] = hook
-            for one in told:
-                one(*args)
+            for method in methods:
+                method(*args)
 
     def ask_again(self) -> None:
-        """The callbacks are others now."""
+        """Forgets which callbacks have a hook: they are others now."""
         self._told = {}
         if self.graphs is not None:
             self.graphs.look_again()
 
     def _who_has(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
-        """Those who have a hook; while a graph is recorded, those of them that are a part of it."""
+        """Returns the methods of a hook; while a graph is recorded, those of them that are a part of it."""
         trainer, module = self.trainer, self._module
-        told: list[Callable[..., Any]] = []
+        methods: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:
             method = getattr(callback, hook, None)
             if method is None or getattr(method, "__func__", method) is getattr(Callback, hook, None):
                 continue
             if not recording or is_capturable(callback, hook):
-                told.append(partial(method, trainer, module))
+                methods.append(partial(method, trainer, module))
         if hasattr(LightningModule, hook) and is_overridden(hook, module, LightningModule):
-            told.append(getattr(module, hook))
-        return told
+            methods.append(getattr(module, hook))
+        return methods

@@ -1,4 +1,4 @@
-"""The torchmetrics of a module in the middle of an epoch: their states go into a checkpoint, and come back.
+"""Saves and restores the torchmetrics of a module in the middle of an epoch: their states go into a checkpoint, and come back.
 
 torchmetrics leaves its states out of a module's `state_dict`, because at the end of an epoch nothing is in them.
 """
@@ -21,7 +21,7 @@ States = dict[str, list[dict[str, Any]]]
 
 _FIRSTS: dict[Any, Callable[[list[Any]], Any]] = {
     dim_zero_sum: lambda parts: sum(parts),
-    dim_zero_cat: lambda parts: [one for part in parts for one in _listed(part)],
+    dim_zero_cat: lambda parts: [element for part in parts for element in _listed(part)],
 }
 _EVERYBODYS: dict[Any, Callable[[list[Any]], Any]] = {
     dim_zero_max: lambda parts: torch.stack(parts).amax(0),
@@ -32,20 +32,22 @@ _EVERYBODYS: dict[Any, Callable[[list[Any]], Any]] = {
 
 
 def states(trainer: Trainer, module: LightningModule) -> States:
-    """Of all ranks, which must call this together. A validation begins anew, and so what it has counted is left out."""
+    """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
+    left out.
+    """
     counted = _logged_in_training(trainer) if trainer.validating else None
-    mine: dict[str, dict[str, Any]] = {}
+    own: dict[str, dict[str, Any]] = {}
     for name, metric in metrics_of(module):
-        if metric.update_called and (counted is None or any(metric is one for one in counted)):
+        if metric.update_called and (counted is None or any(metric is other for other in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
-            mine[name] = {"state": held, "updates": metric.update_count}
-    everybodys = data_ranks(trainer).gathered(mine)
+            own[name] = {"state": held, "updates": metric.update_count}
+    by_rank = data_ranks(trainer).gathered(own)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
-    return {name: [one.get(name, {}) for one in everybodys] for name in {key for one in everybodys for key in one}}
+    return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
 
 
 def put_back(found: States, module: LightningModule, rank: int, ranks: int) -> None:
-    """Into the metrics of today's ranks."""
+    """Restores states into the metrics of today's ranks."""
     metrics = dict(metrics_of(module))
     for name, of_ranks in found.items():
         if (metric := metrics.get(name)) is None:
@@ -58,9 +60,9 @@ def put_back(found: States, module: LightningModule, rank: int, ranks: int) -> N
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    there = [one for one in of_ranks if one]
+    entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():
-        parts = [one["state"][key] for one in there]
+        parts = [entry["state"][key] for entry in entries]
         if how in _EVERYBODYS:
             made[key] = _EVERYBODYS[how](parts)
         elif how not in _FIRSTS:
@@ -69,11 +71,11 @@ def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], r
             return {}
         elif not rank:
             made[key] = _FIRSTS[how](parts)
-    return {"state": made, "updates": sum(one["updates"] for one in there) if not rank else 0}
+    return {"state": made, "updates": sum(entry["updates"] for entry in entries) if not rank else 0}
 
 
 def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
-    """By their names."""
+    """Yields the metrics of a module with their names."""
     for part in module.modules():
         if isinstance(part, MetricCollection):
             part.items()  # those that count the same have their states with one of them until somebody asks
@@ -84,7 +86,7 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
 
 def _logged_in_training(trainer: Trainer) -> list[Metric]:
     results: Any = trainer.fit_loop.epoch_loop._results
-    return [one.value for one in results.values() if isinstance(one.value, Metric)]
+    return [result.value for result in results.values() if isinstance(result.value, Metric)]
 
 
 def _listed(part: Any) -> list[Any]:
@@ -92,8 +94,8 @@ def _listed(part: Any) -> list[Any]:
 
 
 def _on_host(value: Any) -> Any:
-    return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+    return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
 
 
 def _on_device(value: Any, metric: Metric) -> Any:
-    return [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
+    return [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)

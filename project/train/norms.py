@@ -1,4 +1,4 @@
-"""Which layers are batch norms that compute as torch's do: train/batch_norm.py moves their statistics once a step."""
+"""Finds the layers that are batch norms and compute as torch's do: train/batch_norm.py moves their statistics once a step."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """The layers with running statistics that are torch's batch norm, or compute the same, by name."""
+    """Yields the layers with running statistics that are torch's batch norm, or compute the same, by name."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None and is_plain(layer):
             yield name, layer
@@ -56,9 +56,11 @@ def is_plain(layer: _BatchNorm) -> bool:
 
 
 def _gathers_only(layer: _BatchNorm) -> bool:
-    """Computes a batch with two different running statistics: do they leave a trace, and what is gathered?"""
-    memory: dict[int, Any] = {id(one): nn.Parameter(torch.ones(one.shape)) for one in layer.parameters()}
-    memory |= {id(one): torch.zeros(one.shape, dtype=one.dtype) for one in layer.buffers()}
+    """Returns whether a layer only gathers: computes a batch with two different running statistics, and looks whether they
+    leave a trace, and what is gathered.
+    """
+    memory: dict[int, Any] = {id(parameter): nn.Parameter(torch.ones(parameter.shape)) for parameter in layer.parameters()}
+    memory |= {id(buffer): torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
     twin = copy.deepcopy(layer, memory).train()
     twin.momentum = 1.0
     mean, var = twin.running_mean, twin.running_var
@@ -80,8 +82,8 @@ def _gathers_only(layer: _BatchNorm) -> bool:
 
 
 def compiled(module: nn.Module) -> set[nn.Module]:
-    """The layers that torch.compile has translated."""
-    return {layer for one in module.modules() if is_translated(one) for layer in one.modules()}
+    """Returns the layers that torch.compile has translated."""
+    return {layer for translated in module.modules() if is_translated(translated) for layer in translated.modules()}
 
 
 def is_translated(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Where a run is, in terms that mean the same on any number of ranks, and how Lightning's loops are put there.
+"""The position of a run, in terms that mean the same on any number of ranks, and how Lightning's loops are put there.
 
 A run is saved between two steps, when all that belongs to the one is done (its schedule, its validation, the end of its
 epoch) and nothing of the next has begun. Lightning's own counters count the micro-batches of a rank and depend on the hook
@@ -19,7 +19,9 @@ from project.untrusted import as_count
 
 @dataclass(frozen=True)
 class Position:
-    """So many steps of so many epochs are done. `validation_due`: stopped in the validation that follows the last."""
+    """The position of a run: so many steps of so many epochs are done. `validation_due`: stopped in the validation that follows
+    the last.
+    """
 
     epoch: int
     step: int
@@ -41,7 +43,7 @@ class Position:
 
     @classmethod
     def of(cls, saved: Any) -> "Position":
-        """Reads what `state_dict` gave; a TypeError or a ValueError where it is something else."""
+        """Reads what `state_dict` gave; raises a TypeError or a ValueError where it is something else."""
         for name, value in saved.items():
             if not isinstance(value, bool):
                 as_count(value)
@@ -51,7 +53,7 @@ class Position:
 
 
 def position(trainer: Trainer) -> Position:
-    """The position between two steps: at the start of a step's first micro-batch, in a validation, or at the end.
+    """Returns the position between two steps: at the start of a step's first micro-batch, in a validation, or at the end.
 
     And just before the optimiser takes a step, which then is not done.
     """
@@ -88,22 +90,22 @@ def position(trainer: Trainer) -> Position:
 
 
 def within_epoch(trainer: Trainer) -> bool:
-    """Asked at the end of an epoch: whether training was stopped before all its micro-batches had been trained on."""
+    """Returns, at the end of an epoch, whether training was stopped before all its micro-batches had been trained on."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
 
 
 def timers(trainer: Trainer) -> list[Timer]:
-    return [one for one in trainer.callbacks if isinstance(one, Timer)]  # type: ignore[attr-defined]
+    return [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
 
 
 def out_of_time(trainer: Trainer) -> bool:
-    """Whether trainer.max_time is used up, by this process's clock."""
+    """Returns whether trainer.max_time is used up, by this process's clock."""
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
 def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
-    """Rewrites the saved state of Lightning's fit loop so that it goes on from a position, on so many data ranks."""
+    """Rewrites the saved state of Lightning's fit loop so that it resumes from a position, on so many data ranks."""
     begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]
     for name in ("ready", "started", "processed", "completed"):
@@ -133,6 +135,6 @@ def check_loops(saved: Any, name: str = "loops") -> None:
 
 
 def planned_steps(trainer: Trainer) -> int | None:
-    """Of the whole run, where they are known."""
+    """Returns the steps of the whole run, where they are known."""
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 <= steps < float("inf") else None

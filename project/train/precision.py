@@ -1,4 +1,4 @@
-"""The precision of a run that has no GPU, and the one that `auto` takes."""
+"""Chooses the precision of a run that has no GPU, and the one that `auto` takes."""
 
 from typing import Any
 
@@ -6,20 +6,23 @@ import torch
 
 
 def on_cpu(accelerator: Any) -> bool:
-    """Whether what `trainer.accelerator` asks for is a CPU here."""
+    """Returns whether `trainer.accelerator` means a CPU here."""
     return accelerator == "cpu" or (
         accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
     )
 
 
 def auto_precision() -> str:
-    """On GPUs that multiply in bf16 (from compute capability 8.0 on) that: it needs no scaling of the loss."""
+    """Returns the precision of `auto`: on GPUs that multiply in bf16 (from compute capability 8.0 on) that, as it needs no
+    scaling of the loss.
+    """
     return "bf16-mixed" if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0) else "16-mixed"
 
 
 def _fast_in_bf16() -> bool:
-    """By what this CPU has, and not by a measurement: all ranks must find the same. Measured: an AMD EPYC with AVX512_BF16 is
-    2.2 times as fast as in fp32, an Intel Xeon with that and without AMX 0.7 times.
+    """Returns whether this CPU is faster in bf16, by what it has, and not by a measurement: all ranks must find the same.
+    Measured: an AMD EPYC with AVX512_BF16 is 2.2 times as fast as in fp32, an Intel Xeon with that and without AMX 0.7
+    times.
     """
     has = torch.cpu.get_capabilities()
     if has.get("architecture") != "x86_64":
@@ -28,7 +31,7 @@ def _fast_in_bf16() -> bool:
 
 
 def cpu_precision(precision: str) -> tuple[str, str | None]:
-    """The precision to use where there is no GPU, and why it is another than the one asked for."""
+    """Returns the precision to use where there is no GPU, and why it is another than the one in the configuration."""
     if precision not in ("16-mixed", "16", "bf16-mixed", "bf16", "16-true"):
         return precision, None
     if precision.startswith("bf16") and torch.ops.mkldnn._is_mkldnn_bf16_supported():

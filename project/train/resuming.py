@@ -1,4 +1,4 @@
-"""What of a run lies in its checkpoint beside weights and optimiser, and how it is put back.
+"""Saves what of a run lies in its checkpoint beside weights and optimiser, and restores it.
 
 Rank 0 chooses the checkpoint. Each rank's own states are in it, where they differ from rank 0's. The settings of a schedule are
 the configuration's: where they have changed since the run began, as the length of a longer run does, today's are taken, and
@@ -44,7 +44,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
+    """Returns what a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
@@ -56,14 +56,14 @@ def restored_values(trainer: Trainer) -> Mapping[str, bytes]:
 
 
 def note_values(trainer: Trainer, values: Attributes) -> None:
-    """Of those who were not there when the fit began (training sets): what they are before the first step."""
+    """Notes the values, before the first step, of objects that were not there when the fit began (training sets)."""
     connector = trainer._checkpoint_connector
     assert isinstance(connector, Resuming)
     connector._values_as_built = {**values, **connector._values_as_built}
 
 
 class Resuming(_CheckpointConnector):
-    """Saves and restores more than Lightning's."""
+    """Saves and restores more than Lightning's connector."""
 
     _as_built: list[dict[str, Any]] | None = None
     """The states of the schedules as the configuration has them, before any step."""
@@ -116,18 +116,20 @@ class Resuming(_CheckpointConnector):
         return checkpoint
 
     def _mask(self, checkpoint: dict[str, Any]) -> None:
-        """What the module and its data keep by `save_hyperparameters`: a checkpoint is copied and given away."""
-        found: set[str] = set()
+        """Masks the secrets in what the module and its data keep by `save_hyperparameters`: a checkpoint is copied and given
+        away.
+        """
+        masked: set[str] = set()
         for part in ("hyper_parameters", "datamodule_hyper_parameters"):
             if part in checkpoint:
-                checkpoint[part] = without_secrets(checkpoint[part], found)
-        if found and not self._masks and self.trainer.is_global_zero:
+                checkpoint[part] = without_secrets(checkpoint[part], masked)
+        if masked and not self._masks and self.trainer.is_global_zero:
             log.warning(
                 "Checkpoints have %s in place of what save_hyperparameters keeps as %s. HINT: load_from_checkpoint takes the "
                 "real values by name; save_hyperparameters(ignore=[...]) leaves them out.",
-                *(MASK, ", ".join(sorted(found))),
+                *(MASK, ", ".join(sorted(masked))),
             )
-        self._masks = self._masks or bool(found)
+        self._masks = self._masks or bool(masked)
 
     def _warn_of_other_optimizers(self) -> None:
         now = _names(self.trainer)
@@ -172,7 +174,7 @@ class Resuming(_CheckpointConnector):
             self._loaded_checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own
 
     def _put(self) -> None:
-        """Loops and loaders go on where the run was, also on another number of ranks."""
+        """Sets loops and loaders to where the run was, also on another number of ranks."""
         try:
             at = Position.of(self._loaded_checkpoint["position"])
         except (AttributeError, TypeError, ValueError):
@@ -224,7 +226,7 @@ class Resuming(_CheckpointConnector):
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
-        """Returns those of them that have other values than at the start."""
+        """Returns those unsaved buffers that have other values than at the start."""
         before = self._buffers_as_built
         return {
             name: buffer
@@ -241,14 +243,18 @@ class Resuming(_CheckpointConnector):
                 buffers[name].copy_(saved)
 
     def restore_model(self) -> None:
-        """Called in every fit, resumed or not, before the hooks of its start. What they make is not there when it resumes."""
+        """Restores the module. Called in every fit, resumed or not, before the hooks of its start. What they make is not there
+        when it resumes.
+        """
         self._made_of = shapes(self.trainer.lightning_module)
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:
             make_room(self.trainer.lightning_module, self._loaded_checkpoint["state_dict"])
         super().restore_model()
 
     def restore_training_state(self) -> None:
-        """Called in every fit, resumed or not, when optimisers and schedules are there."""
+        """Restores buffers, loops, optimisers and schedules. Called in every fit, resumed or not, when optimisers and schedules
+        are there.
+        """
         trainer = self.trainer
         self._buffers_as_built = {name: buffer.detach().cpu().clone() for name, buffer in self._unsaved_buffers().items()}
         self._put_buffers()
@@ -267,10 +273,10 @@ class Resuming(_CheckpointConnector):
             super().restore_loops()
 
     def restore_optimizers(self) -> None:
-        """How the steps are computed is this start's matter: a checkpoint may come from other devices."""
+        """Restores the optimisers, but not how the steps are computed: a checkpoint may come from other devices."""
         for optimizer, saved in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
-            theirs = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
-            for group, restored in zip(optimizer.param_groups, theirs, strict=False):
+            saved_groups = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
+            for group, restored in zip(optimizer.param_groups, saved_groups, strict=False):
                 restored.update({name: group[name] for name in _HOW if name in group})
         try:
             super().restore_optimizers()
@@ -286,9 +292,13 @@ class Resuming(_CheckpointConnector):
         rounds NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16 bits.
         """
         module, saved = self.trainer.lightning_module, self._loaded_checkpoint["state_dict"]
-        same = {id(one) for name, one in module.named_parameters() if getattr(saved.get(name), "dtype", None) == one.dtype}
+        same = {
+            id(parameter)
+            for name, parameter in module.named_parameters()
+            if getattr(saved.get(name), "dtype", None) == parameter.dtype
+        }
         for optimizer, state in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for number, values in state["state"].items():
                 parameter = parameters[number]
                 restored = optimizer.state[parameter]
@@ -315,7 +325,7 @@ class Resuming(_CheckpointConnector):
         self._doubt(changed)
 
     def _doubt(self, changed: list[Any]) -> None:
-        """A schedule that has come to its end leaves nothing for the steps that were added."""
+        """Warns where a schedule has come to its end: it leaves nothing for the steps that were added."""
         trainer = self.trainer
         lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
@@ -333,7 +343,7 @@ class Resuming(_CheckpointConnector):
 
 @contextmanager
 def _of_the_checkpoint() -> Iterator[None]:
-    """Within it nothing but what is in the checkpoint can be wrong."""
+    """Raises a UserError for errors within it, where nothing but what is in the checkpoint can be wrong."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -347,7 +357,7 @@ def _names(trainer: Trainer) -> str:
 
 
 def _check_length(trainer: Trainer) -> None:
-    """OneCycleLR ends in an error when it is moved on after its last step."""
+    """Raises a UserError where OneCycleLR would be moved on after its last step, which ends in an error."""
     for config in trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, OneCycleLR):
             moves = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs or -1
@@ -359,7 +369,7 @@ def _check_length(trainer: Trainer) -> None:
 
 
 def merge(saved: Any, then: Any, now: Any) -> Any:
-    """What was saved, but with today's settings where those are others than the run began with."""
+    """Returns what was saved, but with today's settings where those are others than the run began with."""
     if isinstance(saved, dict) and isinstance(then, dict) and isinstance(now, dict):
         return {key: merge(value, then.get(key, value), now.get(key, then.get(key, value))) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)) and isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
@@ -369,18 +379,18 @@ def merge(saved: Any, then: Any, now: Any) -> Any:
     return saved if _same(then, now) else now
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(_same, value, other))
+    return bool(value == other)
 
 
 def _follow(schedule: Any) -> None:
-    """The optimiser gets the learning rate that a changed schedule has at this step, where the schedule can tell."""
+    """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
     tell = getattr(schedule, "_get_closed_form_lr", None)
     if tell is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
         tell = schedule.get_lr
@@ -392,19 +402,19 @@ def _follow(schedule: Any) -> None:
             group["lr"] = lr
 
 
-def _of_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[dict[str, Any] | None] | None:
-    """The states of each rank (None: as rank 0's), or None where all are alike. Called by all ranks."""
+def _of_ranks(trainer: Trainer, own_states: dict[str, Any]) -> list[dict[str, Any] | None] | None:
+    """Returns the states of each rank (None: as rank 0's), or None where all are alike. Called by all ranks."""
     ranks = data_ranks(trainer)
     if ranks.count == 1:
         return None
-    mine = changed(mine, _on_the_host)  # another rank would read a tensor of this one's device onto it
+    own_states = changed(own_states, _on_the_host)  # another rank would read a tensor of this one's device onto it
     held = io.BytesIO()
-    torch.save(mine, held)
+    torch.save(own_states, held)
     digests = ranks.gathered(hashlib.sha256(held.getvalue()).hexdigest())
     if len(set(digests)) == 1:
         return None
     states: list[Any] = [None] * ranks.count
-    first, own = ranks.rank == 0, mine if digests[ranks.rank] != digests[0] else None
+    first, own = ranks.rank == 0, own_states if digests[ranks.rank] != digests[0] else None
     dist.gather_object(own, states if first else None, group=ranks.group, group_dst=0)
     return states
 

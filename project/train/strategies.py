@@ -1,4 +1,4 @@
-"""Lightning's strategies that can't train here are refused by name."""
+"""Refuses by name Lightning's strategies that can't train here."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
@@ -11,7 +11,7 @@ def refuse_processes_within(strategy: Strategy, why: str) -> None:
     """Refuses strategies that start the ranks as parts of this process, as ddp_spawn, ddp_fork and ddp_notebook do.
 
     Raises:
-        SettingError: says why not here.
+        SettingError: names the reason.
     """
     if isinstance(strategy.launcher, _MultiProcessingLauncher):
         raise SettingError(
@@ -24,7 +24,7 @@ def refuse_strategy(trainer: pl.Trainer, launched: bool, saves: bool) -> None:
     """Refuses what fails later, with an error that does not name the strategy.
 
     Args:
-        trainer: is made, and connected with nobody yet.
+        trainer: is made, and not connected to other ranks yet.
         launched: whether a launcher has started the ranks.
         saves: whether the checkpoints are this project's, which hold whole tensors by the module's own names.
     """

@@ -1,4 +1,4 @@
-"""How gradients are added up over the ranks: by DistributedDataParallel, always in the same order, also after a restart.
+"""Adds up gradients over the ranks: by DistributedDataParallel, always in the same order, also after a restart.
 
 A ring adds up the ranks' values in an order that depends on where in its bucket a gradient lies, and with three ranks and more
 the order shows in the last bit. DistributedDataParallel fills its buckets anew in the second iteration, in the order in which
@@ -27,7 +27,7 @@ _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).param
 
 
 def gathered(mine: Any, ranks: int, group: Any = None) -> list[Any]:
-    """What every rank brings, by rank; of a group, if one is given. Called by all of them together."""
+    """Returns what every rank brings, by rank; of a group, if one is given. Called by all of them together."""
     brought: list[Any] = [mine]
     if ranks > 1:
         brought = [None] * ranks
@@ -36,12 +36,12 @@ def gathered(mine: Any, ranks: int, group: Any = None) -> list[Any]:
 
 
 def gathered_numbers(mine: list[float], ranks: int) -> list[list[float]]:
-    """As `gathered`, in a tenth of the time: every rank brings as many."""
+    """Returns the same as `gathered`, in a tenth of the time: every rank brings as many."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     brought = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(brought, torch.tensor(mine, dtype=torch.float64, device=device))
-    found: list[list[float]] = brought.view(ranks, -1).tolist()
-    return found
+    rows: list[list[float]] = brought.view(ranks, -1).tolist()
+    return rows
 
 
 def _learning(module: nn.Module) -> set[int]:
@@ -50,7 +50,7 @@ def _learning(module: nn.Module) -> set[int]:
 
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """Has the device do the work within on another stream: after what it was asked for before, and before what follows."""
+    """Runs the device's work within on another stream: after what was queued before, and before what follows."""
     before, own = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     own.wait_stream(before)
     with torch.cuda.stream(own):
@@ -75,31 +75,33 @@ class OrderedDDP(DistributedDataParallel):
         given = left_to_each_rank(module) - {*kept_equal}
         self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
         others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
-        usual: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
+        defaults: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
         if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
-            usual["gradient_as_bucket_view"] = True
+            defaults["gradient_as_bucket_view"] = True
         # A graph needs a stream of its own here; elsewhere every gradient would then have to wait for that stream.
         with own_stream() if on_gpu and for_graphs else nullcontext():
-            super().__init__(module, **{**usual, **settings})
+            super().__init__(module, **{**defaults, **settings})
             # What is rebuilt once is never rebuilt again. Two kinds are never rebuilt, or not until they know their graph.
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
         self._shared, self._settings = _learning(module), {**settings, "for_graphs": for_graphs}
         self._known = [*module.parameters()]
-        self._learned = [one.requires_grad for one in self._known]
+        self._learned = [parameter.requires_grad for parameter in self._known]
         self._hooks: list[tuple[object, Callable[..., Any]]] = []
 
     @property
     def shared(self) -> set[int]:
-        """The parameters whose gradients it adds up."""
+        """Returns the parameters whose gradients it adds up, by `id`."""
         return self._shared
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters learn than when it was made; asked at each step, and so of those that were there then."""
-        return [one.requires_grad for one in self._known] != self._learned
+        """Returns whether other parameters learn than when it was made; read at each step, and so of those that were there
+        then.
+        """
+        return [parameter.requires_grad for parameter in self._known] != self._learned
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,7 +116,7 @@ class OrderedDDP(DistributedDataParallel):
         self._hooks.append((state, hook))
 
     def made_anew(self, module: nn.Module) -> "OrderedDDP":
-        """As this one, which is of no use any more, for the parameters that learn now."""
+        """Returns a new one in its place, for the parameters that learn now. This one is of no use any more."""
         del self.reducer, self.logger  # what they have hooked to the parameters goes with them
         new = OrderedDDP(module, **self._settings)
         for state, hook in self._hooks:
@@ -127,7 +129,7 @@ class OrderedDDP(DistributedDataParallel):
 
 
 def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
-    """Has Lightning's strategy wrap the module so. One rank shares with nobody: no need to copy gradients into buckets."""
+    """Makes Lightning's strategy wrap the module so. A single rank need not copy gradients into buckets."""
     if strategy.world_size == 1:
         strategy.configure_ddp = _share_with_nobody  # type: ignore[method-assign]
     else:
@@ -136,7 +138,7 @@ def share_in_order(strategy: DDPStrategy, for_graphs: bool = False) -> None:
 
 
 def share_exactly(strategy: DDPStrategy) -> None:
-    """Gradients are added up elsewhere (train/exact_gradients.py): here the ranks only begin with the weights of rank 0."""
+    """Makes the ranks only begin with the weights of rank 0: gradients are added up elsewhere (train/exact_gradients.py)."""
     strategy.configure_ddp = partial(_begin_alike, strategy)  # type: ignore[method-assign]
 
 
@@ -164,7 +166,9 @@ def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> 
 
 
 def _share_what_learns(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
-    """Called after all hooks of that name, which may have unfrozen a layer. Within a step gradients are there already."""
+    """Wraps the module again if needed. Called after all hooks of that name, which may have unfrozen a layer. Within a step
+    gradients are there already.
+    """
     module = strategy.lightning_module
     assert module is not None
     if (

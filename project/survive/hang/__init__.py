@@ -1,1 +1,1 @@
-"""A run that hangs: who is at fault, where, and the end."""
+"""Ends a run that hangs, and names who is at fault, and where."""

@@ -1,9 +1,9 @@
-"""Which rank do the others wait for, by torch's flight recorder: it knows how far each rank's collectives are.
+"""Finds the rank that the others wait for, by torch's flight recorder, which knows how far each rank's collectives are.
 
-Under NCCL the stacks do not tell. All hosts wait for their devices at the same place, whether a device waits in a collective
+Under NCCL the stacks do not show it. All hosts wait for their devices at the same place, whether a device waits in a collective
 for the others or is the one that never got there. The recorder has three states: *scheduled*, the host has asked for the
 collective; *started*, the device has got to it; *completed*. Gloo's collectives have no device to wait for: they start at once.
-The library that torch 2.15 calls nccl2 never says *started*: ranks that are in the same collective can't be told apart by it.
+The library that torch 2.15 calls nccl2 never records *started*: it can't distinguish ranks that are in the same collective.
 """
 
 import threading
@@ -19,16 +19,18 @@ _asking: list[threading.Thread] = []
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The recorder's entries, or none where it does not answer soon: asked in a thread, as it looks at CUDA's events."""
+    """Returns the recorder's entries, or none where it does not answer soon: a thread reads them, since that queries CUDA's
+    events.
+    """
     if _asking and _asking[-1].is_alive():
         return []
-    found: list[dict[str, Any]] = []
-    _asking[:] = [within(_PATIENCE, lambda: found.extend(record()))]
-    return [] if _asking[0].is_alive() else found
+    entries: list[dict[str, Any]] = []
+    _asking[:] = [within(_PATIENCE, lambda: entries.extend(record()))]
+    return [] if _asking[0].is_alive() else entries
 
 
 def flights(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
-    """How far the collectives of each group are, by its name: of each that has recorded any."""
+    """Returns how far the collectives of each group are, by its name: of each that has recorded any."""
     of_groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         name, description = entry["process_group"]
@@ -39,14 +41,14 @@ def flights(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
 
 
 def _flight(entries: Sequence[Mapping[str, Any]], ranks: tuple[int, ...]) -> Flight:
-    """The oldest collective that has not ended on this rank; or, where all have, the next that it will be asked for."""
-    nccl = [one for one in entries if one["profiling_name"].startswith("nccl")]
+    """Returns the oldest collective that has not ended on this rank; or, where all have, the next that it will be asked for."""
+    nccl = [entry for entry in entries if entry["profiling_name"].startswith("nccl")]
     stages: dict[int, int] = {}
     names: dict[int, str] = {}
-    for one in nccl or entries:
-        number = one["collective_seq_id"]
-        stages[number] = max(stages.get(number, Flight.ABSENT), _stage(one))
-        names[number] = f"{one['profiling_name']} number {number} of {one['input_sizes']}"
+    for entry in nccl or entries:
+        number = entry["collective_seq_id"]
+        stages[number] = max(stages.get(number, Flight.ABSENT), _stage(entry))
+        names[number] = f"{entry['profiling_name']} number {number} of {entry['input_sizes']}"
     # One NCCL collective comes after the other: what was recorded as a part of another may never be seen to complete.
     # Gloo has several threads, and so the next may be done before the last.
     done = max((number for number, stage in stages.items() if nccl and stage == _COMPLETED), default=-1)
@@ -68,19 +70,20 @@ def _stage(entry: Mapping[str, Any]) -> int:
 
 
 def undecided(beats: Iterable[Heartbeat]) -> bool:
-    """Whether a rank that still moves, or has only just stopped, has yet to say how far its collectives are."""
+    """Returns whether a rank that still moves, or has only just stopped, has yet to report how far its collectives are."""
     known = list(beats)
     return any(beat.flights for beat in known) and any(not beat.flights and not beat.waits for beat in known)
 
 
 def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
-    """The ranks that the others wait for: those that are furthest behind in what all ranks do together, and of these the ones
-    that wait for nobody in another group. (A host may be ahead in a group of its own while its device hangs.)"""
-    ranks, known = sorted(beats), [one for beat in beats.values() if (one := beat.flights.get(ALL))]
+    """Returns the ranks that the others wait for: those that are furthest behind in what all ranks do together, and of these
+    the ones that wait for nobody in another group. (A host may be ahead in a group of its own while its device hangs.)
+    """
+    ranks, known = sorted(beats), [flight for beat in beats.values() if (flight := beat.flights.get(ALL))]
     if len(known) == len(ranks):
         if len(set(known)) == 1 and known[0].stage == Flight.STARTED:
             return ranks  # all are in the same one, and it does not end
-        last = min(one.place for one in known)
+        last = min(flight.place for flight in known)
         ranks = [rank for rank in ranks if beats[rank].flights[ALL].place == last]
     waits = {rank: _waits_for(rank, beats) & {*ranks} for rank in ranks}
     if awaited := {other for others in waits.values() for other in others}:
@@ -93,7 +96,7 @@ def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
 
 
 def _waits_for(rank: int, beats: Mapping[int, Heartbeat]) -> set[int]:
-    """The ranks that have not got as far in a collective as this one, which is in it."""
+    """Returns the ranks that have not got as far in a collective as this one, which is in it."""
     others: set[int] = set()
     for group, flight in beats[rank].flights.items():
         if flight.stage != Flight.ABSENT:
@@ -123,7 +126,7 @@ def shared(beats: Sequence[Heartbeat]) -> Flight | None:
 
 
 def said(beats: Sequence[Heartbeat]) -> str:
-    """What the collectives of the ranks at fault say, in a sentence, or ''."""
+    """Returns what the collectives of the ranks at fault show, in a sentence, or ''."""
     first = shared(beats)
     if first is None:
         return ""

@@ -1,6 +1,6 @@
-"""How the watchdogs of a run's ranks hear from each other: small datagrams beside NCCL and gloo, which are what hangs.
+"""Messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
 
-Every rank tells rank 0 once in a while how far it is. Sending a datagram waits for nobody: not for a stopped process, not for
+Every rank reports to rank 0 once in a while how far it is. Sending a datagram never waits: not for a stopped process, not for
 a host whose link is cut. torch's TCPStore does: some of its calls never end, and it prints C++ stacks when the other side is
 gone.
 """
@@ -25,7 +25,7 @@ _REST = 250  # of a packet, for its headers and what else a message says
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the run: where it is, how to reach it, and how to tell its process from a later one with the same number."""
+    """A rank of the run: where it is, how to reach it, and what distinguishes its process from a later one of its number."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Flight:
-    """How far a rank's collectives of a group are: which is the oldest that has not ended, and how far that one is."""
+    """The progress of a rank's collectives of a group: the oldest one that has not ended, and how far that one is."""
 
     number: int
     stage: int
@@ -61,7 +61,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How far a rank is. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
+    """A rank's progress. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
 
     at: tuple[int, int, int]
     phase: str
@@ -90,7 +90,7 @@ class Heartbeat:
 
 
 def machine() -> str:
-    """What two processes have in common that can signal each other by number: host, boot, and space of process ids."""
+    """Returns what two processes have in common that can signal each other by number: host, boot, and space of process ids."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -101,7 +101,7 @@ class Channel:
     """Sends and receives messages (JSON) among the ranks of this run."""
 
     def __init__(self, here: str) -> None:
-        """`here`: the address by which the other ranks reach this host."""
+        """Opens a socket. `here`: the address by which the other ranks reach this host."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in here else socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((here, 0))
         self.address: tuple[str, int] = (here, self._socket.getsockname()[1])
@@ -109,7 +109,7 @@ class Channel:
         self.join([], secrets.token_hex(32))
 
     def join(self, members: list[Member], secret: str) -> None:
-        """`secret`: rank 0's, with which all of the run's datagrams are sealed."""
+        """Sets the members of the run. `secret`: rank 0's, with which all of the run's datagrams are sealed."""
         self.members, self.secret = members, secret
         self._seal, self._opener = sealer(secret), Opener(secret)
 

@@ -1,4 +1,4 @@
-"""Where a process is: the stacks of its threads, of its loader processes, and the collectives that it waits in.
+"""Locates a process: the stacks of its threads and of its loader processes, and the collectives that it waits in.
 
 Nothing here reads source files or asks the device: it must work in a process in which nothing else does.
 """
@@ -40,12 +40,12 @@ def open_dump() -> tuple[Any, str]:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """From the outermost call to the innermost."""
-    found = []
+    """Returns the frames from the outermost call to the innermost."""
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
 def main_frames() -> list[FrameType]:
@@ -53,13 +53,13 @@ def main_frames() -> list[FrameType]:
 
 
 def threads() -> str:
-    """The stacks of all threads of this process but the one that asks, the main thread's first."""
+    """Returns the stacks of all threads of this process but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = sys._current_frames()
     stacks.pop(threading.get_ident(), None)
     main = threading.main_thread().ident
     lines = []
-    for ident in sorted(stacks, key=lambda one: one != main):
+    for ident in sorted(stacks, key=lambda ident: ident != main):
         lines.append(f"Thread {names.get(ident, ident)} (most recent call last):")
         lines += [
             f'  File "{_short(frame.f_code.co_filename)}", line {frame.f_lineno}, in {frame.f_code.co_name}'
@@ -73,16 +73,16 @@ def _short(file: str) -> str:
 
 
 def loaders(path: str) -> str:
-    """The stacks of the loader processes."""
-    found = []
+    """Returns the stacks of the loader processes."""
+    sections = []
     for child in multiprocessing.active_children()[:_PROCESSES]:
         if child.pid and (text := dumped(child.pid, path)):
-            found.append(f"Loader process {child.name}:\n{text}")
-    return "\n".join(found)
+            sections.append(f"Loader process {child.name}:\n{text}")
+    return "\n".join(sections)
 
 
 def place(frames: list[FrameType]) -> str:
-    """The innermost call in code that is not a library's; in the loops alone, the innermost of all."""
+    """Returns the innermost call in code that is not a library's; in the loops alone, the innermost of all."""
     for frame in reversed(frames):
         file = frame.f_code.co_filename
         if file == trainer.__file__:
@@ -109,10 +109,10 @@ def in_collective(frames: list[FrameType]) -> bool:
 
 
 def pending(entries: list[dict[str, Any]]) -> str:
-    """The collectives that have begun and not ended, in a sentence, or ''."""
-    open_ones = [one for one in entries if not one.get("retired") and one.get("state") != "completed"]
+    """Returns the collectives that have begun and not ended, in a sentence, or ''."""
+    open_ones = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
     return ", ".join(
-        f"{one.get('profiling_name')} number {one.get('collective_seq_id')} of {one.get('input_sizes')}"
-        f" (since {time.strftime('%H:%M:%S', time.localtime(one.get('time_created_ns', 0) / 1e9))})"
-        for one in open_ones[-3:]
+        f"{entry.get('profiling_name')} number {entry.get('collective_seq_id')} of {entry.get('input_sizes')}"
+        f" (since {time.strftime('%H:%M:%S', time.localtime(entry.get('time_created_ns', 0) / 1e9))})"
+        for entry in open_ones[-3:]
     )

@@ -1,4 +1,4 @@
-"""The end of a run that hangs: who is at fault, where it is, the stacks of all ranks in the run's folder, and the exit.
+"""Ends a run that hangs: names who is at fault and where, writes the stacks of all ranks to the run's folder, and exits.
 
 One rank on each host speaks; the others write. Nothing here waits for anything for long: a disk or a terminal may be what
 hangs.
@@ -36,7 +36,7 @@ _SLOW_AGENT = 30.0  # for one that may only be busy
 
 @dataclass(frozen=True)
 class Guilty:
-    """A rank that the others wait for. `quiet`: seconds without a word from it; None: it speaks for itself."""
+    """A rank that the others wait for. `quiet`: seconds without a message from it; None: it reports for itself."""
 
     rank: int
     host: str
@@ -47,7 +47,7 @@ class Guilty:
     stacks: str = ""
 
     def testify(self, dump: str) -> "Guilty":
-        """With what only the rank itself knows."""
+        """Returns a copy with what only the rank itself knows."""
         text = f"{stacks.threads()}\n{stacks.loaders(dump)}".rstrip()
         return replace(
             self, place=stacks.place(stacks.main_frames()), waits=stacks.pending(flights.recorded()), stacks=text[:_LONGEST]
@@ -73,7 +73,7 @@ def guilty(content: dict[str, Any]) -> Guilty:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault, and what the others are doing meanwhile."""
+    """The ranks at fault, and what the others are doing meanwhile."""
 
     guilty: list[Guilty]
     waiting: str = ""
@@ -81,34 +81,34 @@ class Verdict:
     """What gets lost on the way between the hosts, if that is what they all wait for."""
 
     def brief(self) -> "Verdict":
-        """In one short packet."""
+        """Returns the verdict in a form that fits one short packet."""
         first = self.guilty[0]
         return Verdict([Guilty(first.rank, first.host, first.beat, first.quiet)], network=self.network)
 
     def packed(self) -> dict[str, Any]:
-        shown = [one if at < SHOWN else replace(one, stacks="") for at, one in enumerate(self.guilty[:20])]
-        return {"guilty": [one.packed() for one in shown], "waiting": self.waiting, "network": self.network}
+        shown = [culprit if at < SHOWN else replace(culprit, stacks="") for at, culprit in enumerate(self.guilty[:20])]
+        return {"guilty": [culprit.packed() for culprit in shown], "waiting": self.waiting, "network": self.network}
 
     @property
     def silent(self) -> set[int]:
-        return {one.rank for one in self.guilty if one.quiet is not None}
+        return {culprit.rank for culprit in self.guilty if culprit.quiet is not None}
 
     def __str__(self) -> str:
         several = "ranks wait for each other: " if len(self.guilty) > 1 and not self.silent else ""
         lines = [f"The run hangs: {several}{self.guilty[0]}."]
-        lines += [f"And: {one}." for one in self.guilty[1:SHOWN]]
+        lines += [f"And: {culprit}." for culprit in self.guilty[1:SHOWN]]
         if (more := len(self.guilty) - SHOWN) > 0:
             lines.append(f"And {more} more in the same place.")
-        if not self.silent and (said := flights.said([one.beat for one in self.guilty])):
-            lines.append(f"{said}.")
+        if not self.silent and (finding := flights.said([culprit.beat for culprit in self.guilty])):
+            lines.append(f"{finding}.")
         if self.network:
             lines.append(f"{self.network}.")
         if self.waiting:
             lines.append(f"Waiting for it: {self.waiting}.")
-        for one in self.guilty[:SHOWN]:
-            if one.stacks:
-                lines.append(f"The stacks of rank {one.rank} on {one.host}:")
-                lines.append(one.stacks)
+        for culprit in self.guilty[:SHOWN]:
+            if culprit.stacks:
+                lines.append(f"The stacks of rank {culprit.rank} on {culprit.host}:")
+                lines.append(culprit.stacks)
         return "\n".join(lines)
 
     @property
@@ -120,7 +120,7 @@ class Verdict:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
         if (flight := flights.shared([first.beat])) and flight.stage == Flight.SCHEDULED:
             return f"see dmesg (NVRM, Xid) and nvidia-smi on {first.host}: a GPU that hangs needs a reset, or another host."
-        if flights.said([one.beat for one in self.guilty]):
+        if flights.said([culprit.beat for culprit in self.guilty]):
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
@@ -130,11 +130,11 @@ class Verdict:
 
 
 def verdict(content: dict[str, Any]) -> Verdict:
-    return Verdict([guilty(one) for one in content["guilty"]], content["waiting"], content["network"])
+    return Verdict([guilty(entry) for entry in content["guilty"]], content["waiting"], content["network"])
 
 
 def waiting(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
-    """What the ranks that are not at fault do, in a few words."""
+    """Returns what the ranks that are not at fault do, in a few words."""
     phases: dict[str, list[Member]] = defaultdict(list)
     for member, beat in heartbeats:
         phases[beat.phase].append(member)
@@ -149,14 +149,14 @@ def waiting(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
 
 
 def end(judged: Verdict, scene: Scene) -> None:
-    """Writes, says it, and ends this process and those at fault on this host."""
+    """Writes and logs the verdict, and ends this process and those at fault on this host."""
     speaks, here = scene.speaks(judged.silent), _silent_here(judged, scene)
-    mine = Guilty(scene.me.rank, scene.me.host, scene.beat).testify(scene.me.dump)
+    own = Guilty(scene.me.rank, scene.me.host, scene.beat).testify(scene.me.dump)
     if speaks:
-        judged = replace(judged, guilty=[_examined(one, here.get(one.rank)) for one in judged.guilty])
+        judged = replace(judged, guilty=[_examined(culprit, here.get(culprit.rank)) for culprit in judged.guilty])
     if scene.folder is not None:
         folder = scene.folder
-        written = [mine, *(one for one in judged.guilty if speaks and one.rank in here)]
+        written = [own, *(culprit for culprit in judged.guilty if speaks and culprit.rank in here)]
         within(_PATIENCE, lambda: _write(folder, judged, written))
     if speaks:
         where = f"\nThe stacks of all ranks: {scene.folder}/hang-rank*.txt" if scene.folder else ""
@@ -171,38 +171,38 @@ def end(judged: Verdict, scene: Scene) -> None:
 
 
 def _silent_here(judged: Verdict, scene: Scene) -> dict[int, Member]:
-    """The processes on this host that can't end themselves."""
+    """Returns the processes on this host that can't end themselves."""
     return {
-        one.rank: one
-        for one in scene.members
-        if one.rank in judged.silent and one.machine == scene.me.machine and one.started == started(one.pid)
+        member.rank: member
+        for member in scene.members
+        if member.rank in judged.silent and member.machine == scene.me.machine and member.started == started(member.pid)
     }
 
 
-def _examined(one: Guilty, member: Member | None) -> Guilty:
-    if member is None or one.stacks:
-        return one
-    return replace(one, stacks=dumped(member.pid, member.dump, wake=True)[:_LONGEST])
+def _examined(culprit: Guilty, member: Member | None) -> Guilty:
+    if member is None or culprit.stacks:
+        return culprit
+    return replace(culprit, stacks=dumped(member.pid, member.dump, wake=True)[:_LONGEST])
 
 
 def _write(folder: Path, judged: Verdict, ranks: list[Guilty]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for one in ranks:
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {one}.\n\n"
-        write_text(folder / f"hang-rank{one.rank}.txt", f"{head}{one.stacks}\n")
+    for culprit in ranks:
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.guilty[0]}.\n\nThis rank: {culprit}.\n\n"
+        write_text(folder / f"hang-rank{culprit.rank}.txt", f"{head}{culprit.stacks}\n")
     if entries := flights.recorded():
         write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
 
 
 def _tell_torchrun(text: str, scene: Scene) -> None:
-    """torchrun has the last word, and prints what it finds in this file."""
+    """Writes the message for torchrun, which reports last, and prints what it finds in this file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))
 
 
 def _cut_off(judged: Verdict, scene: Scene) -> bool:
-    """Whether the host of rank 0 can't be reached: one that is up refuses a connection, or takes it."""
+    """Returns whether the host of rank 0 can't be reached: one that is up refuses a connection, or accepts it."""
     if 0 not in judged.silent or scene.members[0].machine == scene.me.machine:
         return False
     try:

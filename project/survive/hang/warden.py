@@ -1,12 +1,12 @@
-"""A small process beside each rank that outlives it: it ends a rank that no longer can, and says how one ended that was killed,
-rank 0's also in the run's report.
+"""A small process beside each rank, which outlives it: it ends a rank that no longer can end itself, and reports how a killed
+one ended, for rank 0 also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
-there may be no other rank that could. And a process that is killed, for its memory say, can't say so: its warden does, here and
-to the ranks that are left.
+there may be no other rank that could. And a process that is killed, for its memory say, can't report it: its warden does, here
+and to the ranks that are left.
 
 Run as a script, and without PyTorch: python warden.py PID STARTED DUMP NAME LAUNCHER. The launcher is what the rank ends
-with, in words, 'quiet' where another says so, or ''. On standard input come lines: JSON, when the ranks know each other; a
+with, in words, 'quiet' where another reports it, or ''. On standard input come lines: JSON, when the ranks know each other; a
 number, the seconds that the rank may be silent; 'end', before it ends.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
@@ -71,7 +71,9 @@ class Opener:
         return message
 
     def _is_new(self, sender: bytes, counter: int) -> bool:
-        """Datagrams may overtake each other: the last 64 of a sender are remembered."""
+        """Returns whether a datagram has not been seen. Datagrams may overtake each other: the last 64 of a sender are
+        remembered.
+        """
         newest, seen = self._newest.get(sender, (0, 0))
         if counter > newest:
             seen = (seen << (counter - newest) if counter - newest < 64 else 0) & 0xFFFF_FFFF_FFFF_FFFF
@@ -83,15 +85,16 @@ class Opener:
 
 
 def started(pid: int | str) -> str:
-    """When a process began, in ticks since boot, or '' where that can't be known or it is gone."""
+    """Returns when a process began, in ticks since boot, or '' where that can't be known or it is gone."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 def dumped(pid: int, path: str, wake: bool = False) -> str:
-    """The stacks of a process on this host that can't tell them itself, or ''. `wake`: it may be stopped, and
-    runs for that moment."""
+    """Returns the stacks of a process on this host that can't report them itself, or ''. `wake`: it may be stopped, and runs
+    for that moment.
+    """
     try:
         if not _listens(pid):
             return ""
@@ -109,14 +112,16 @@ def dumped(pid: int, path: str, wake: bool = False) -> str:
             os.kill(pid, signal.SIGSTOP)
         with open(path, "rb") as file:
             file.seek(before)
-            found = file.read().decode(errors="replace")
-        return "\n".join(reversed(found.strip().split("\n\n")))  # the main thread comes last in it
+            text = file.read().decode(errors="replace")
+        return "\n".join(reversed(text.strip().split("\n\n")))  # the main thread comes last in it
     except OSError:
         return ""
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """The signal is pending for it when it is woken, and so handled before it can move on; another thread would let it."""
+    """Signals the main thread: the signal is pending when it is woken, and so handled before it can move on; another thread
+    would let it.
+    """
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)
     except AttributeError:  # an old or another C library
@@ -124,7 +129,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether the process handles our signal, which would otherwise end it."""
+    """Returns whether the process handles our signal, which would otherwise end it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (DUMP - 1) & 1)
@@ -135,18 +140,18 @@ def end_with_children(pid: int) -> None:
     """Kills a rank and its loader processes, which may not notice that they are alone."""
     children: list[int] = []
     with suppress(OSError):
-        children = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
-    for one in (*children, pid):
-        if one != os.getpid():
+        children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    for target in (*children, pid):
+        if target != os.getpid():
             with suppress(OSError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(target, signal.SIGKILL)
 
 
 # How a process ended --------------------------------------------------------------------------------------------------
 
 
 class Memory:
-    """Whether the kernel has killed for memory in a process's cgroup since this was made."""
+    """Detects whether the kernel has killed for memory in a process's cgroup since this was made."""
 
     def __init__(self, pid: int | str = "self") -> None:
         self._pid = pid
@@ -154,7 +159,7 @@ class Memory:
         self._before = self._kills()
 
     def follow(self) -> None:
-        """The process may have been put into another cgroup: one that it is seen in twice. One that ends is in none."""
+        """Follows the process into another cgroup: one that it is seen in twice. A process that ends is in none."""
         now, last = _oom_counter(self._pid), self._last
         self._last = now
         if now == last != self._place and not _exits(self._pid) and not ended(self._pid, started(self._pid), None)[0]:
@@ -167,14 +172,14 @@ class Memory:
         return 0
 
     def __str__(self) -> str:
-        """In words that go on from 'was killed by signal 9', or ''."""
+        """Returns words that continue 'was killed by signal 9', or ''."""
         self.follow()
         self.follow()
         return f", and its {self._place[1]} reports an OOM kill" if self._kills() > self._before else ""
 
 
 def _oom_counter(pid: int | str) -> tuple[Path, str]:
-    """Where the kernel counts: in the cgroup's memory.events (v2) or memory.oom_control (v1), or for the whole host."""
+    """Returns where the kernel counts: in the cgroup's memory.events (v2) or memory.oom_control (v1), or for the whole host."""
     root = Path("/sys/fs/cgroup")
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -192,8 +197,9 @@ _PF_EXITING = 0x4
 
 
 def _exits(pid: int | str) -> bool:
-    """Whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be seen to
-    have ended, and it is in no cgroup of version 1 any more."""
+    """Returns whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be
+    seen to have ended, and it is in no cgroup of version 1 any more.
+    """
     with suppress(OSError, IndexError, ValueError):
         return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
     return False
@@ -203,8 +209,9 @@ _INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Li
 
 
 def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | None]:
-    """Whether a process has ended, and its wait status, which the kernel tells others only as long as nobody has asked for
-    it, or, from Linux 6.15 on, to who holds a `handle` (a pidfd)."""
+    """Returns whether a process has ended, and its wait status, which the kernel reports to others only as long as nobody has
+    asked for it, or, from Linux 6.15 on, to the holder of a `handle` (a pidfd).
+    """
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[19] == began:
@@ -235,7 +242,7 @@ QUIET = "quiet"
 
 
 class Watch:
-    """What a warden knows of its rank."""
+    """A warden's knowledge of its rank."""
 
     def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
         self.pid, self.began, self.dump, self.name, self.launcher = pid, began, dump, name, launcher
@@ -255,8 +262,8 @@ class Watch:
             return pid, started(pid)
         return 0, ""
 
-    def hear(self, said: bytes) -> None:
-        *lines, self._unread = (self._unread + said).split(b"\n")
+    def hear(self, data: bytes) -> None:
+        *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             if line.startswith(b"{"):
                 self.known |= json.loads(line)
@@ -269,7 +276,7 @@ class Watch:
         return ended(self.pid, self.began, self.handle)[0]
 
     def how(self) -> str:
-        """In a sentence how the rank ended, or '' where it or another has said so."""
+        """Returns in a sentence how the rank ended, or '' where it or another has reported that."""
         over, status = ended(self.pid, self.began, self.handle)
         if not over:
             return ""
@@ -284,7 +291,7 @@ class Watch:
         return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.memory}."
 
     def tell(self, text: str) -> None:
-        """Says it here, and to the ranks that are left."""
+        """Reports a text here, and to the ranks that are left."""
         print(text, file=sys.stderr, flush=True)
         if "secret" not in self.known:
             return
@@ -300,13 +307,13 @@ class Watch:
         text = f"{self.name} shows no sign of life for {self.silent} s, not even its watchdog: it is ended."
         file = self.known["file"]
         print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
-        found = dumped(self.pid, self.dump, wake=True)
+        dump = dumped(self.pid, self.dump, wake=True)
         with suppress(OSError):
-            _put(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{found}\n")
+            _put(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{dump}\n")
         end_with_children(self.pid)
 
     def note_end(self, how: str) -> None:
-        """In the life of the run, which the rank could not write to its end; then the report of it is written."""
+        """Adds the stop to the run's file of starts and stops, where the rank could not; then has the run's report written."""
         life = Path(self.known.get("life", ""))
         why = self.known.get("why")
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
@@ -336,7 +343,7 @@ def _put(file: Path, text: str) -> None:
 
 
 def _add_stop(life: Path, pid: int, line: str) -> bool:
-    """Adds a line to the life of a run, if the last one is this process's start; whether it was."""
+    """Adds a line to a run's file of starts and stops, if its last line is this process's start; returns whether it was."""
     with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return False
@@ -357,8 +364,8 @@ def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
     while watch.silent <= watch.allowed:
         ready = select.select(inputs, [], [], 1.0)[0]
         if 0 in ready:
-            if said := os.read(0, 1 << 16):
-                watch.hear(said)
+            if data := os.read(0, 1 << 16):
+                watch.hear(data)
                 continue
             inputs.remove(0)  # the rank has let go of its warden, or is about to end
             if watch.ending and "why" not in watch.known:

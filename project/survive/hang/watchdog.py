@@ -1,9 +1,9 @@
-"""A hang becomes a named rank, its stacks and an exit, within a deadline that follows from the run's own step times.
+"""Turns a hang into a named rank, its stacks and an exit, within a deadline that follows from the run's own step times.
 
-The main thread notes its progress in memory. A thread beside it tells rank 0's once in a while; when a rank has made no
+The main thread notes its progress in memory. A thread beside it reports to rank 0's once in a while; when a rank has made no
 progress for too long, rank 0's finds the one that all wait for: a rank that is not heard any more, or else the one that is
-furthest behind. Then every rank writes its stacks into the run's folder, one on each host says whose fault it is, and all end
-with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it goes on from its checkpoint.
+furthest behind. Then every rank writes its stacks into the run's folder, one on each host reports whose fault it is, and all
+end with exit code 75, 'try again': torchrun and Slurm can start the run anew, and it resumes from its checkpoint.
 """
 
 import logging
@@ -50,7 +50,9 @@ _HISTORY = 50  # times of a phase that are kept
 
 
 def _marks(phase: str, part: int | None = None) -> Callable[..., None]:
-    """A hook that notes that a phase begins; `part` is its place within a micro-batch, if it is the same on all ranks."""
+    """Returns a hook that notes that a phase begins; `part` is its place within a micro-batch, if it is the same on all
+    ranks.
+    """
 
     def hook(self: "Watchdog", *args: Any, **kwargs: Any) -> None:
         self._begin(phase, part)
@@ -100,7 +102,7 @@ class Watchdog(Callback):
         self._filled: set[int] = set()  # on rank 0: to whom the longest packets get, and back
 
     def __reduce__(self) -> tuple[type["Watchdog"], tuple[float, float, float]]:
-        """A copy watches over nothing yet: threads and connections can't be copied."""
+        """Pickles the arguments only: a copy watches over nothing yet, as threads and connections can't be copied."""
         return type(self), (self.at_least, self.factor, self.startup)
 
     # What the main thread does ---------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ class Watchdog(Callback):
     on_train_end = _marks("end of the training", 5)
 
     def start(self, trainer: Trainer) -> None:
-        """Called before the ranks are connected."""
+        """Starts the watch. Called before the ranks are connected."""
         agent()
         if not self.at_least or self._thread is not None:
             return
@@ -165,9 +167,9 @@ class Watchdog(Callback):
             self._tell_of_life()
             return
         channel = Channel(own_address())
-        told: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(told, (self._self(channel.address), channel.secret, trainer.default_root_dir))
-        members, secrets, folders = zip(*told, strict=True)
+        gathered: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(gathered, (self._self(channel.address), channel.secret, trainer.default_root_dir))
+        members, secrets, folders = zip(*gathered, strict=True)
         channel.join(list(members), secrets[0])
         self._folder = Path(folders[0])
         self._answered = now = time.monotonic()
@@ -180,7 +182,7 @@ class Watchdog(Callback):
         self._channel = channel
 
     def _tell_of_life(self) -> None:
-        """Where the warden writes how the run ended, if rank 0 can't."""
+        """Sends the warden the file in which it notes how the run ended, if rank 0 can't."""
         if self._rank == 0 and self.life is not None and self._warden is not None:
             self._warden.tell(life=str(self.life.absolute()))
 
@@ -259,8 +261,8 @@ class Watchdog(Callback):
     def _allowed(self, phase: str) -> float:
         if not (times := list(self._spent[phase])):
             return max(self.startup, self.at_least)
-        usual = max(statistics.median(one) for one in (times, list(self._spent["step"])) if one)
-        return max(self.at_least, self.factor * usual)
+        typical = max(statistics.median(durations) for durations in (times, list(self._spent["step"])) if durations)
+        return max(self.at_least, self.factor * typical)
 
     def _beat(self) -> Heartbeat:
         phase, since, at = self._now
@@ -271,7 +273,7 @@ class Watchdog(Callback):
             frames = stacks.main_frames()
             if stacks.debugged(frames):
                 allowed = own = math.inf
-            elif stacks.in_collective(frames) or any(one.stage == Flight.STARTED for one in known.values()):
+            elif stacks.in_collective(frames) or any(flight.stage == Flight.STARTED for flight in known.values()):
                 collective = True
             elif stacks.in_checkpoint(frames):
                 phase, own = "checkpoint", max(allowed, self.startup)
@@ -292,8 +294,8 @@ class Watchdog(Callback):
             elif message["kind"] == "testify":
                 self._channel.send(0, "testimony", guilty=self._me(self._beat()).packed())
             elif message["kind"] == "testimony":
-                one = verdict.guilty(message["guilty"])
-                self._testimonies[one.rank] = one
+                testimony = verdict.guilty(message["guilty"])
+                self._testimonies[testimony.rank] = testimony
             elif message["kind"] == "fill" and self._channel is not None:
                 self._channel.fill(0, "filled", message["size"], rank=self._rank)
             elif message["kind"] == "filled":
@@ -309,8 +311,9 @@ class Watchdog(Callback):
                 return
 
     def _outlive_launched(self) -> None:
-        """Lightning looks every 5 s at the ranks that it started, and kills this one with a signal where one has failed: before
-        it could end by itself, with a code of its own."""
+        """Takes the launched ranks from Lightning, which looks at them every 5 s and, where one has failed, kills this one with
+        a signal: before it could end by itself, with a code of its own.
+        """
         launched = getattr(self._trainer.strategy.launcher, "procs", [])
         early_start.processes.extend(launched)
         launched.clear()
@@ -318,7 +321,7 @@ class Watchdog(Callback):
     # Who is at fault -------------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """On rank 0: when some rank has waited too long, finds the ones that it waits for."""
+        """Finds, on rank 0, the ranks that are waited for, when some rank has waited too long."""
         if not any(beat.waits for _, beat in self._heard.values()):
             return
         between = len(self._members) / _HEARD  # seconds between two heartbeats, if that is more than a tick
@@ -337,7 +340,7 @@ class Watchdog(Callback):
             self._verdict = Verdict(guilty, "; ".join(filter(None, (verdict.waiting(others), where))), network)
 
     def _swallowed(self) -> str:
-        """On rank 0: whether they wait because the longest packets get lost between the hosts."""
+        """Returns, on rank 0, whether the ranks wait because the longest packets get lost between the hosts."""
         assert self._channel is not None
         first = {member.machine: member for member in reversed(self._members)}
         first.pop(self._members[0].machine)
@@ -360,20 +363,20 @@ class Watchdog(Callback):
         return Guilty(rank, self._members[rank].host, beat, now - then)
 
     def _testimony(self, ranks: list[int]) -> list[Guilty]:
-        """What the ranks at fault have to say themselves, as far as it is shown."""
+        """Returns what the ranks at fault report themselves, as far as it is shown."""
         assert self._channel is not None
         self._testimonies = {0: self._me(self._heard[0][1])} if 0 in ranks else {}
-        asked = {rank for rank in ranks[: verdict.SHOWN] if rank != 0}
-        for rank in asked:
+        awaited = {rank for rank in ranks[: verdict.SHOWN] if rank != 0}
+        for rank in awaited:
             self._channel.send(rank, "testify")
         end = time.monotonic() + 3 * _TICK
-        while asked - self._testimonies.keys() and time.monotonic() < end:
+        while awaited - self._testimonies.keys() and time.monotonic() < end:
             self._listen(_TICK / 4)
         unheard = {rank: Guilty(rank, self._members[rank].host, self._heard[rank][1]) for rank in ranks}
         return [self._testimonies.get(rank, unheard[rank]) for rank in ranks]
 
     def _miss_rank_0(self, now: float, beat: Heartbeat) -> None:
-        """On the others: when this rank has waited too long, and rank 0 does not even answer."""
+        """Judges rank 0 from another rank: this rank has waited too long, and rank 0 does not even answer."""
         if beat.idle <= beat.allowed / 2:
             self._asking_since = now
         quiet = now - max(self._answered, self._asking_since, self._floor)
@@ -401,7 +404,7 @@ class Watchdog(Callback):
         return Scene(self._members or [me], me, self._beat(), self._folder, self._trainer.local_rank)
 
     def _tell_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
-        """Three times: a datagram may get lost."""
+        """Sends a message to all members, three times: a datagram may get lost."""
         for _ in range(3 if self._channel is not None else 0):
             for member in self._members:
                 if self._channel is not None and member.rank not in (self._rank, *but):
