@@ -6,7 +6,7 @@ in which they were saved; so they are not restored but written anew, from the po
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -44,10 +44,11 @@ class Position:
     @classmethod
     def of(cls, saved: Any) -> "Position":
         """Reads what `state_dict` gave; raises a TypeError or a ValueError where it is something else."""
+        switches = {field.name for field in fields(cls) if field.default is False}
         for name, value in saved.items():
             if not isinstance(value, bool):
                 as_count(value)
-            elif name not in ("epoch_over", "validation_due", "begun"):
+            elif name not in switches:
                 raise TypeError(name)
         return cls(**saved)
 

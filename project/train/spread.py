@@ -114,7 +114,7 @@ def clip_together(optimizer: Optimizer, most: float) -> None:
 
 
 def clip_values(optimizer: Optimizer, most: float) -> None:
-    """As Lightning's `clip_grad_by_value`, for a step that is left out, too: torch fails where no parameter has a gradient."""
+    """Clips gradients by value, also in a step that is left out: torch's own fails where no parameter has a gradient."""
     learned = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
     if learned:
         torch.nn.utils.clip_grad_value_(learned, most)
