@@ -61,8 +61,10 @@ class Root:
         module = self._root
         step, training = getattr(module, name), name == "training_step"
         # Else the hooks would bring what a batch holds to the device once more, and copy what holds it.
+        # They get the name alone: from torch 2.11 to 2.14 they fail where there is nothing to bring.
         if self._gathered_as is None:
-            step, args, kwargs = partial(step, *args, **kwargs), (), {}
+            bound = partial(step, *args, **kwargs)
+            step, args, kwargs = (lambda _: bound()), (name,), {}
         if training and not self._stays:
             self._let_go()
         self._stays = False

@@ -1,6 +1,7 @@
 """Runs of the project on the stand-in for a GPU, without the seconds that importing PyTorch takes.
 
 A process under the stand-in has imported all that a run needs, and forks the ranks of each run; it touches no GPU itself.
+With TESTS_ON_GPU=1 the same tests run on the GPUs of this machine, without the stand-in; what needs more of them is skipped.
 """
 
 import contextlib
@@ -14,17 +15,34 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.machine import descendants, end, missing
 from tests.standin.build import Unavailable, variables
+
+REAL = os.environ.get("TESTS_ON_GPU") == "1"
 
 
 def environment(gpus: int, folder: str) -> dict[str, str]:
     """What a program needs to train on the stand-in; its ranks meet in the folder. Skips where the stand-in can't be built."""
+    if REAL:
+        require(gpus)
+        return {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
         return {**variables(gpus), "STANDIN_NCCL": folder}
     except Unavailable as reason:
         missing(str(reason), "STANDIN_TESTS")
         raise
+
+
+def require(gpus: int, *settings: str) -> None:
+    """Skips a test that this machine has too few GPUs for, or that changes what only the stand-in lets it change."""
+    import torch
+
+    if gpus > torch.cuda.device_count():
+        pytest.skip(f"needs {gpus} GPUs, and {torch.cuda.device_count()} are here")
+    if changed := [name for name in settings if name.startswith("STANDIN_")]:
+        pytest.skip(f"sets {changed[0]}, which only the stand-in has")
 
 
 @contextlib.contextmanager
@@ -55,6 +73,8 @@ class Pool:
         """Exit code and output of `python -m project WORDS` in a folder; `job` has what else tests.conftest.forked takes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if REAL:
+            require(ranks if gpus is None else max(ranks, gpus), *job)
         with meeting_place() as place:
             own = {"STANDIN_GPUS": str(ranks if gpus is None else gpus), "STANDIN_NCCL": place, "OMP_NUM_THREADS": "1"}
             print(json.dumps([str(folder), words, {"ranks": ranks, **own, **job}]), file=self._process.stdin, flush=True)
