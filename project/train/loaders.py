@@ -58,6 +58,10 @@ class Loaders(_DataConnector):
         self._batch_size: int | None = None  # of the first one of them
         self._sizes: list[int] = []  # of the training sets that the run had before
         self._within = False  # it goes on within an epoch
+        self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
+        self._other_size = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
+        self.micro_batch: int | None = None
+        """The samples in a micro-batch of the first training loader."""
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._left: list[Any] = []  # and those that are left as they are, of this epoch
         self._counted = False
@@ -136,15 +140,15 @@ class Loaders(_DataConnector):
         """Returns the numbers of samples of the training sets in use, as far as they are known."""
         return self._in_use[1]
 
-    def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool) -> None:
-        """Resumes training from here: so many micro-batches are done, over all ranks, of sets of these sizes. Loaders may have
-        been made already: a schedule that needs the length of the run has them made, and a sharded network is restored after
-        that.
+    def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
+        """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
+        Loaders may have been made already: a schedule that needs the length of the run has them made, and a sharded network is
+        restored after that.
         """
         trainer: Any = self.trainer
         same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
         self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
-        self._in_use = (-1, [])
+        self._in_use, self._micro_batch_before = (-1, []), size
         for loader in self._made:
             self._put(loader)
 
@@ -153,12 +157,40 @@ class Loaders(_DataConnector):
         order = loader.keys.order
         now = self.trainer.current_epoch
         if self._in_use[0] != now:
-            self._in_use = now, []
+            self._in_use, self.micro_batch = (now, []), order.micro_batch
+            if self._micro_batch_before not in (None, self.micro_batch):
+                done = self._recount(order)
         self._in_use[1].append(order.size)
         if self._sizes and now == epoch:
             self._compare(order.size, self._sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
         return loader
+
+    def _recount(self, order: Order) -> int:
+        """Returns how many micro-batches of today's size are done in the epoch within which the run goes on."""
+        (epoch, done), before, now = self._start, self._micro_batch_before, order.micro_batch
+        assert before is not None
+        what = f"The training loader's batch_size is {now}, and was {before} so far"
+        if done * before % order.global_batch:
+            raise UserError(
+                f"{what}: the run was stopped {done * before} samples into an epoch, which is between two steps of "
+                f"{order.global_batch}. HINT: batch_size={before}, or a checkpoint of an epoch's end."
+            )
+        log.warning(
+            "%s: the run goes on with the next sample. Sums differ in their last bits, batch norm in more. HINT: with "
+            "trainer.global_batch_size the batch_size can stay as it is on any number of ranks.",
+            what,
+        )
+        self._start, self._micro_batch_before, self._other_size = (epoch, done * before // now), now, (before, now)
+        return done * before // now
+
+    def recount(self, batches: Any) -> None:
+        """Has Lightning's progress, which is restored by now, count in micro-batches of today's size."""
+        before, now = self._other_size
+        for counters in (batches.current, batches.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counters, name, getattr(counters, name) * before // now)
+        self._other_size = (1, 1)
 
     def _compare(self, now: int, before: int) -> None:
         if now == before:

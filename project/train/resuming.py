@@ -40,6 +40,7 @@ from project.untrusted import shortened
 log = logging.getLogger(__name__)
 
 _LOADERS, _BUFFERS, _THREADS, _VALUES = "states_of_loaders", "unsaved_buffers", "threads", "unsaved_values"
+_MICRO_BATCH = "samples_of_a_micro_batch"
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -91,6 +92,7 @@ class Resuming(_CheckpointConnector):
             checkpoint[_BUFFERS] = self._moved_buffers()
             checkpoint[_THREADS] = torch.get_num_threads()
             checkpoint["training_samples"] = loaders_of(self.trainer).sizes
+            checkpoint[_MICRO_BATCH] = loaders_of(self.trainer).micro_batch
             checkpoint["position"] = position(self.trainer).state_dict()
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
                 checkpoint["exact_grids"] = grids
@@ -192,8 +194,9 @@ class Resuming(_CheckpointConnector):
         with _of_the_checkpoint():
             set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
         loaders_of(self.trainer).start_at(
-            at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun
-        )
+            at.epoch, at.micro_batches, self._loaded_checkpoint.get("training_samples", []), at.begun,
+            self._loaded_checkpoint.get(_MICRO_BATCH),
+        )  # fmt: skip
         then, now = self._loaded_checkpoint.get(_THREADS), torch.get_num_threads()
         if then not in (None, now) and self.trainer.strategy.root_device.type == "cpu":
             log.warning(

@@ -27,7 +27,7 @@ def environment(gpus: int, folder: str) -> dict[str, str]:
     """What a program needs to train on the stand-in; its ranks meet in the folder. Skips where the stand-in can't be built."""
     if REAL:
         require(gpus)
-        return {"PYTHONPATH": str(Path(__file__).parents[2])}
+        return {}
     try:
         return {**variables(gpus), "STANDIN_NCCL": folder}
     except Unavailable as reason:
