@@ -137,11 +137,47 @@ def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCapture
         fit(tmp_path / "within", Regression(), points(32), steps=8, resume=True)
 
 
+class Noting(Regression):
+    """Notes the samples of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = dict[int, set[str]]()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.samples.setdefault(self.global_step, set()).update(batch["name"])
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 12), (12, 4)])
+def test_another_batch_size_goes_on_with_the_next_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, now: int
+) -> None:
+    """A module may divide the global batch by the ranks, of which there are others now."""
+
+    def run(folder: str, size: int, steps: int, resume: bool = False) -> dict[int, set[str]]:
+        module, loader = Noting(), DataLoader(Points(102), batch_size=size, shuffle=True)
+        fit(tmp_path / folder, module, loader, steps, resume, global_batch_size=12)
+        return module.samples
+
+    whole = run("whole", now, 16)
+    first = run("parts", before, 11)
+    with caplog.at_level(logging.WARNING):
+        assert first | run("parts", now, 16, resume=True) == whole
+    assert f"The training loader's batch_size is {now}, and was {before} so far" in caplog.text
+
+
+def test_a_batch_size_by_which_the_run_was_stopped_within_a_step_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(), DataLoader(Points(24), batch_size=4), steps=3)
+    with pytest.raises(UserError, match="12 samples into an epoch, which is between two steps of 8"):
+        fit(tmp_path, Regression(), DataLoader(Points(24), batch_size=8), steps=6, resume=True)
+
+
 class RestoredLate(Callback):
     """As a sharded network is: after its schedule has asked how long the run is, and loaders were made for that."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer._data_connector.start_at(0, 0, [24], within=False)
+        trainer._data_connector.start_at(0, 0, [24], within=False, size=None)
 
 
 def test_a_set_that_was_there_before_a_run_is_restored_counts_once(tmp_path: Path) -> None:
