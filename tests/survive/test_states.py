@@ -148,20 +148,26 @@ class Noting(Regression):
         self.samples.setdefault(self.global_step, set()).update(batch["name"])
         return self.loss(batch)
 
+    def configure_optimizers(self) -> Any:
+        """Has the loaders made for the length of the run, before it is restored."""
+        optimizer, steps = torch.optim.SGD(self.parameters(), 0.01), self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=int(steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-@pytest.mark.parametrize(("before", "now"), [(4, 12), (12, 4)])
+
+@pytest.mark.parametrize(("before", "now", "strategy"), [(4, 12, "auto"), (12, 4, "auto"), (4, 12, "sharded")])
 def test_another_batch_size_goes_on_with_the_next_sample(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, now: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, now: int, strategy: str
 ) -> None:
     """A module may divide the global batch by the ranks, of which there are others now."""
 
     def run(folder: str, size: int, steps: int, resume: bool = False) -> dict[int, set[str]]:
         module, loader = Noting(), DataLoader(Points(102), batch_size=size, shuffle=True)
-        fit(tmp_path / folder, module, loader, steps, resume, global_batch_size=12)
+        fit(tmp_path / folder, module, loader, steps, resume, global_batch_size=12, strategy=strategy)
         return module.samples
 
     whole = run("whole", now, 16)
-    first = run("parts", before, 11)
+    first = run("parts", before, 11)  # of 9 steps an epoch
     with caplog.at_level(logging.WARNING):
         assert first | run("parts", now, 16, resume=True) == whole
     assert f"The training loader's batch_size is {now}, and was {before} so far" in caplog.text
