@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -393,7 +394,12 @@ class Trainer(pl.Trainer):
                 callback.start(self)
         if self._threads is not None and self.strategy.root_device.type == "cpu":
             fix_threads(self._threads, self._exact)
-        results = super()._run(model, *args, **kwargs)
+        try:
+            results = super()._run(model, *args, **kwargs)
+        except torch.AcceleratorError:
+            # Nothing comes back from a device that has failed: to try it would hide its error behind another.
+            self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
+            raise
         if self.state.fn == TrainerFn.FITTING and out_of_time(self) and self.global_step < self.estimated_stepping_batches:
             log.warning(
                 "Stopped by trainer.max_time after step %d of %s, before the end of the run. HINT: more time for all starts "

@@ -13,6 +13,7 @@ A layer whose own `forward` goes by its running statistics in training (batch re
 import functools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -331,7 +332,8 @@ class StepStatistics(Callback):
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave(trainer)
+        with suppress(RuntimeError):  # a device that has failed
+            self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
         trainer.strategy.__dict__.pop("training_step", None)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ class Recording(StepRanges):
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
+        with suppress(RuntimeError):  # a device that has failed
+            self._close(trainer)
 
     def _close(self, trainer: Trainer) -> profile | None:
         """Removes the callback, and stops the profiler."""

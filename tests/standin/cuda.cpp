@@ -458,7 +458,7 @@ API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStrea
   contexts[current_device] = true;
   launches++;
   enqueue(stream, [=] { memset(pointer, value, size); });
-  return cudaSuccess;
+  return status();
 }
 
 API cudaError_t cudaMemset(void* pointer, int value, size_t size) {
@@ -538,7 +538,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
   event->capture = stream->capture ? stream->capture->id : 0;
   event->tail = stream->tail;
   if (flags & cudaEventRecordExternal) add_node(stream);
-  return cudaSuccess;
+  return status();
 }
 
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }

@@ -48,3 +48,4 @@ def test_the_error_of_a_device_that_fails_is_kept(gpu_program: Cli, ranks: int) 
     if ranks == 1 or "was ended by SIGABRT" not in run.output:
         assert "in on_train_batch_start" in run.output
         assert "AcceleratorError" in run.output
+        assert "During handling of the above exception" not in run.output
