@@ -60,6 +60,7 @@ class Epochs(_FitLoop):
         return self._within
 
     def reset(self) -> None:
+        loaders_of(self.trainer).recount(self.epoch_loop.batch_progress)
         if self.restarting:
             epoch: Any = self.epoch_progress.current
             self._within = epoch.started > epoch.processed
@@ -90,7 +91,6 @@ class Epochs(_FitLoop):
     def setup_data(self) -> None:
         with loaders_of(self.trainer).limits_of_loop("train"):
             self._validate_between_steps(super().setup_data)
-        loaders_of(self.trainer).recount(self.epoch_loop.batch_progress)
 
     def on_advance_start(self) -> None:
         if not self._within:
