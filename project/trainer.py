@@ -31,7 +31,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
+from lightning.pytorch.plugins import CheckpointIO, DoublePrecision, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -383,6 +383,8 @@ class Trainer(pl.Trainer):
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
         self._checkpoint_connector.weights_only = kwargs.get("weights_only")  # type: ignore[attr-defined]
+        if isinstance(self.precision_plugin, DoublePrecision):  # Lightning: after averages were made, which round in float32
+            self.precision_plugin.convert_module(model)
         if self.num_nodes > 1:
             self._meet_as_equals()
         elif self.world_size > 1:

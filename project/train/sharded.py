@@ -191,7 +191,7 @@ class Sharded(OwnPart):
                 overflow_together(scaler)
         if training:
             self.setup_optimizers(trainer)
-            fit_optimizers(self.optimizers)
+            fit_optimizers(self.optimizers, self.exact)
         self.setup_precision_plugin()
 
     @property

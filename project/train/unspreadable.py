@@ -43,11 +43,12 @@ _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 """Optimisers of torch that compute with whole tensors."""
 
 
-def fit_optimizers(optimizers: Iterable[Optimizer]) -> None:
+def fit_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
     """Refuses optimisers that can't compute with shards, and chooses the implementations that can.
 
     Raises:
-        UserError: it needs whole tensors, or a kernel that torch does not have for shards.
+        UserError: it needs whole tensors, or a kernel that torch does not have for shards; or, where sums are to be exact, the
+            CPU rounds the last values of a shard otherwise than those before.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -59,10 +60,17 @@ def fit_optimizers(optimizers: Iterable[Optimizer]) -> None:
         for group in optimizer.param_groups:
             if group.get("fused") and isinstance(optimizer, (SGD, Adagrad)):
                 raise UserError(f"strategy=sharded: torch has no fused {name} for shards. HINT: leave out fused=true.")
-            if group.get("capturable") and any(one.device.type == "cpu" for one in group["params"]):
+            on_cpu = [parameter for parameter in group["params"] if parameter.device.type == "cpu"]
+            if group.get("capturable") and on_cpu:
                 raise UserError(
                     f"strategy=sharded: {name} with capturable=true steps on a GPU, and parameters lie on the host "
                     "(cpu_offload). HINT: leave out capturable=true."
+                )
+            if exact and on_cpu and (group.get("fused") or any(parameter.dtype.itemsize == 2 for parameter in on_cpu)):
+                how = "fused=true" if group.get("fused") else "weights of 16 bits"
+                raise UserError(
+                    f"trainer.exact can't be kept: on a CPU, {name} with {how} rounds the last values of a tensor otherwise "
+                    "than those before, and on other ranks shards end elsewhere. HINT: leave that out, or strategy: ddp."
                 )
             if isinstance(optimizer, Rprop) and group.get("foreach") is None:
                 group["foreach"] = False  # as torch chooses on a CPU: its other way has no copy for shards

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -124,6 +125,27 @@ def test_a_buffer_that_no_state_dict_has_goes_on(tmp_path: Path) -> None:
     fit(tmp_path / "parts", again, points(), steps=8, resume=True)
     assert torch.equal(whole.mean, again.mean)
     assert all(map(torch.equal, whole.parameters(), again.parameters()))
+
+
+class Weights(Callback):
+    """Keeps the weights that each step begins with."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(pl_module.layer.weight.detach().clone())
+
+
+def test_averages_of_float64_weights_do_not_round_them(tmp_path: Path) -> None:
+    """A validation exchanges the weights for their averages, and back."""
+    without, averaged = Weights(), Weights()
+    for callbacks in ([without], [averaged, EMAWeightAveraging()]):
+        torch.manual_seed(0)
+        settings: Any = {"precision": "64-true", "max_epochs": 2, "limit_train_batches": 3, "callbacks": callbacks}
+        fit(tmp_path, BoringModel(), None, steps=6, enable_checkpointing=False, **settings)
+    assert len(without.seen) == 6
+    assert all(map(torch.equal, without.seen, averaged.seen))
 
 
 def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

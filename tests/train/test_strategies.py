@@ -1,6 +1,7 @@
 """Settings of Lightning's that meet several ranks: the same numbers, or a refusal that names them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,32 @@ def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
 def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True)
     with pytest.raises(UserError, match="HINT: leave out capturable=true"):
-        fit_optimizers([optimizer])
+        fit_optimizers([optimizer], exact=False)
+
+
+def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Returns 103 weights after four steps, in tensors of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(5, 103, generator=generator).to(dtype)
+    parameters = [nn.Parameter(part.clone()) for part in values.split(parts)]
+    optimizer = made(parameters)
+    fit_optimizers([optimizer], exact=True)
+    for gradient in gradients:
+        for parameter, part in zip(parameters, gradient.split(parts), strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in parameters])
+
+
+@pytest.mark.parametrize("made", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam, partial(torch.optim.AdamW, lr=0.1)])
+@pytest.mark.parametrize(("dtype", "more"), [(torch.float32, {}), (torch.float32, {"fused": True}), (torch.bfloat16, {})])
+def test_shards_of_a_cpu_are_rounded_as_the_whole_or_refused(made: Any, dtype: torch.dtype, more: dict[str, Any]) -> None:
+    made = partial(made, **more)
+    if more or dtype == torch.bfloat16:
+        with pytest.raises(UserError, match="fused SGD for shards|rounds the last values of a tensor otherwise"):
+            stepped([103], made, dtype)
+    else:
+        assert torch.equal(stepped([103], made, dtype), stepped([35, 34, 34], made, dtype))
 
 
 def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
