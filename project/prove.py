@@ -89,7 +89,9 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
             print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
     seconds = time.monotonic() - began
     failed = _explain(plan, rows)
-    print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration ({seconds:.0f} s).")
+    left_out = sum(row.result == "not tried" for row in rows)
+    so_far = f", as far as it was tried: {left_out} of {len(rows)} trials were not" if left_out else ""
+    print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
     if file is not None:
         report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words}
         Path(file).write_text(json.dumps({**report, "trials": [asdict(row) for row in rows]}, indent=1) + "\n")

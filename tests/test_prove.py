@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from project.proof.plan import alone
+from project.proof.plan import alone, shortened
 from tests.cluster.machine import wait_until
 from tests.conftest import Cli, Run, fork
 
@@ -72,6 +72,13 @@ def test_the_culprit_is_named(prove, module, trial, data, line):
 def test_threads_that_a_yaml_names_are_kept():
     assert "--trainer.threads=1" in alone([], {})
     assert not [word for word in alone([], {"trainer.threads": 2}) if "threads" in word]
+
+
+def test_trials_on_more_gpus_than_there_are_are_left_out():
+    facts = {"micro_batch": 8, "samples": 512, "ends": True, "automatic": True, "validates": True, "gpus": 2}
+    plan = shortened([], facts, {"trainer": {"precision": "32-true"}, "data": {"batch_size": 8, "num_workers": 0}})
+    skipped = {trial.name: trial.skipped for trial in plan.trials if trial.skipped}
+    assert skipped == {"ranks-3": "needs 3 GPUs", "resized": "needs 3 GPUs"}
 
 
 def test_a_wrong_configuration(prove, quick, tmp_path):

@@ -1,7 +1,7 @@
 """Shortens a run for `project prove`, and lists the trials of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from project.cluster.settings import flat
@@ -133,6 +133,13 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, A
         "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is",
         "" if automatic else "with manual optimisation batch_size is another one there, and so it is another run",
     )
+    if (gpus := facts["gpus"]) is not None:
+        trials = tuple(
+            replace(trial, skipped=trial.skipped or f"needs {max(trial.ranks)} GPUs")
+            if max(trial.ranks) > gpus
+            else trial
+            for trial in trials
+        )
     coarse = "16" in str(config["trainer"].get("precision"))
     return Plan((*base, *words), on, steps, trials, coarse, summary, cut)
 

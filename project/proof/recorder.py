@@ -120,6 +120,7 @@ def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "ends": order is not None and order.tail == "keep",
         "automatic": module.automatic_optimization,
         "validates": bool(trainer.enable_validation),
+        "gpus": torch.cuda.device_count() if module.device.type == "cuda" else None,
     }
 
 
