@@ -52,10 +52,10 @@ def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def start(*command: str) -> Done:
-    """A program, in this check's folder; what it says is shown, too."""
+def start(*command: str, **more: str) -> Done:
+    """A program, in this check's folder; what it says is shown, too. `more` is in its environment."""
     begun = time.monotonic()
-    process = subprocess.run(command, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.run(command, env={**variables(), **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"$ {' '.join(command)}\n{process.stdout}(exit code {process.returncode})", flush=True)
     return Done(process.returncode, process.stdout, time.monotonic() - begun)
 
@@ -146,12 +146,19 @@ def environment(on: str) -> Found:
 
 
 def gpu_tests(on: str) -> Found:
-    words = ("-m", "gpu", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"{ROOT}/tests")
-    done = start(sys.executable, "-m", "pytest", "--all", *words)
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))}
-    # Tests that are skipped leave the exit code 0, and have shown nothing.
-    fine = done.code == 0 and counts.get("passed", 0) > 0 and not counts.get("skipped")
-    return Found(OK if fine else BAD, ", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done))
+    """The tests that are marked, of which none may be skipped, and those of the stand-in that these GPUs are enough for."""
+    usual, figures, state = ("-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"), [], OK
+    for words in (("--all", "-m", "gpu", f"{ROOT}/tests"), ("-n4", f"{ROOT}/tests/standin")):
+        marked = "gpu" in words
+        real = {} if marked else {"TESTS_ON_GPU": "1"}
+        done = start(sys.executable, "-m", "pytest", *usual, *words, **real)
+        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))
+        counts = {word: int(number) for number, word in found}
+        # Tests that are skipped leave the exit code 0, and have shown nothing.
+        fine = done.code == 0 and counts.get("passed", 0) > 0 and not (marked and counts.get("skipped"))
+        state = state if fine else BAD
+        figures.append(", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done))
+    return Found(state, "; of the stand-in's: ".join(figures))
 
 
 # 3: a run, and whether the host waits --------------------------------------------------------------------------------

@@ -41,12 +41,14 @@ def speeds(on: str, batch: int, programs: Callable[[Any], Sequence[Any]]) -> dic
 
 
 def against_plain(on: str) -> Found:
-    """At batch 64: as the config is (fp16), captured and not, against the plain loop in fp32, which has loader processes."""
+    """At batch 64: the config's fp16, captured (also compiled) and not, against the plain loop in fp32, with workers."""
     from project.cluster.cores import cores
 
     batch = 64 if on == "cuda" else 4
     workers = max(0, min(8, cores() - 2))
-    ways = [("--trainer.capture=auto",), ("--trainer.capture=none",)]
+    ways: list[tuple[str, ...]] = [("--trainer.capture=auto",), ("--trainer.capture=none",)]
+    if on == "cuda":
+        ways.insert(1, ("--trainer.capture=auto", "--model.compile=default"))
 
     def programs(comparison: Any) -> list[Any]:
         plain = comparison.plain(1, "fp32", f"--batch-size={batch}", f"--workers={workers}")

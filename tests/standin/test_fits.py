@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_what_others_hold_of_a_gpu_is_not_counted_on(gpu: Cli, tmp_path: Path) -
     assert "Its device has 512 MiB (7.5 GiB of 8.0 GiB are held by others)." in run.output
 
 
+@pytest.mark.skipif(find_spec("pynvml") is not None, reason="it is there")
 def test_the_doctor_says_which_extra_looks_at_gpus(gpu: Cli) -> None:
     run = gpu("doctor", "--config", "configs/ddp.yaml", *TINY, "--fast=true")
     assert run.code == 0, run.output

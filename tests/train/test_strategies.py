@@ -166,7 +166,7 @@ def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
 def test_shards_of_a_cpu_are_rounded_as_the_whole_or_refused(made: Any, dtype: torch.dtype, more: dict[str, Any]) -> None:
     made = partial(made, **more)
     if more or dtype == torch.bfloat16:
-        with pytest.raises(UserError, match="fused SGD for shards|rounds the last values of a tensor otherwise"):
+        with pytest.raises(UserError, match=r"fused SGD for shards|rounds the last values of a tensor otherwise"):
             stepped([103], made, dtype)
     else:
         assert torch.equal(stepped([103], made, dtype), stepped([35, 34, 34], made, dtype))
