@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,10 @@ FUSED: dict[str, Make] = {
     "Adam capturable": partial(optim.Adam, lr=0.01, capturable=True),
 }
 
+
+NOT_IN_THIS_TORCH = "this torch has no kernel for it"
+"""Said of Adagrad's fused kernel for GPUs, and of Rprop with shards, by torch 2.11."""
+LACKING = re.compile("`fused=True` requires all the params|does not have a sharding strategy registered")
 
 LAUNCHED: dict[str, str] = {}
 """What the launcher of this rank has put into its environment."""
@@ -73,6 +78,10 @@ def outcome(number: int, make: Make, **settings: Any) -> str:
         trainer.fit(module)
     except UserError as error:
         return str(error)
+    except RuntimeError as error:
+        if LACKING.search(str(error)):
+            return NOT_IN_THIS_TORCH
+        raise
     return "trained" if module.finite else "its weights are not finite"
 
 

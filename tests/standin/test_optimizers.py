@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.standin.optimizers import NOT_IN_THIS_TORCH
+
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 ALWAYS = {"SGD dampening fused": "keeps an undefined momentum"}
 SHARDED = {
     **ALWAYS,
@@ -30,6 +34,8 @@ def test_each_optimiser_trains_or_is_refused(
     code, output = gpu_pool.run(tmp_path, strategy, precision, ranks=2, program=program)
     assert code == 0, output
     outcomes = json.loads((tmp_path / "optimizers-0.json").read_text())
-    for name, outcome in outcomes.items():
-        assert refused.get(name, "trained") in outcome, name
+    lacking = {name for name, outcome in outcomes.items() if outcome == NOT_IN_THIS_TORCH}
+    assert lacking <= ({"Adagrad fused", "Rprop"} if RELEASE < (2, 15) else set())
+    for name in outcomes.keys() - lacking:
+        assert refused.get(name, "trained") in outcomes[name], name
     assert outcomes == json.loads((tmp_path / "optimizers-1.json").read_text())

@@ -19,8 +19,9 @@ from tests.train.test_sharded import EMA, EXACT, RUNS, losses, sharded
 
 GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
-DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8")
-GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=6", "--trainer.limit_val_batches=2")
+DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124")  # 3 steps in an epoch
+GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=6", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4")
+OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4")
 CLIP = "--trainer.gradient_clip_val=0.05"
 STATE = ("state_dict", "optimizer_states", "lr_schedulers", "position", "current_model_state", "averaging_state")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -36,8 +37,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "clipped": (*DDP, EXACT, CLIP),
     "sharded_clipped": (*DDP, EXACT, CLIP, sharded()),
     "sharded_sgd": (*DDP, sharded()),
-    "own": (*RUNS["regression"], *GPU, FP32),
-    "own_exact": (*RUNS["regression"], *GPU, FP32, EXACT),
+    "own": OWN,
+    "own_exact": (*OWN, EXACT),
     "demo": (*BORING, *GPU, "--trainer.devices=1", "--trainer.log_every_n_steps=1"),
 }
 KILLED = [
@@ -172,10 +173,10 @@ def test_a_loss_that_is_not_finite_is_named_and_left_out(train: Callable[..., Ru
     """GradScaler's check, which is ours, has no kernel of bf16 for GPUs."""
     poison = plugged(fault(rank=1, step=3, how="nan"))
     run = train(f"nan-{act}", "ddp", poison, f"--trainer.nonfinite={act}", f"--trainer.precision={precision}", ranks=2)
-    assert "The loss of step 4 (epoch 0) is not finite: nan on rank 1, " in run.output
+    assert "The loss of step 4 (epoch 1) is not finite: nan on rank 1, " in run.output
     assert run.code == (1 if act == "stop" else 0), run.output
     if act == "skip":
-        assert "1 of 10 steps were skipped" in run.output
+        assert "1 of 6 steps were skipped" in run.output
 
 
 def test_an_overflow_in_the_first_step_leaves_momentum_alone(train: Callable[..., Run]) -> None:
