@@ -53,7 +53,7 @@ _HIDDEN = (
     "the clock, a generator of its own."
 )
 Noted = dict[str, dict[int, list[Any]]]
-"""What the ranks of a trial noted: values by kind and step."""
+"""The records of the ranks of a trial: values by kind and step."""
 
 
 def noted(folder: Path) -> Noted:

@@ -21,18 +21,18 @@ class Trial:
     name: str
     title: str
     ranks: tuple[int, ...] = (1,)
-    """Of each start: the last rank of all starts but the last one is killed."""
+    """The number of ranks of each start: the last rank of all starts but the last one is killed."""
     kill: str = ""
-    """Where ('step', 'epoch', 'validation')."""
+    """The place where it is killed ('step', 'epoch', 'validation')."""
     words: tuple[str, ...] = ()
     anew: bool = False
-    """In a new Python, where objects lie elsewhere in memory, and strings may have other hashes."""
+    """The trial runs in a new Python, where objects lie elsewhere in memory, and strings may have other hashes."""
     kept: tuple[str, ...] = ("bits",)
-    """What must be the same: 'bits', or 'samples', and 'losses' up to rounding."""
+    """The kinds of values that must be the same: 'bits', or 'samples', and 'losses' up to rounding."""
     like: str = FIRST
-    """With which trial it is compared."""
+    """The trial that it is compared with."""
     skipped: str = ""
-    """Why it is not tried."""
+    """The reason why it is not tried."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Plan:
     """Numbers have 16 bits."""
     summary: str
     samples: int | None = None
-    """Of the training set, so many are read, and the last step of an epoch is a shorter one; None: all of them."""
+    """The number of samples of the training set that are read, so that an epoch ends with a shorter step; None: all of them."""
 
 
-def alone(words: Sequence[str], said: Mapping[str, Any]) -> list[str]:
+def alone(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     """Returns the options of a trial: it ends by its steps, writes to its own folder, and connects to no server.
 
     Args:
         words: of the command.
-        said: the keys of its YAML. A number of threads is kept: a sum's last bits may go by it.
+        settings: the keys of its YAML. A number of threads is kept: a sum's last bits may go by it.
     """
     trainer = {
         **{"num_nodes": 1, "logger": "true", "max_time": "null", "max_steps": -1, "min_epochs": "null", "min_steps": "null"},
@@ -65,7 +65,7 @@ def alone(words: Sequence[str], said: Mapping[str, Any]) -> list[str]:
     }
     if option([*words], "--trainer.accelerator") is None:
         trainer["accelerator"] = "cpu"
-    if option([*words], "--trainer.threads") is None and said.get("trainer.threads") in (None, "auto"):
+    if option([*words], "--trainer.threads") is None and settings.get("trainer.threads") in (None, "auto"):
         trainer["threads"] = 1
     return [
         *(f"--trainer.{key}={value}" for key, value in trainer.items()),
@@ -135,9 +135,7 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, A
     )
     if (gpus := facts["gpus"]) is not None:
         trials = tuple(
-            replace(trial, skipped=trial.skipped or f"needs {max(trial.ranks)} GPUs")
-            if max(trial.ranks) > gpus
-            else trial
+            replace(trial, skipped=trial.skipped or f"needs {max(trial.ranks)} GPUs") if max(trial.ranks) > gpus else trial
             for trial in trials
         )
     coarse = "16" in str(config["trainer"].get("precision"))

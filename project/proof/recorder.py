@@ -36,7 +36,7 @@ class Order:
     kill: str = ""
     epoch_steps: int = 1
     samples: int | None = None
-    """Of the training set, as many are read."""
+    """The number of samples of the training set that are read."""
 
 
 class Recorder(Callback):
@@ -124,20 +124,20 @@ def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     }
 
 
-def _leaves(value: object) -> Iterator[Any]:
+def _flattened(value: object) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for key in value:
-            yield from _leaves(value[key])
+            yield from _flattened(value[key])
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
         for item in value:
-            yield from _leaves(item)
+            yield from _flattened(item)
     elif isinstance(value, (Tensor, np.ndarray, list, tuple, str, bytes, int, float)):
         yield value
 
 
 def digests(batch: object) -> list[str]:
     """Returns a checksum of each sample of a batch; one of all of it, where it can't be taken apart."""
-    items = list(_leaves(batch))
+    items = list(_flattened(batch))
     cut = [leaf for leaf in items if isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.ndim)]
     lengths = {len(leaf) for leaf in cut}
     parts = [[leaf[at] for leaf in cut] for at in range(lengths.pop())] if len(lengths) == 1 else [items][: len(items)]

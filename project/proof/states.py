@@ -25,9 +25,9 @@ _ASIDE = {
     *("states_of_ranks", "schedules_as_built", "unsaved_values"),
 }
 _OF_RANKS = {"logged_sums", "metric_states"}
-"""What each number of ranks keeps in another form."""
+"""The parts that each number of ranks keeps in another form."""
 _CLOCKS = {"time_elapsed"}
-"""What Lightning's Timer saves."""
+"""The states of Lightning's Timer."""
 _MONITOR = "DeviceStatsMonitor."
 _KINDS = {
     "state_dict": "weights",
@@ -44,11 +44,11 @@ class Difference:
     step: int
     kind: str
     name: str
-    mine: str = ""
-    theirs: str = ""
+    value: str = ""
+    other_value: str = ""
 
     def __str__(self) -> str:
-        values = f": {self.mine}, and {self.theirs}" if self.mine or self.theirs else ""
+        values = f": {self.value}, and {self.other_value}" if self.value or self.other_value else ""
         return f"{self.kind}: {self.name}{values}"
 
 
@@ -96,7 +96,7 @@ def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compar
 
 def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path, same_ranks: bool) -> None:
     aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
-    values, other_values = (dict(_leaves(file, aside)) for file in (path, other))
+    values, other_values = (dict(_flattened(file, aside)) for file in (path, other))
     counts = dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
     for key in dict.fromkeys([*values, *other_values]):
         kind = _KINDS.get(key[0], "other states")
@@ -112,7 +112,7 @@ def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path,
     compared.counts |= counts  # of one checkpoint, the last one
 
 
-def _leaves(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flattened(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields each value of a checkpoint, with the keys that lead to it; a path is given without the run's folder."""
     run = str(path.parent.parent.absolute())
 
@@ -141,15 +141,15 @@ def _name(keys: tuple[str, ...]) -> str:
     return ".".join(keys)
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(value: Any, other: Any) -> bool:
     """Returns whether two values have the same bits; NaN is NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and value.shape == other.shape and _same_bits(value, other)
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
+    if isinstance(value, float) and isinstance(other, float):
+        return value == other or (math.isnan(value) and math.isnan(other))
+    return type(value) is type(other) and bool(value == other)
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What the allocator of a GPU has done, for https://pytorch.org/memory_viz. torch documents these private names."""
+"""Records what the allocator of a GPU does, for https://pytorch.org/memory_viz. torch documents these private names."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ _MOST = 100_000  # of its doings
 
 
 def note_doings() -> None:
-    """From now on it notes what was asked for, and where in the code."""
+    """Has the allocator note each request from now on, and where in the code it was made."""
     torch.cuda.memory._record_memory_history(max_entries=_MOST)
 
 
 def save_doings(file: Path) -> None:
-    """What it holds, and what it has noted; it notes no more."""
+    """Writes what the allocator holds, and what it has noted; it notes no more."""
     torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
     torch.cuda.memory._record_memory_history(enabled=None)

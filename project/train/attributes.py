@@ -36,7 +36,7 @@ _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, it
 _DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, CACHED)
 
 Attributes = dict[str, dict[str, bytes]]
-"""Of each owner: the digests of its attributes; UNKNOWN of those that can't be compared."""
+"""The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""
 UNKNOWN = b""
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a network are gathered, computed and let go by themselves: its blocks, found in it or named in the YAML.
+"""Finds the parts of a network that are gathered, computed and let go by themselves: its blocks, or those that a YAML names.
 
 A block is what a network repeats: the layers of a transformer, the residual blocks of a stage. What no list repeats is a block
 if it is large and is called as a whole (an embedding, the head); the rest belongs to the root, which stays gathered from the
@@ -22,34 +22,34 @@ _LARGE = 1 << 20  # numbers: what a block that stands alone has at least
 
 
 def blocks_of(network: nn.Module, named: Sequence[str] | None = None) -> Named:
-    """The blocks of a network by their names, none within another, in the order in which the network has them.
+    """Returns the blocks of a network by their names, none within another, in the order in which the network has them.
 
     Args:
         network: any module.
         named: classes (TransformerBlock), modules (network.head) or patterns of these (network.layers.*); None finds them.
     """
-    found = [*(_repeated(network) if named is None else _named(network, named))]
+    blocks = [*(_repeated(network) if named is None else _named(network, named))]
     if named is None:
-        largest = max((size(one) for _, one in found), default=0)
-        within = {id(one) for _, block in found for one in block.modules()}
-        found += [
-            (name, one)
-            for name, one in network.named_modules()
-            if id(one) not in within
-            and type(one) in _CALLED
-            and size(one) >= max(_LARGE, largest)
+        largest = max((size(block) for _, block in blocks), default=0)
+        within = {id(part) for _, block in blocks for part in block.modules()}
+        blocks += [
+            (name, module)
+            for name, module in network.named_modules()
+            if id(module) not in within
+            and type(module) in _CALLED
+            and size(module) >= max(_LARGE, largest)
             and _stands_alone(network, name)
         ]
-    return _in_order(network, _untied(network, found))
+    return _in_order(network, _untied(network, blocks))
 
 
 def size(module: nn.Module) -> int:
-    """The numbers in its parameters."""
-    return sum(one.numel() for one in module.parameters())
+    """Returns how many numbers its parameters have."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _repeated(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What lists repeat, from outside: a class that is no mere container, and is there more than once in its list."""
+    """Yields what lists repeat, from outside: a class that is no mere container, and is more than once in its list."""
     waiting: list[tuple[str, nn.Module]] = [("", network)]
     while waiting:
         prefix, module = waiting.pop()
@@ -71,7 +71,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _stands_alone(network: nn.Module, name: str) -> bool:
-    """An attention of torch takes the weights of its layers, and does not call them."""
+    """Returns whether a layer is called: an attention of torch takes the weights of its layers, and does not call them."""
     owner = name.rpartition(".")[0]
     return bool(owner) and not isinstance(network.get_submodule(owner), nn.MultiheadAttention)
 
@@ -80,31 +80,35 @@ def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, n
     taken: set[int] = set()
     met: set[str] = set()
     for name, module in network.named_modules():
-        those = {one for one in patterns if name and (fnmatchcase(name, one) or fnmatchcase(type(module).__name__, one))}
+        those = {
+            pattern
+            for pattern in patterns
+            if name and (fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern))
+        }
         met |= those
         if those and id(module) not in taken and _holds(module):
-            taken |= {id(one) for one in module.modules()}
+            taken |= {id(part) for part in module.modules()}
             yield name, module
-    if missed := [one for one in patterns if one not in met]:
-        classes = sorted({type(one).__name__ for one in network.modules() if next(one.children(), None) is not None})
+    if missed := [pattern for pattern in patterns if pattern not in met]:
+        classes = sorted({type(part).__name__ for part in network.modules() if next(part.children(), None) is not None})
         raise UserError(
             f"blocks={', '.join(missed)}: the network has no such module, by class or by name. HINT: its classes are "
             f"{', '.join(classes[:12])}."
         )
 
 
-def _untied(network: nn.Module, found: Named) -> Named:
-    """Without those that share a parameter with something outside: it must be there for both, and the root's are."""
-    holders = Counter(id(one) for module in network.modules() for one in module.parameters(recurse=False))
+def _untied(network: nn.Module, blocks: Named) -> Named:
+    """Leaves out blocks that share a parameter with something outside: it must be there for both, and the root's are."""
+    holders = Counter(id(parameter) for module in network.modules() for parameter in module.parameters(recurse=False))
     kept = []
-    for name, block in found:
-        inside = Counter(id(one) for module in block.modules() for one in module.parameters(recurse=False))
-        if all(holders[one] == count for one, count in inside.items()):
+    for name, block in blocks:
+        inside = Counter(id(parameter) for module in block.modules() for parameter in module.parameters(recurse=False))
+        if all(holders[key] == count for key, count in inside.items()):
             kept.append((name, block))
     return kept
 
 
-def _in_order(network: nn.Module, found: Named) -> Named:
+def _in_order(network: nn.Module, blocks: Named) -> Named:
     places = {id(module): at for at, module in enumerate(network.modules())}
-    once = {id(block): (name, block) for name, block in reversed(found)}
-    return sorted(once.values(), key=lambda one: places[id(one[1])])
+    once = {id(block): (name, block) for name, block in reversed(blocks)}
+    return sorted(once.values(), key=lambda named: places[id(named[1])])

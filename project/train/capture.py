@@ -79,7 +79,7 @@ class StepGraphs:
         self._known_rates: list[float | None] = []
         self._wrapped: Any = None  # what the strategy has made of the module
         self._eager_steps = 0
-        self._goes_on = False  # the step at hand began as a graph
+        self._began_as_graph = False  # the step at hand began as a graph
         self._graphs: dict[Kind, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._refusal: str | None = None
@@ -134,8 +134,8 @@ class StepGraphs:
         if shapes is None:
             self._refuse("a batch is not only tensors")
         if not number:
-            self._goes_on = self._begins()
-        return kind if self._goes_on and shapes and (known is None or known.shapes == shapes) else None
+            self._began_as_graph = self._begins()
+        return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
     def look_at(self, outputs: dict[str, Any]) -> None:
         """Finds in an eager step what a graph would give again as it was when it was recorded."""
@@ -149,8 +149,8 @@ class StepGraphs:
         if (wrapped := self._trainer.strategy.model) is not self._wrapped:
             # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for; a new DistributedDataParallel, too.
             self._wrapped, self._eager_steps = wrapped, 11 if isinstance(wrapped, DistributedDataParallel) else 3
-        if (found := self._baked_in()) != self._signature:
-            self._signature, self._graphs = found, {}
+        if (signature := self._baked_in()) != self._signature:
+            self._signature, self._graphs = signature, {}
             self._eager_steps = max(1, self._eager_steps)  # in which everybody finds what has changed
         self._set_rates()
         self._eager_steps -= 1

@@ -201,7 +201,7 @@ class ChanceByMicroBatch(Callback):
     _drawn_from: States | None = None
     """The generators' states when the first micro-batch of an evaluation began."""
     _drawn_before: list[str] = []  # noqa: RUF012
-    """From which somebody has drawn when it went to the device."""
+    """The names of generators from which somebody has drawn when it went to the device."""
     _has_looked = False
 
     def on_train_batch_end(

@@ -1,4 +1,4 @@
-"""Who has other data: each rank, or, where several ranks share the layers of a network, each group of these.
+"""Data ranks have different data: each rank is one, or, where several ranks share the layers of a network, each group of these.
 
 Ranks of a group see the same micro-batches and compute the same losses. So what is dealt out, counted, added up or listed goes
 by data ranks; a mean over all ranks is the same either way. What is about processes (who meets, who writes) goes by ranks.
@@ -20,7 +20,7 @@ from project.train.strategy import gathered
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Of this rank: which one it belongs to, and how many there are."""
+    """The data rank that this rank belongs to, and how many there are."""
 
     rank: int
     count: int
@@ -29,13 +29,13 @@ class DataRanks:
     shared_by: int = 1
     """Ranks that are one data rank: neighbours."""
 
-    def gathered(self, mine: Any) -> list[Any]:
-        """What every data rank brings. Called by all ranks together."""
-        return gathered(mine, self.count, self.group)
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns what every data rank brings. Called by all ranks together."""
+        return gathered(value, self.count, self.group)
 
     def members(self) -> list[list[int]]:
-        """The ranks of each group that has every data rank once."""
-        return [[one * self.shared_by + at for one in range(self.count)] for at in range(self.shared_by)]
+        """Returns the ranks of each group that has every data rank once."""
+        return [[data_rank * self.shared_by + at for data_rank in range(self.count)] for at in range(self.shared_by)]
 
 
 class ByDataRanks(DDPStrategy):
@@ -56,13 +56,13 @@ class ByDataRanks(DDPStrategy):
 
     @property
     def data_ranks(self) -> DataRanks:
-        """As seen from this rank."""
+        """Returns the data ranks as seen from this rank."""
         share = self.shared_by if self.world_size > 1 else 1
         return DataRanks(self.global_rank // share, self.world_size // share, self._group, share)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning's word for it."""
+        """Returns the data ranks under Lightning's names."""
         here = self.data_ranks
         return {"num_replicas": here.count, "rank": here.rank}
 
@@ -72,41 +72,41 @@ class ByDataRanks(DDPStrategy):
             self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.members(), timeout=self.patience)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What is logged: each sample counts once."""
+        """Reduces what is logged over the data ranks: each sample counts once."""
         return super().reduce(tensor, group or self._group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The module's: what has been found in other data."""
+        """Gathers for the module what the data ranks have computed from their data."""
         return super().all_gather(tensor, group or self._group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all ranks, which Lightning counts in what `reduce` gives."""
+        """Decides over all ranks, which Lightning counts in what `reduce` gives."""
         if self._group is None:
             return super().reduce_boolean_decision(decision, all)
         answers = gathered(bool(decision), self.world_size)
         return (False not in answers) if all else (True in answers)
 
     def meet_by_data_ranks(self, module: nn.Module) -> None:
-        """What meets all ranks by itself (torchmetrics, SyncBatchNorm) meets data ranks, as long as this strategy is set up."""
-        for one in module.modules():
-            if isinstance(one, (Metric, nn.SyncBatchNorm)) and one.process_group in (None, dist.group.WORLD):
-                self._met.append((one, one.process_group))
-                one.process_group = self._group
+        """Makes what meets all ranks by itself (torchmetrics, SyncBatchNorm) meet data ranks while this strategy is set up."""
+        for part in module.modules():
+            if isinstance(part, (Metric, nn.SyncBatchNorm)) and part.process_group in (None, dist.group.WORLD):
+                self._met.append((part, part.process_group))
+                part.process_group = self._group
 
     def teardown(self) -> None:
-        for one, before in self._met:
-            one.process_group = before
+        for part, before in self._met:
+            part.process_group = before
         self._met.clear()
         super().teardown()
 
 
 def shared_by(strategy: Strategy) -> int:
-    """Ranks that will be one data rank, where there are several."""
+    """Returns how many ranks will be one data rank, where there are several."""
     return strategy.shared_by if isinstance(strategy, ByDataRanks) else 1
 
 
 def data_ranks(trainer: Trainer) -> DataRanks:
-    """Of the run, as seen from this rank."""
+    """Returns the data ranks of the run, as seen from this rank."""
     strategy = trainer.strategy
     if isinstance(strategy, ByDataRanks):
         return strategy.data_ranks

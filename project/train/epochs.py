@@ -64,7 +64,7 @@ class Epochs(_FitLoop):
         if self.restarting:
             epoch: Any = self.epoch_progress.current
             self._within = epoch.started > epoch.processed
-            self.epoch_loop.goes_on(self._within)
+            self.epoch_loop.resume(self._within)
             self.restarting = False
         super().reset()
 

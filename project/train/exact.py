@@ -167,7 +167,7 @@ class WideSum:
         self._top = top
         self._shifts = [math.ldexp(1.5, _BITS + top - (1 + level) * width) for level in range(levels)]
         self.folds = torch.zeros(levels, length, dtype=torch.float64, device=device)
-        """From the coarsest grid to the finest; those of several ranks are added, in any order."""
+        """The sums from the coarsest grid to the finest; those of several ranks are added, in any order."""
 
     def add(self, term: Tensor) -> None:
         rest = term.double()

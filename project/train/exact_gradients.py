@@ -144,7 +144,7 @@ class _Bucket:
         self._swaps = _swaps(first.device)
         self._sent = torch.zeros(len(self._means), dtype=torch.float64 if not self._swaps else sent, device=first.device)
         self._come = torch.empty_like(self._sent if self._swaps else self._sent[: self._share])
-        self._mine = torch.empty_like(self._means[: self._share])
+        self._own_means = torch.empty_like(self._means[: self._share])
 
     def send(self) -> None:
         """Sends this rank's terms."""
@@ -175,8 +175,8 @@ class _Bucket:
             if first < last:
                 start, here = first - unit.place.start, slice(first - begin, last - begin)
                 above = coarser[unit][start : start + last - first] if unit in coarser else None
-                unit.sum.fold([*shares[:, here]], self._mine[here], start, self._scale, above)
-        self._work = dist.all_gather_into_tensor(self._means, self._mine, async_op=True)
+                unit.sum.fold([*shares[:, here]], self._own_means[here], start, self._scale, above)
+        self._work = dist.all_gather_into_tensor(self._means, self._own_means, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -219,7 +219,7 @@ class ExactGradients:
         self.scaled = False
         """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
-        """Of parameters that are spread, the whole gradients of this step, by `id`."""
+        """The whole gradients of this step of parameters that are spread, by `id`."""
         for name, parameter in named:
             if parameter.is_complex():
                 raise UserError(

@@ -24,10 +24,10 @@ _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
 
 Where = tuple[int, ...]
-"""Which micro-batch: what sorts them in the same way on any number of ranks."""
+"""Identifies a micro-batch: what sorts them in the same way on any number of ranks."""
 
 Counted = dict[str, Any]
-"""Of a metric: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
+"""A metric's counts: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
 
 
 class ExactMetrics:
@@ -140,8 +140,8 @@ class ExactMetrics:
             self._take()
         return self._of_all("train")
 
-    def load_state_dict(self, found: dict[str, Counted], rank: int) -> None:
-        self._counted = {"train": {} if rank else found}
+    def load_state_dict(self, counted: dict[str, Counted], rank: int) -> None:
+        self._counted = {"train": {} if rank else counted}
         for _, metric in metrics_of(self.module):
             Metric.reset(metric)
 

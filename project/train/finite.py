@@ -7,18 +7,18 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 
-def not_finite(gradients: Sequence[Tensor], one: Tensor) -> Tensor:
-    """Returns more than 0 if a value is not finite, else 0. `one`: 1.0 where the flag is to be.
+def not_finite(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Returns more than 0 if a value is not finite, else 0. `scale`: 1.0 where the flag is to be.
 
     It is GradScaler's own check, with a scale of 1: exact, and the cheapest there is. Of bf16 it has none on a GPU.
     """
     places = {gradient.device for gradient in gradients}  # the host's memory, where a sharded network is offloaded
-    if places != {one.device}:
+    if places != {scale.device}:
         by_place = [[gradient for gradient in gradients if gradient.device == place] for place in places]
-        return torch.stack([not_finite(some, one.to(some[0].device)).to(one.device) for some in by_place]).amax(0)
-    flag, values = torch.zeros_like(one), [_values(gradient) for gradient in gradients]
+        return torch.stack([not_finite(some, scale.to(some[0].device)).to(scale.device) for some in by_place]).amax(0)
+    flag, values = torch.zeros_like(scale), [_values(gradient) for gradient in gradients]
     others = [value for value in values if not (value.is_cuda and value.dtype == torch.bfloat16)]
-    torch._amp_foreach_non_finite_check_and_unscale_(others, flag, one)
+    torch._amp_foreach_non_finite_check_and_unscale_(others, flag, scale)
     if len(others) < len(values):
         short = [value for value in values if value.dtype == torch.bfloat16 and value.numel()]
         largest = get_total_norm(short, torch.inf) if short else flag

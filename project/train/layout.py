@@ -14,17 +14,17 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
     """Lays a module's own parameters in their usual order; each layer is given its weight as it was for the time of a forward
     pass. Says which, by name, lay how."""
-    found: dict[str, torch.memory_format] = {}
+    formats: dict[str, torch.memory_format] = {}
     for prefix, layer in module.named_modules():
-        for name, one in list(layer.named_parameters(recurse=False)):
-            if one.is_contiguous():
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            if weight.is_contiguous():
                 continue
-            format = _FORMATS.get(one.ndim)
-            one.data = one.data.contiguous()
+            format = _FORMATS.get(weight.ndim)
+            weight.data = weight.data.contiguous()
             if format is not None:
-                found[f"{prefix}.{name}" if prefix else name] = format
+                formats[f"{prefix}.{name}" if prefix else name] = format
                 _lend(layer, name, format)
-    return found
+    return formats
 
 
 def _lend(layer: nn.Module, name: str, format: torch.memory_format) -> None:

@@ -65,12 +65,12 @@ class Loaders(_DataConnector):
         self._made: list[DealtLoader] = []  # for training, in this verb
         self._left: list[Any] = []  # and those that are left as they are, of this epoch
         self._counted = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
         """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
         self.most_samples: int | None = None
-        """Of a training set, as many are read; None: all of them."""
+        """How many samples of a training set are read; None: all of them."""
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
 
@@ -344,9 +344,9 @@ class Loaders(_DataConnector):
                 f"{stage} loader ({type(loader).__name__}) gives its samples in its own order: {why}. HINT: a DataLoader over "
                 "a dataset with indices."
             )
-        if why is None or stage in self._said or not trainer.is_global_zero:
+        if why is None or stage in self._warned or not trainer.is_global_zero:
             return
-        self._said.add(stage)
+        self._warned.add(stage)
         ranks = data_ranks(trainer).count
         if ranks > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset):
             log.warning(

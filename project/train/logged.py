@@ -63,7 +63,7 @@ class Results(_ResultCollection):
         """A step may be left out, and then what it has logged does not count in its epoch."""
         self._before: dict[str, Any] = {}  # this step, of an epoch
         self._of_step: dict[str, tuple[Tensor, float, int]] = {}
-        """What the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+        """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
     def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
         if self.in_graph:
@@ -338,7 +338,7 @@ class Logged(_LoggerConnector):
 
     evaluated: tuple[int, int] | None = None
     """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
-    joins = False
+    others_evaluate_more = False
     """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
     _exact_metrics: ExactMetrics | None = None
 
@@ -385,13 +385,13 @@ class Logged(_LoggerConnector):
         Returns:
             The positions of its samples, if they are known.
         """
-        self.evaluated, self.joins = None, False
+        self.evaluated, self.others_evaluate_more = None, False
         loop: Any = self.trainer._active_loop
         loader = loop._combined_loader.flattened[dataloader_idx]
         if not isinstance(loader, DealtLoader) or not loader.taken:
             return None
         _, step, number = loader.taken.popleft()
-        self.joins = len(loader.keys) == step + 1 < loader.keys.order.steps
+        self.others_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
         span = loader.keys.order.micro_span(step, number)
         self.evaluated = dataloader_idx, span[0]
         return span

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
-"""What a profiler's report calls the wait for data."""
+"""The name of the wait for data in a profiler's report."""
 
 
 def _nothing() -> None:
@@ -164,7 +164,7 @@ class Steps(_TrainingEpochLoop):
     """The run goes on with the validation that follows the last step."""
     _out_of_time: bool | None = None
     metric_states: States | None = None
-    """Of torchmetrics, in an epoch that the run goes on with."""
+    """The states of torchmetrics, in an epoch that the run resumes."""
     exact = False
     """Gradients are added up so that their sum is the same to the last bit on any number of ranks."""
     _gradients: ExactGradients | None = None
@@ -172,9 +172,9 @@ class Steps(_TrainingEpochLoop):
     _weights: MovedWeights | None = None
     _looked_at_compiled = False
     grids: dict[str, float] | None = None
-    """Of the exact sums, in a run that goes on."""
+    """The grids of the exact sums, in a run that resumes."""
     _automatic = False
-    """In a fit, of which the steps are taken here: the module takes none by itself."""
+    """The fit's steps are taken here: the module takes none by itself."""
     _validates = True
     """There is something to validate on."""
     _learned = False
@@ -199,7 +199,7 @@ class Steps(_TrainingEpochLoop):
 
     # Where a run goes on ---------------------------------------------------------------------------------------------
 
-    def goes_on(self, within: bool) -> None:
+    def resume(self, within: bool) -> None:
         self._within = within
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -310,9 +310,9 @@ class Steps(_TrainingEpochLoop):
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
         )
         why_not = why_not_ours(self.trainer, self._takes_batches)
-        self._usual, self._out_of_time = why_not is None, None
+        self._own_steps, self._out_of_time = why_not is None, None
         # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
-        unscale_before_hooks(self.trainer, not self._usual and self.trainer.lightning_module.automatic_optimization)
+        unscale_before_hooks(self.trainer, not self._own_steps and self.trainer.lightning_module.automatic_optimization)
         self._validates = self.trainer.enable_validation
         loaders = data_fetcher.combined_loader.flattened
         self._dealt = [loader for loader in loaders if isinstance(loader, DealtLoader)]
@@ -341,10 +341,10 @@ class Steps(_TrainingEpochLoop):
         if self.exact:
             refuse_other_loop(why_not)
             self._add_exactly()
-        self._automatic = self._usual
-        self._told: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
+        self._automatic = self._own_steps
+        self._hooks: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
         self._module, self._clipped_norm = self.trainer.lightning_module, None
-        if not self._usual:
+        if not self._own_steps:
             return
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
         self._device = self._strategy.root_device
@@ -431,7 +431,7 @@ class Steps(_TrainingEpochLoop):
             self.after_fetch()
             super().advance(data_fetcher)
             return
-        if not self._usual:
+        if not self._own_steps:
             super().advance(_Named(data_fetcher, self._fetch, self._note))  # type: ignore[arg-type]
             return
         trainer, progress, logged = self.trainer, self.batch_progress, self._results
@@ -564,7 +564,7 @@ class Steps(_TrainingEpochLoop):
     def teardown(self) -> None:
         for replaced in ("backward", "optimizer_step"):
             self.trainer.strategy.__dict__.pop(replaced, None)
-        self._told, self.graphs, self._refused, self._automatic = {}, None, False, False
+        self._hooks, self.graphs, self._refused, self._automatic = {}, None, False, False
         self._looked_at_compiled = False
         super().teardown()
 
@@ -725,7 +725,7 @@ class Steps(_TrainingEpochLoop):
             return
         if interval == "step" and not update_plateau_schedulers:  # Lightning's loop has taken a step
             self._tell("on_step_taken")
-        if self._usual and update_plateau_schedulers and not self._plateaus:
+        if self._own_steps and update_plateau_schedulers and not self._plateaus:
             return
         of_steps = [config for config in self.trainer.lr_scheduler_configs if config.interval == "step"]
         many = self.trainer.accumulate_grad_batches
@@ -740,9 +740,9 @@ class Steps(_TrainingEpochLoop):
     def _tell(self, hook: str, *args: Any) -> None:
         """Calls a hook of all that have it: the callbacks, then the model."""
         recording = self.graphs is not None and self.graphs.recording
-        methods = self._told.get((hook, recording))
+        methods = self._hooks.get((hook, recording))
         if methods is None:
-            methods = self._told[hook, recording] = self._who_has(hook, recording)
+            methods = self._hooks[hook, recording] = self._who_has(hook, recording)
         if methods:
             self._module.__dict__["_current_fx_name"] = hook
             for method in methods:
@@ -750,7 +750,7 @@ class Steps(_TrainingEpochLoop):
 
     def ask_again(self) -> None:
         """Forgets which callbacks have a hook: they are others now."""
-        self._told = {}
+        self._hooks = {}
         if self.graphs is not None:
             self.graphs.look_again()
 

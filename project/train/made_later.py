@@ -1,4 +1,4 @@
-"""What a network is made of must be there when a run goes on: then it is made anew, and gets what was saved."""
+"""Refuses what a network has made later: when a run resumes, the network is made anew, and gets what was saved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +10,19 @@ from torch.nn.parameter import is_lazy
 from project.errors import UserError
 
 Shapes = dict[str, tuple[int, ...] | None]
-"""Of each tensor in a state_dict; None where it is not known, or may change: a buffer's, a lazy parameter's."""
+"""The shape of each tensor in a state_dict; None where it is not known, or may change: a buffer's, a lazy parameter's."""
 
 
 def shapes(module: nn.Module) -> Shapes:
-    found: Shapes = {name: None for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    sizes: Shapes = {name: None for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in found and not is_lazy(parameter):
-            found[name] = tuple(parameter.shape)
-    return found
+        if name in sizes and not is_lazy(parameter):
+            sizes[name] = tuple(parameter.shape)
+    return sizes
 
 
 def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
-    """A UserError names a tensor that was made, or a parameter that was given another shape, since the fit began.
+    """Raises a UserError that names a tensor that was made, or a parameter that was given another shape, since the fit began.
 
     `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.
     """
@@ -43,20 +43,20 @@ def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
 
 
 def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """A buffer takes the shape that was saved (a queue may have grown). A UserError says so if it is another network."""
+    """Gives a buffer the shape that was saved (a queue may have grown). A UserError reports another network."""
     buffers = dict(module.named_buffers())
     differing = []
     ours = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    theirs = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-    for name in {**ours, **theirs}:
-        here, there = ours.get(name), theirs.get(name)
-        if here is not None and (is_lazy(here) or (there is not None and here.shape == there.shape)):
+    saved_tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    for name in {**ours, **saved_tensors}:
+        here, saved_tensor = ours.get(name), saved_tensors.get(name)
+        if here is not None and (is_lazy(here) or (saved_tensor is not None and here.shape == saved_tensor.shape)):
             continue
-        if name in buffers and there is not None:
+        if name in buffers and saved_tensor is not None:
             owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, torch.empty_like(there, device=buffers[name].device))
+            setattr(module.get_submodule(owner), leaf, torch.empty_like(saved_tensor, device=buffers[name].device))
         else:
-            differing.append(f"{name} is {_shape(there)} there and {_shape(here)} here")
+            differing.append(f"{name} is {_shape(saved_tensor)} there and {_shape(here)} here")
     if differing:
         raise UserError(
             f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({', '.join(differing[:3])}). "

@@ -23,12 +23,12 @@ _FIRSTS: dict[Any, Callable[[list[Any]], Any]] = {
     dim_zero_sum: lambda parts: sum(parts),
     dim_zero_cat: lambda parts: [element for part in parts for element in _listed(part)],
 }
-_EVERYBODYS: dict[Any, Callable[[list[Any]], Any]] = {
+_OF_ALL_RANKS: dict[Any, Callable[[list[Any]], Any]] = {
     dim_zero_max: lambda parts: torch.stack(parts).amax(0),
     dim_zero_min: lambda parts: torch.stack(parts).amin(0),
     dim_zero_mean: lambda parts: torch.stack(parts).mean(0),
 }
-"""What several ranks' parts of a state make: rank 0 goes on with all of a sum, everybody with the largest value."""
+"""The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
 
 
 def states(trainer: Trainer, module: LightningModule) -> States:
@@ -46,10 +46,10 @@ def states(trainer: Trainer, module: LightningModule) -> States:
     return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
 
 
-def put_back(found: States, module: LightningModule, rank: int, ranks: int) -> None:
+def put_back(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
     """Restores states into the metrics of today's ranks."""
     metrics = dict(metrics_of(module))
-    for name, of_ranks in found.items():
+    for name, of_ranks in saved.items():
         if (metric := metrics.get(name)) is None:
             continue
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
@@ -63,8 +63,8 @@ def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], r
     entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():
         parts = [entry["state"][key] for entry in entries]
-        if how in _EVERYBODYS:
-            made[key] = _EVERYBODYS[how](parts)
+        if how in _OF_ALL_RANKS:
+            made[key] = _OF_ALL_RANKS[how](parts)
         elif how not in _FIRSTS:
             if not rank:
                 log.warning("%s can't be taken over by another number of ranks: it begins anew in this epoch.", name)

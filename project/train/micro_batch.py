@@ -74,10 +74,10 @@ def arriving(trainer: Trainer) -> tuple[int, int] | None:
     return cast(tuple[int, int] | None, logged.arriving)
 
 
-def joins(trainer: Trainer) -> bool:
+def others_evaluate_more(trainer: Trainer) -> bool:
     """Returns whether other ranks evaluate another micro-batch after this rank's last one."""
     logged: Any = trainer._logger_connector
-    return bool(logged.joins)
+    return bool(logged.others_evaluate_more)
 
 
 def begin_prediction(trainer: Trainer, dataloader_idx: int) -> None:

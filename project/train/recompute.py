@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(block: nn.Module) -> None:
-    """From now on what goes into the block is kept, and the rest made anew when its gradient is computed."""
+    """Has a block keep its input from now on, and compute the rest again when its gradient is computed."""
     forward = block.forward
 
     def first_and_again(*args: Any, **kwargs: Any) -> Any:

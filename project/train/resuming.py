@@ -76,11 +76,11 @@ class Resuming(_CheckpointConnector):
     _masks = False
     """Whether it has said that secrets are left out."""
     _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
-    """What the user's objects keep in Python, before any step."""
+    """The values that the user's objects keep in Python, before any step."""
     values: Mapping[str, bytes] = MappingProxyType({})
     """Digests of such values that the checkpoint knew of, and did not hold."""
     weights_only: bool | None = None
-    """What this verb was told. Lightning does not say it where a sharded network is restored."""
+    """The verb's own argument: Lightning does not report it where a sharded network is restored."""
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 

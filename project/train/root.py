@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from project.train.micro_batch import joins
+from project.train.micro_batch import others_evaluate_more
 
 
 class Root:
@@ -27,19 +27,21 @@ class Root:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
         self._keeps, self._gathered_as, self._offloaded = keeps, gathered_as, offloaded
-        self._parts: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        self._parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._stays = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
 
     # The backward pass -----------------------------------------------------------------------------------------------
 
     def reduce(self, on: bool) -> None:
-        """Whether a backward pass adds up the gradients of all ranks."""
-        for one in self._parts:
-            one.set_requires_gradient_sync(on, recurse=False)  # which else would walk through all modules, for each micro-batch
+        """Sets whether a backward pass adds up the gradients of all ranks."""
+        for part in self._parts:
+            part.set_requires_gradient_sync(
+                on, recurse=False
+            )  # which else would walk through all modules, for each micro-batch
 
     def begin_of_more(self, exact: bool) -> None:
-        """A micro-batch whose step goes on: its gradients wait for those of the last one."""
+        """Begins a micro-batch whose step continues: its gradients wait for those of the last one."""
         if not exact:
             self.reduce(False)
         self._let_go_after_backward(False)
@@ -51,8 +53,8 @@ class Root:
         self._stays = self._keeps
 
     def _let_go_after_backward(self, on: bool) -> None:
-        for one in self._parts if self._keeps else ():
-            one.set_reshard_after_backward(on, recurse=False)
+        for part in self._parts if self._keeps else ():
+            part.set_reshard_after_backward(on, recurse=False)
 
     # The forward pass ------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Root:
         finally:
             put_back()
         self._let_go()
-        if joins(module.trainer):
+        if others_evaluate_more(module.trainer):
             self._gather_as_others()
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()
@@ -97,8 +99,9 @@ class Root:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """A step that calls the module itself, as most do, is in its `forward` already. Entered once more, `fully_shard` would
-        let go after that of what the backward pass needs, and gather it again."""
+        """Takes off the hooks of `fully_shard` within: a step that calls the module itself, as most do, is in its `forward`
+        already. Entered once more, `fully_shard` would let go after that of what the backward pass needs, and gather it again.
+        """
         module = self._root
         places = module._forward_pre_hooks, module._forward_hooks
         before = [dict(hooks) for hooks in places]
@@ -124,20 +127,20 @@ class Root:
         return apply_to_collection((args, kwargs), Tensor, cast)
 
     def _let_go(self) -> None:
-        """What is gathered is a copy: when the parts are changed, by an average of weights, say, it would not be."""
-        for one in self._parts if self._keeps else (self._root,):
-            one.reshard()
+        """Lets go of what is gathered: a copy, which is outdated when the parts are changed, by an average of weights, say."""
+        for part in self._parts if self._keeps else (self._root,):
+            part.reshard()
 
     @contextmanager
     def _noting_what_is_gathered(self) -> Iterator[None]:
-        """Of a forward pass: which parts, and in which order."""
+        """Notes which parts a forward pass gathers, and in which order."""
         self._order = []
 
         def note(part: Any, _: Any) -> None:
             if not (self._keeps or part is self._root) or part not in self._order:
                 self._order.append(part)
 
-        hooks = [one.register_forward_pre_hook(note, prepend=True) for one in self._parts]
+        hooks = [part.register_forward_pre_hook(note, prepend=True) for part in self._parts]
         try:
             yield
         finally:
@@ -145,9 +148,9 @@ class Root:
                 hook.remove()
 
     def _gather_as_others(self) -> None:
-        """Other ranks have one micro-batch more to evaluate, and their blocks are gathered from all ranks."""
-        for one in self._order:
-            one.unshard()
-            if one is not self._root and not self._keeps:
-                one.reshard()
+        """Gathers each part once more: other ranks evaluate one more micro-batch, and gather their blocks from all ranks."""
+        for part in self._order:
+            part.unshard()
+            if part is not self._root and not self._keeps:
+                part.reshard()
         self._let_go()

@@ -98,24 +98,24 @@ class Sharded(OwnPart):
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
-        """Of weights that layers compute with in another order than the usual one, by name."""
+        """The memory format of weights that layers compute with in another order than the default one, by name."""
         self._building = ExitStack()
         self.root: Root | None = None
-        """Of a network that is spread."""
+        """The root of a network that is spread."""
         self._state_of_fit: TrainerState | None = None
 
     @property
     def spread(self) -> bool:
-        """Whether each rank holds a part. On one rank it has all: only a type of its own, or the host's memory, needs this."""
+        """Returns whether each rank holds a part. On one rank it has all: only a type, or the host's memory, needs this."""
         return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank takes its part of a checkpoint."""
+        """Returns whether a checkpoint is read after the setup: each rank takes its part of it."""
         return self.spread
 
     def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
-        """Of the Trainer's settings, and of these, what does not go together."""
+        """Refuses settings of the Trainer that do not go together with these."""
         refuse(self.shared_by, self.world_size, self.num_processes, self.exact)
         rounds = self.param_dtype or self.reduce_dtype
         problems = {
@@ -134,7 +134,7 @@ class Sharded(OwnPart):
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """What comes next are the hooks that build on: the module's own, and those of callbacks that copy it."""
+        """Connects the ranks. The hooks that follow build on: the module's own, and those of callbacks that copy it."""
         super().setup_environment()
         if self.cpu_offload and "gloo" not in (backend := dist.get_backend()):
             raise UserError(
@@ -146,7 +146,7 @@ class Sharded(OwnPart):
         self._building.enter_context(resumed())
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As DDP's, but that nothing is whole on the device, and that the network is spread for an evaluation, too."""
+        """Sets up as DDP does, but nothing is whole on the device, and the network is spread for an evaluation, too."""
         assert self.accelerator is not None
         assert self.model is not None
         self._building.close()
@@ -154,8 +154,8 @@ class Sharded(OwnPart):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_alone(self.shared_by, self.world_size)
         if not self.spread:
-            for one in averages(trainer):
-                materialize(one.module, "cpu")
+            for average in averages(trainer):
+                materialize(average.module, "cpu")
             finish(self.model, "cpu")
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
@@ -174,8 +174,8 @@ class Sharded(OwnPart):
                 tell(trainer, self.blocks, self.sharing(self.world_size))
             plan = plan_of(self.model) if self._shared_layers else {}
             self._tell(self._spread(self.model, plan))
-            for one in averaged:
-                self._spread(one.module, plan)
+            for average in averaged:
+                self._spread(average.module, plan)
             finish(self.model, self._home)
             refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
@@ -196,11 +196,11 @@ class Sharded(OwnPart):
 
     @property
     def _home(self) -> torch.device:
-        """Where a shard lies while its block does not compute."""
+        """Returns where a shard lies while its block does not compute."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
 
     def _spread(self, model: nn.Module, plan: Plan) -> Named:
-        """Block by block, so that the device has one of them whole at a time."""
+        """Spreads block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
         if self.checkpoint_activations:
             self._recompute(blocks)
@@ -209,7 +209,7 @@ class Sharded(OwnPart):
             refuse_what_cant_be(name, block)
             materialize(block, self._home, name)
             of_block = usual_order(block)
-            self.layouts |= {f"{name}.{at}" if name else at: one for at, one in of_block.items()}
+            self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
             self._begin_alike(block)
             if self._shared_layers:
                 cut(name, block, plan, self._mesh["tensor"])
@@ -225,16 +225,16 @@ class Sharded(OwnPart):
                 recompute(block)
 
     def _keep_freed_memory(self, model: nn.Module) -> None:
-        """On a CPU it makes steps faster by a quarter, and a rank may come to hold as much as with DDP: where that has room."""
+        """Keeps freed memory on a CPU, where there is room for as much as DDP holds: steps are faster by a quarter."""
         if self.root_device.type == "cpu" and (has := room(self.root_device, self.num_processes)) is not None:
-            whole = sum(one.numel() * one.element_size() for one in model.parameters())
+            whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
             keep_freed_memory(large=_SPARE * whole <= has)
 
     def _begin_alike(self, block: nn.Module) -> None:
-        """On the device, in its type, and with rank 0's values, as with DDP."""
+        """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
         self.precision_plugin.convert_module(block)
         self._move(block)
-        begin_alike(one for one in (*block.parameters(), *block.buffers()) if not isinstance(one, DTensor))
+        begin_alike(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
 
     def _move(self, module: nn.Module) -> None:
         if self.cpu_offload:
@@ -243,10 +243,10 @@ class Sharded(OwnPart):
             module.to(self.root_device)
 
     def configure_ddp(self) -> None:
-        """There is nothing to wrap."""
+        """Wraps nothing."""
 
     def sharing(self, ranks: int) -> Sharing:
-        """How so many ranks share a network, as train/held.py takes it."""
+        """Returns how so many ranks share a network, as train/held.py takes it."""
         return Sharing(
             ranks,
             self.shard,
@@ -275,7 +275,7 @@ class Sharded(OwnPart):
 
     @cached_property
     def _data_mesh(self) -> DeviceMesh:
-        """Of those that see other data."""
+        """Returns the mesh of the ranks that see other data."""
         names = self._mesh.mesh_dim_names or ()
         return self._mesh[names[:-1]] if self._shared_layers else self._mesh
 
@@ -287,27 +287,27 @@ class Sharded(OwnPart):
         }
 
     def _tell(self, blocks: Named) -> None:
-        kinds = sorted({type(one).__name__.removeprefix("FSDP") for _, one in blocks})
+        kinds = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks})
         ranks = f"{self.world_size} ranks"
         if self._shared_layers:
             ranks += f" ({self.data_ranks.count} x {self.data_ranks.shared_by} tensor parallel)"
         log.info("Sharded over %s: %d block(s) of %s, and the rest.", ranks, len(blocks), ", ".join(kinds) or "-")
 
     def gathered_parameters(self) -> dict[str, nn.Parameter]:
-        """What blocks compute with: parameters whose memory is there while a block is gathered, and whose gradients are whole.
-        By the names, and in the order, of the network's own."""
+        """Returns the parameters that blocks compute with: their memory is there while a block is gathered, and their gradients
+        are whole. They have the names, and the order, of the network's own."""
         module = self.lightning_module
         assert module is not None
         if self.root is None:
             return {}
-        found: dict[str, nn.Parameter] = {}
+        gathered: dict[str, nn.Parameter] = {}
         for prefix, part in module.named_modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
                 of_part = part.named_parameters(prefix=prefix)  # type: ignore[attr-defined]
-                found |= {name: one for name, one in of_part if not isinstance(one, DTensor)}
+                gathered |= {name: parameter for name, parameter in of_part if not isinstance(parameter, DTensor)}
                 part.reshard()
-        return {name: found[name] for name, _ in module.named_parameters() if name in found}
+        return {name: gathered[name] for name, _ in module.named_parameters() if name in gathered}
 
     def teardown(self) -> None:
         """Lightning brings the network back to the host. After an error it may have no values yet, or what is gathered is in
@@ -316,7 +316,7 @@ class Sharded(OwnPart):
         left = (
             self.root is not None and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
         )
-        if module is not None and (left or any(one.is_meta for one in (*module.parameters(), *module.buffers()))):
+        if module is not None and (left or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         super().teardown()
 
@@ -324,7 +324,7 @@ class Sharded(OwnPart):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """A micro-batch whose step goes on: its gradients wait for those of the last one."""
+        """Runs a micro-batch whose step continues: its gradients wait for those of the last one."""
         if self.root is None:
             yield
             return

@@ -26,20 +26,20 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names th
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
-def gathered(mine: Any, ranks: int, group: Any = None) -> list[Any]:
+def gathered(value: Any, ranks: int, group: Any = None) -> list[Any]:
     """Returns what every rank brings, by rank; of a group, if one is given. Called by all of them together."""
-    brought: list[Any] = [mine]
+    brought: list[Any] = [value]
     if ranks > 1:
         brought = [None] * ranks
-        dist.all_gather_object(brought, mine, group=group)
+        dist.all_gather_object(brought, value, group=group)
     return brought
 
 
-def gathered_numbers(mine: list[float], ranks: int) -> list[list[float]]:
+def gathered_numbers(numbers: list[float], ranks: int) -> list[list[float]]:
     """Returns the same as `gathered`, in a tenth of the time: every rank brings as many."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    brought = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(brought, torch.tensor(mine, dtype=torch.float64, device=device))
+    brought = torch.empty(ranks * len(numbers), dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(brought, torch.tensor(numbers, dtype=torch.float64, device=device))
     rows: list[list[float]] = brought.view(ranks, -1).tolist()
     return rows
 

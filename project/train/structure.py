@@ -1,4 +1,4 @@
-"""Which parameters learn, and in which of their optimisers' groups: by name, so that it can be saved and set up again.
+"""Notes which parameters learn, and in which of their optimisers' groups: by name, so that it can be saved and set up again.
 
 Callbacks and modules may freeze, unfreeze and add groups while a run goes on. PyTorch saves none of that: an optimiser's state
 does not fit one with fewer groups, and a parameter that was unfrozen is frozen again in the process that goes on.
@@ -25,7 +25,7 @@ class Structure(TypedDict):
 
 
 Holder = tuple[dict[str, Tensor | None], str]
-"""Where a module has a parameter or a buffer of its own: in which dictionary, and under which name."""
+"""The place of a parameter or a buffer that a module has itself: in which dictionary, and under which name."""
 
 
 def holders(module: nn.Module, names: Iterable[str]) -> list[Holder]:
@@ -40,8 +40,8 @@ def structure(trainer: Trainer) -> Structure:
     groups: list[list[list[str]] | None] = []
     for optimizer in trainer.optimizers:
         ids = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-        known = all(one in names for group in ids for one in group)
-        groups.append([[names[one] for one in group] for group in ids] if known else None)
+        known = all(key in names for group in ids for key in group)
+        groups.append([[names[key] for key in group] for group in ids] if known else None)
     return {"trainable": [name for name, parameter in named.items() if parameter.requires_grad], "groups": groups}
 
 

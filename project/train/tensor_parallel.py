@@ -22,7 +22,7 @@ _METHOD = "tensor_parallel_plan"
 
 
 def refuse(tensor: int, ranks: int, here: int, exact: bool) -> None:
-    """What does not go with so many ranks for a layer. `here`: the ranks of a host."""
+    """Refuses what does not go with so many ranks for a layer. `here`: the ranks of a host."""
     if tensor < 1:
         raise UserError(f"strategy=sharded: tensor_parallel={tensor}. HINT: 1 is none, 2 shares layers between two ranks.")
     if tensor == 1:
@@ -40,7 +40,7 @@ def refuse(tensor: int, ranks: int, here: int, exact: bool) -> None:
 
 
 def refuse_alone(tensor: int, ranks: int) -> None:
-    """A fit on one rank. An evaluation there has the network whole, and gives the same."""
+    """Refuses a fit on one rank. An evaluation there has the network whole, and gives the same."""
     if tensor > 1 and ranks == 1:
         raise UserError(
             f"strategy=sharded: tensor_parallel={tensor} takes so many ranks for each micro-batch, and there is one. HINT: set "
@@ -49,9 +49,9 @@ def refuse_alone(tensor: int, ranks: int) -> None:
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """The plan of a module, or of its `network`, with the names of all modules that its patterns mean."""
+    """Returns the plan of a module, or of its `network`, with the names of all modules that its patterns mean."""
     prefix, owner = _owner(module)
-    found: Plan = {}
+    plan: Plan = {}
     for pattern, style in getattr(owner, _METHOD)().items():
         if not isinstance(style, ParallelStyle):
             raise UserError(
@@ -64,15 +64,15 @@ def plan_of(module: nn.Module) -> Plan:
                 f"{type(owner).__name__}.{_METHOD}: there is no module {pattern}. HINT: names as in named_modules(), with * "
                 "for a part of one: layers.*.mlp.0."
             )
-        found |= {f"{prefix}{name}": style for name in names}
-    _refuse_tied(module, found)
-    return found
+        plan |= {f"{prefix}{name}": style for name in names}
+    _refuse_tied(module, plan)
+    return plan
 
 
 def _owner(module: Any) -> tuple[str, Any]:
-    for prefix, one in (("", module), ("network.", getattr(module, "network", None))):
-        if isinstance(one, nn.Module) and callable(getattr(one, _METHOD, None)):
-            return prefix, one
+    for prefix, owner in (("", module), ("network.", getattr(module, "network", None))):
+        if isinstance(owner, nn.Module) and callable(getattr(owner, _METHOD, None)):
+            return prefix, owner
     raise UserError(
         f"strategy=sharded: tensor_parallel needs a plan, and {type(module).__name__} has none. HINT: give it, or its network, "
         f"a method {_METHOD}() that returns what torch's parallelize_module takes: {{'layers.*.mlp.0': ColwiseParallel()}}."
@@ -85,14 +85,16 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _refuse_tied(module: nn.Module, plan: Plan) -> None:
-    """A layer that is cut gets parameters of its own."""
+    """Refuses to cut a layer that shares a weight: a layer that is cut gets parameters of its own."""
     holders: dict[int, set[str]] = {}
-    for name, one in module.named_modules(remove_duplicate=False):
-        for parameter in one.parameters(recurse=False):
+    for name, part in module.named_modules(remove_duplicate=False):
+        for parameter in part.parameters(recurse=False):
             holders.setdefault(id(parameter), set()).add(name)
     for name in plan:
         for parameter in module.get_submodule(name).parameters():
-            if others := sorted(one for one in holders[id(parameter)] if one != name and not one.startswith(f"{name}.")):
+            if others := sorted(
+                other for other in holders[id(parameter)] if other != name and not other.startswith(f"{name}.")
+            ):
                 raise UserError(
                     f"strategy=sharded: the plan cuts {name}, and {others[0] or 'the module itself'} has the same weight, "
                     f"which would be another one then. HINT: leave {name} out of the plan."
@@ -109,18 +111,18 @@ def cut(name: str, block: nn.Module, plan: Mapping[str, ParallelStyle], mesh: De
         else:
             continue
         layer = block.get_submodule(inner)
-        if any(isinstance(one, DTensor) for one in layer.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             continue  # in a block that is done
         parallelize_module(layer, mesh, style, src_data_rank=None)
         _refuse_odd_parts(at, layer, mesh)
 
 
 def _refuse_odd_parts(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
-    for at, one in layer.named_parameters():
-        for placement in one.placements if isinstance(one, DTensor) else ():
+    for at, part in layer.named_parameters():
+        for placement in part.placements if isinstance(part, DTensor) else ():
             dimension = getattr(placement, "dim", None)
-            if dimension is not None and one.shape[dimension] % mesh.size():
+            if dimension is not None and part.shape[dimension] % mesh.size():
                 raise UserError(
-                    f"strategy=sharded: {name}.{at} has {one.shape[dimension]} of what is cut, and {mesh.size()} ranks can't "
+                    f"strategy=sharded: {name}.{at} has {part.shape[dimension]} of what is cut, and {mesh.size()} ranks can't "
                     "have the same share each. HINT: another width, or another tensor_parallel."
                 )

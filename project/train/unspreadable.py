@@ -1,4 +1,4 @@
-"""What can't be spread over the ranks, and is refused by name; and the copies of a network that are spread with it."""
+"""Refuses by name what can't be spread over the ranks; and finds the copies of a network that are spread with it."""
 
 from collections.abc import Iterable
 
@@ -14,16 +14,16 @@ from project.errors import UserError
 
 
 def averages(trainer: pl.Trainer) -> list[AveragedModel]:
-    """The averages of the weights that callbacks keep: copies of a network that is not spread yet."""
-    found = []
+    """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
+    averaged = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise UserError(
                 "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
                 "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
             )
-        found += [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
-    return found
+        averaged += [value for value in vars(callback).values() if isinstance(value, AveragedModel)]
+    return averaged
 
 
 def refuse_copies(trainer: pl.Trainer) -> None:
@@ -77,8 +77,8 @@ def fit_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
 
 
 def refuse_no_values(model: nn.Module) -> None:
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
-        if one.is_meta:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
             raise UserError(
                 f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
                 "strategy's deferred: false, which builds the network whole on each rank."
@@ -95,7 +95,8 @@ def refuse_pruning(trainer: pl.Trainer) -> None:
 
 
 def refuse_own_steps(module: pl.LightningModule) -> None:
-    """Their backward passes lie within a step, and torch finds none that goes through no block: its gradients stayed unseen."""
+    """Refuses a module that steps by itself: its backward passes lie within a step, and torch finds none that goes through no
+    block, so that its gradients stay unseen."""
     if not module.automatic_optimization:
         raise UserError(
             f"strategy=sharded: {type(module).__name__} steps its optimisers by itself (automatic_optimization is False), and "
@@ -104,13 +105,17 @@ def refuse_own_steps(module: pl.LightningModule) -> None:
 
 
 def refuse_what_cant_be(name: str, block: nn.Module) -> None:
-    own = {at: one for at, one in block.named_parameters(prefix=name) if one.requires_grad and not isinstance(one, DTensor)}
-    if scalars := [at for at, one in own.items() if one.ndim == 0]:
+    own = {
+        at: parameter
+        for at, parameter in block.named_parameters(prefix=name)
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    }
+    if scalars := [at for at, parameter in own.items() if parameter.ndim == 0]:
         raise UserError(
             f"strategy=sharded: {scalars[0]} is one number without a dimension, and can't be spread. HINT: "
             "nn.Parameter(torch.tensor([...])), of one dimension."
         )
-    if len(kinds := sorted({str(one.dtype) for one in own.values()})) > 1:
+    if len(kinds := sorted({str(parameter.dtype) for parameter in own.values()})) > 1:
         raise UserError(
             f"strategy=sharded: the parameters of {name or 'what is in no block'} are {' and '.join(kinds)}, and what is "
             "gathered at once has one type. HINT: name smaller blocks, or give the module one type."

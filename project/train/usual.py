@@ -1,4 +1,4 @@
-"""Whether the steps of an epoch are taken by this project's loop: where Lightning's hooks and settings are the usual ones."""
+"""Decides whether this project's loop takes the steps of an epoch: where Lightning's hooks and settings are the common ones."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _TAKES_OVER = (
 
 
 def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
-    """Why the steps are left to Lightning's own loop, if they are. `takes_batches`: the module does so by itself."""
+    """Returns why the steps are left to Lightning's own loop, if they are. `takes_batches`: the module does so by itself."""
     module: Any = trainer.lightning_module
     strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
     own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
@@ -47,19 +47,19 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
 
 
 def _averages(trainer: Trainer) -> bool:
-    """Whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
+    """Returns whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    theirs = [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
-    return any(trainer.current_epoch > one.swa_end for one in theirs)
+    averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
+    return any(trainer.current_epoch > callback.swa_end for callback in averaging)
 
 
 def spread(trainer: Trainer) -> bool:
-    """Whether each rank holds a part of the weights only."""
+    """Returns whether each rank holds a part of the weights only."""
     return isinstance(trainer.strategy, Sharded) and trainer.strategy.spread
 
 
 def shares_weights(trainer: Trainer) -> bool:
-    """Whether all ranks have the same weights after each step."""
+    """Returns whether all ranks have the same weights after each step."""
     return (
         isinstance(trainer.strategy, DDPStrategy)
         and not spread(trainer)
@@ -68,7 +68,7 @@ def shares_weights(trainer: Trainer) -> bool:
 
 
 def _steps_once(optimizer: Optimizer) -> bool:
-    """Whether one gradient is all that it asks for. LBFGS evaluates the loss again and again; of others nobody knows."""
+    """Returns whether one gradient is all that it asks for. LBFGS evaluates the loss repeatedly; of others nobody knows."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
@@ -93,7 +93,7 @@ def refuse_part_of_step(trainer: Trainer) -> None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the device takes no step where a flag says that the gradient is not finite: the host need not look."""
+    """Returns whether the device takes no step where a flag reports a gradient that is not finite: the host need not look."""
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
 
 
