@@ -22,8 +22,10 @@ _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few
 
 
 def exit_code(failures: Mapping[int, Any]) -> int:
-    """Of the worker that failed first, as a shell has it. Of several at once, one that has not just lost another."""
-    first = min(failures.values(), key=lambda one: (one.timestamp, one.exitcode == TRY_AGAIN))
+    """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
+    lost another.
+    """
+    first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
