@@ -344,17 +344,17 @@ class Trainer(pl.Trainer):
 
     @property
     def skipped(self) -> bool | Tensor:
-        """Whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
+        """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
         return skipped(self)
 
     @property
     def shared_by(self) -> int:
-        """Ranks that see the same samples: more than 1 with tensor_parallel."""
+        """Returns how many ranks see the same samples: more than 1 with tensor_parallel."""
         return data_ranks(self).shared_by
 
     @property
     def least_seconds(self) -> float:
-        """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
+        """Returns the least time of a fit: its floating-point operations, at the peak of its devices; 0 if not known."""
         data = getattr(self, "datamodule", None)
         fastest = peak(self)
         if not fastest or not isinstance(data, ImageData):
@@ -413,7 +413,7 @@ class Trainer(pl.Trainer):
     # Before the ranks are connected ----------------------------------------------------------------------------------
 
     def _meet(self, seconds: float) -> tuple[Rendezvous, Route | None]:
-        """All ranks are there, every host reaches every other, and by which way; then they are connected."""
+        """Connects the ranks when all have come and every host reaches every other, and returns the route."""
         environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
@@ -446,7 +446,7 @@ class Trainer(pl.Trainer):
             atexit.register(_disconnect)
 
     def _connect_on_loopback(self) -> None:
-        """On one host nothing listens to another one, where the store is not torchrun's."""
+        """Connects the ranks of one host on loopback, where nothing listens to another host; not if the store is torchrun's."""
         if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         rank, environment = self.strategy.local_rank, self.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -454,7 +454,7 @@ class Trainer(pl.Trainer):
         self._connect(PrefixStore("ranks", store), rank)
 
     def _meet_as_equals(self) -> None:
-        """On several hosts: nobody trains something else than the others."""
+        """Connects the ranks of several hosts, and ends the run where one would train something else than the others."""
         if dist.is_initialized():
             return
         rendezvous, _ = self._meet(self._join_timeout)
@@ -702,7 +702,7 @@ class Trainer(pl.Trainer):
         return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.callbacks)  # type: ignore[attr-defined]
 
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
-        """Lightning counts the micro-batches of a rank."""
+        """Sets the accumulation, for which Lightning counts the micro-batches of a rank."""
         if accumulation > 1 and self._accumulates_by_epoch:
             raise UserError(
                 f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {accumulation}. "
@@ -725,14 +725,14 @@ def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _disconnect() -> None:
-    """At the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
+    """Disconnects at the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hang_up()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _new_folder(launch: Launch) -> Path:
-    """For a run that was given none: another one for each Trainer of a program, and the same on all ranks."""
+    """Returns a folder for a run that was given none: another one for each Trainer of a program, the same on all ranks."""
     if launch.kind == "torchrun" and launch.name is None:
         if (launch.nodes or 1) > 1:
             raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
@@ -745,7 +745,7 @@ def _new_folder(launch: Launch) -> Path:
 
 @cache
 def _started() -> str:
-    """When this program was started. Ranks find it in the environment that they have from who started them; another program
+    """Returns when this program was started. Ranks find it in the environment that they have from who started them; another program
     that this one starts is no rank."""
     if "LOCAL_RANK" not in os.environ or _STARTED not in os.environ:
         os.environ[_STARTED] = f"{datetime.now():%Y%m%d-%H%M%S}"

@@ -31,7 +31,7 @@ def exit_code(failures: Mapping[int, Any]) -> int:
 
 @contextmanager
 def no_restart_after_usage() -> Iterator[None]:
-    """Within it, an agent whose worker ended with 2 ends so, too: a restart would only say again what is wrong."""
+    """Makes an agent whose worker ended with 2 end so, too: a restart would only report the same again."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait = PContext.wait
