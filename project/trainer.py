@@ -745,8 +745,10 @@ def _new_folder(launch: Launch) -> Path:
 
 @cache
 def _started() -> str:
-    """Returns when this program was started. Ranks find it in the environment that they have from who started them; another program
-    that this one starts is no rank."""
+    """Returns when this program was started.
+
+    Ranks find it in the environment that they have from who started them; another program that this one starts is no rank.
+    """
     if "LOCAL_RANK" not in os.environ or _STARTED not in os.environ:
         os.environ[_STARTED] = f"{datetime.now():%Y%m%d-%H%M%S}"
     return os.environ[_STARTED]
