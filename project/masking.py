@@ -41,20 +41,20 @@ def _masked_text(value: str, name: str) -> str:
     return value if "token" in name.lower() and _SPECIAL.fullmatch(value) else MASK
 
 
-def without_secrets(value: Any, found: set[str], name: str = "") -> Any:
-    """Returns the same object, or, where it has secrets, a copy of its kind with masks; adds their names to `found`."""
+def without_secrets(value: Any, names: set[str], name: str = "") -> Any:
+    """Returns the same object, or, where it has secrets, a copy of its kind with masks; adds their names to `names`."""
     if isinstance(value, str):
         new: Any = _masked_text(value, name)
-        found |= {name} if new != value else set()
+        names |= {name} if new != value else set()
         return new if new != value else value
     if isinstance(value, dict):
-        items = {key: without_secrets(item, found, str(key)) for key, item in value.items()}
+        items = {key: without_secrets(item, names, str(key)) for key, item in value.items()}
         changed = {key: item for key, item in items.items() if item is not value[key]}
         if changed:
             value = copy(value)
             value.update(changed)
         return value
     if type(value) in (list, tuple):
-        parts = [without_secrets(item, found, name) for item in value]
+        parts = [without_secrets(item, names, name) for item in value]
         return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
     return value

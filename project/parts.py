@@ -123,11 +123,11 @@ def changed(value: Any, change: Callable[[Any, str], Any], name: str = "") -> An
 class Stored:
     """A tensor that lies in parts."""
 
-    def __init__(self, folder: "Parted", said: Mapping[str, Any]) -> None:
-        self.folder, self.name = folder, str(said[_MARK])
-        self.shape: tuple[int, ...] = tuple(said["shape"])
-        self.dtype: torch.dtype = said["dtype"]
-        self.layout = Layout(said["ranks"], said["grid"], said["along"])
+    def __init__(self, folder: "Parted", entry: Mapping[str, Any]) -> None:
+        self.folder, self.name = folder, str(entry[_MARK])
+        self.shape: tuple[int, ...] = tuple(entry["shape"])
+        self.dtype: torch.dtype = entry["dtype"]
+        self.layout = Layout(entry["ranks"], entry["grid"], entry["along"])
 
     @property
     def all(self) -> Box:

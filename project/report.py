@@ -48,6 +48,6 @@ def _write(names: Sequence[str], out: Path | None) -> int:
 
 def _read(name: str) -> History:
     folder = run_folder(name, FILE)
-    history = read_history(folder, folder.absolute().name, goes_on=held(folder / ".lock"))
+    history = read_history(folder, folder.absolute().name, in_training=held(folder / ".lock"))
     refuse_nothing(history)
     return history

@@ -183,17 +183,17 @@ class Run:
         unsaid = [key for key in changes if kind_of(key) == "word" and not within(key, words)]
         if never:
             raise UserError(
-                f"The run {self.folder.name} was trained with another configuration: {_said(changes, never)}. That makes it "
+                f"The run {self.folder.name} was trained with another configuration: {_text(changes, never)}. That makes it "
                 "another run. HINT: choose another --run, or go back to the old value."
             )
         if unsaid:
             raise UserError(
-                f"The run {self.folder.name} was trained with another configuration: {_said(changes, unsaid)}. HINT: if it is "
+                f"The run {self.folder.name} was trained with another configuration: {_text(changes, unsaid)}. HINT: if it is "
                 f"to go on so, say --change {','.join([*words, *unsaid])}; otherwise go back to the old value, or choose "
                 "another --run."
             )
         if changes:
-            log.warning("The configuration of the run has changed: %s", _said(changes, list(changes)))
+            log.warning("The configuration of the run has changed: %s", _text(changes, list(changes)))
         if any(kind_of(key) == "word" for key in changes):
             self._keep_config(manifest["position"]["global_step"])
 
@@ -221,7 +221,7 @@ def _words(change: str | None) -> list[str]:
     return words
 
 
-def _said(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
+def _text(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
     return "; ".join(f"{key}: {changes[key][0]!r} -> {changes[key][1]!r}" for key in keys)
 
 

@@ -121,9 +121,9 @@ class ResumingOnHosts(Resuming):
         """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
         ours = ckpt_path == "last" and checkpoints_of(self.trainer)
         # All ranks look, so nothing is set aside.
-        found = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
-        if found is not None:
-            return str(found[0])
+        newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
+        if newest is not None:
+            return str(newest[0])
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
@@ -251,10 +251,10 @@ class Trainer(pl.Trainer):
         if fingerprints is None:
             listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
             saves = enable_checkpointing is not False and all(
-                isinstance(one, Checkpoints) for one in listed if isinstance(one, Checkpoint)
+                isinstance(callback, Checkpoints) for callback in listed if isinstance(callback, Checkpoint)
             )
             loggers = logger if isinstance(logger, (list, tuple)) else [logger]
-            fingerprints = saves or any(one in (None, True) or isinstance(one, Events) for one in loggers)
+            fingerprints = saves or any(entry in (None, True) or isinstance(entry, Events) for entry in loggers)
         wanted = [
             kind
             for kind, given in ((Progress, enable_progress_bar), (Checkpoints, enable_checkpointing), (Throughput, None))
@@ -333,10 +333,10 @@ class Trainer(pl.Trainer):
             )
 
     def loggers_go_on(self, step: int, logged: Sequence[tuple[int, str, float]] = (), starts_again: bool = True) -> None:
-        """What TensorBoard and CSV have from this step on was logged by a part of the run that is done again, but for this."""
+        """Has TensorBoard and CSV replace what they have from this step on by `logged`: that part of the run is repeated."""
         for logger in self.loggers:
             if isinstance(logger, (Events, Csv)):
-                logger.goes_on(step, logged, starts_again)
+                logger.resume_at(step, logged, starts_again)
 
     # Asked several times a step, and Lightning's compares the letters of names.
     training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
@@ -344,17 +344,17 @@ class Trainer(pl.Trainer):
 
     @property
     def skipped(self) -> bool | Tensor:
-        """Whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
+        """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
         return skipped(self)
 
     @property
     def shared_by(self) -> int:
-        """Ranks that see the same samples: more than 1 with tensor_parallel."""
+        """Returns how many ranks see the same samples: more than 1 with tensor_parallel."""
         return data_ranks(self).shared_by
 
     @property
     def least_seconds(self) -> float:
-        """A fit can't take less: its floating-point operations, at the peak of its devices. 0 where that is not known."""
+        """Returns the least time of a fit: its floating-point operations, at the peak of its devices; 0 if not known."""
         data = getattr(self, "datamodule", None)
         fastest = peak(self)
         if not fastest or not isinstance(data, ImageData):
@@ -364,7 +364,7 @@ class Trainer(pl.Trainer):
         return flops(getattr(self.lightning_module, "network", None), data.shape) * samples / (fastest * ranks)
 
     def _run_sanity_check(self) -> None:
-        """With `exact` it looks at the same samples on any number of ranks."""
+        """Runs the sanity check; with `exact` it looks at the same samples on any number of ranks."""
         with self._moments.apart():
             self._check_sanity()
 
@@ -413,7 +413,7 @@ class Trainer(pl.Trainer):
     # Before the ranks are connected ----------------------------------------------------------------------------------
 
     def _meet(self, seconds: float) -> tuple[Rendezvous, Route | None]:
-        """All ranks are there, every host reaches every other, and by which way; then they are connected."""
+        """Connects the ranks when all have come and every host reaches every other, and returns the route."""
         environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
@@ -430,7 +430,7 @@ class Trainer(pl.Trainer):
         return rendezvous, route
 
     def _connect(self, store: PrefixStore, rank: int) -> None:
-        """As Lightning connects the ranks, by a store that is there."""
+        """Connects the ranks as Lightning does, by a store that exists already."""
         self.strategy.accelerator.setup_device(self.strategy.root_device)  # type: ignore[union-attr]
         device = self.strategy.root_device
         backend = self.strategy.process_group_backend or dist.get_default_backend_for_device(device)  # type: ignore[attr-defined]
@@ -446,7 +446,7 @@ class Trainer(pl.Trainer):
             atexit.register(_disconnect)
 
     def _connect_on_loopback(self) -> None:
-        """On one host nothing listens to another one, where the store is not torchrun's."""
+        """Connects the ranks of one host on loopback, where nothing listens to another host; not if the store is torchrun's."""
         if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         rank, environment = self.strategy.local_rank, self.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -454,14 +454,14 @@ class Trainer(pl.Trainer):
         self._connect(PrefixStore("ranks", store), rank)
 
     def _meet_as_equals(self) -> None:
-        """On several hosts: nobody trains something else than the others."""
+        """Connects the ranks of several hosts, and ends the run where one would train something else than the others."""
         if dist.is_initialized():
             return
         rendezvous, _ = self._meet(self._join_timeout)
-        mine = environment.of_this_rank(self.strategy.root_device, self.configuration)
+        facts = environment.of_this_rank(self.strategy.root_device, self.configuration)
         place = Path(self.default_root_dir), self.global_rank, rendezvous.hosts, rendezvous.exchange
         problems = []
-        if differing := environment.compare(mine, self.configuration, rendezvous.hosts, rendezvous.exchange):
+        if differing := environment.compare(facts, self.configuration, rendezvous.hosts, rendezvous.exchange):
             problems.append(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
         if not self.shared_folder and (moved := shared_folder.moved(*place)):
             problems.append(f"{moved[0]}. HINT: {shared_folder.MOVE}")
@@ -485,13 +485,13 @@ class Trainer(pl.Trainer):
         """
         launcher, given = self.strategy.launcher, (model, datamodule, fast, join_timeout)
         try:
-            found = self._examine(*given) if launcher is None else launcher.launch(self._examine, *given, trainer=self)
+            findings = self._examine(*given) if launcher is None else launcher.launch(self._examine, *given, trainer=self)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses it again need not
             if kill := getattr(launcher, "kill", None):  # the ranks that this process has started
                 kill(signal.SIGKILL)
             raise SystemExit(1) from None
-        return list(found)
+        return list(findings)
 
     def dry_run(self, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = "") -> list[Row]:
         """Says what each rank of a fit would hold, and trains nothing. The rows of its table, in bytes.
@@ -594,13 +594,13 @@ class Trainer(pl.Trainer):
         if isinstance(datamodule, ImageData):
             datamodule.spare_cores = max(1, count // wanted.processes) - 1
         examined = examined_run(self, model, datamodule, Path(self.default_root_dir), wanted.processes)
-        found, share = needs(examined, wanted), shared_by(self.strategy)
+        needed, share = needs(examined, wanted), shared_by(self.strategy)
         if isinstance(datamodule, ImageData):
             refuse_odd_batches(wanted, datamodule.global_batch_size, datamodule.batch_size, "data.global_batch_size", share)
         else:
             refuse_odd_batches(wanted, self._wanted_global_batch, examined.micro_batch, "trainer.global_batch_size", share)
         self.training = False
-        text = written(wanted, found)
+        text = written(wanted, needed)
         if out is not None:
             out.write_text(text)
         return text
@@ -661,7 +661,7 @@ class Trainer(pl.Trainer):
         self._settle_data()
 
     def _settle_data(self) -> None:
-        """What the launcher and the number of ranks say, in the terms of the data and of Lightning's loops."""
+        """Translates the launcher's settings and the number of ranks into those of the data and of Lightning's loops."""
         data: LightningDataModule | None = getattr(self, "datamodule", None)
         self._data_connector.start_over()
         self._heed_accumulation()
@@ -702,7 +702,7 @@ class Trainer(pl.Trainer):
         return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.callbacks)  # type: ignore[attr-defined]
 
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
-        """Lightning counts the micro-batches of a rank."""
+        """Sets the accumulation, for which Lightning counts the micro-batches of a rank."""
         if accumulation > 1 and self._accumulates_by_epoch:
             raise UserError(
                 f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {accumulation}. "
@@ -716,7 +716,7 @@ class Trainer(pl.Trainer):
 
 
 def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What rank 0 reads, on all ranks."""
+    """Returns on all ranks what rank 0 reads."""
     group: Any = dist.new_group(backend="gloo")
     sent = [load(*args, **kwargs) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0, group=group)
@@ -725,14 +725,14 @@ def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _disconnect() -> None:
-    """At the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
+    """Disconnects at the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hang_up()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _new_folder(launch: Launch) -> Path:
-    """For a run that was given none: another one for each Trainer of a program, and the same on all ranks."""
+    """Returns a folder for a run that was given none: another one for each Trainer of a program, the same on all ranks."""
     if launch.kind == "torchrun" and launch.name is None:
         if (launch.nodes or 1) > 1:
             raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
@@ -745,8 +745,10 @@ def _new_folder(launch: Launch) -> Path:
 
 @cache
 def _started() -> str:
-    """When this program was started. Ranks find it in the environment that they have from who started them; another program
-    that this one starts is no rank."""
+    """Returns when this program was started.
+
+    Ranks find it in the environment that they have from who started them; another program that this one starts is no rank.
+    """
     if "LOCAL_RANK" not in os.environ or _STARTED not in os.environ:
         os.environ[_STARTED] = f"{datetime.now():%Y%m%d-%H%M%S}"
     return os.environ[_STARTED]
@@ -754,12 +756,12 @@ def _started() -> str:
 
 def _with_plugins(given: Any, launch: Launch) -> list[Any]:
     plugins = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
-    if not any(isinstance(one, CheckpointIO) for one in plugins):
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(SafeCheckpointIO())
     # Who started this process is known better than by Slurm's environment, which is asked for to switch requeueing off.
-    slurms = [one for one in plugins if isinstance(one, SLURMEnvironment)]
-    if any(not one.auto_requeue for one in slurms):
+    slurms = [plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment)]
+    if any(not plugin.auto_requeue for plugin in slurms):
         REQUEUE.given_up = True
-    plugins = [one for one in plugins if one not in slurms]
-    theirs = any(isinstance(one, ClusterEnvironment) for one in plugins)
-    return plugins if theirs else [*plugins, launch.environment()]
+    plugins = [plugin for plugin in plugins if plugin not in slurms]
+    has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
+    return plugins if has_environment else [*plugins, launch.environment()]

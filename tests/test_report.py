@@ -120,7 +120,7 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
     name = socket.gethostname()
     waits = [median(one.value for one in history.curves[f"ranks/data_ms/{rank}.{name}"]) for rank in (0, 1, 2)]
     assert waits[1] > 5 * max(waits[0], waits[2])
-    assert history.usual("speed/worst_data") > 1.3
+    assert history.recent_median("speed/worst_data") > 1.3
     for at in range(len(history.curves["speed/rest"])):  # of each window
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
     assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
@@ -174,7 +174,7 @@ def test_what_is_damaged_is_left_out(place, tmp_path):
     history = read_history(folder, "half")
     assert [one.state for one in history.lives] == ["killed", "stopped", "killed"]
     assert "&lt;b&gt;slow" in page(history)
-    assert history.said == [("2026-01-01 10:00:00", "WARNING", "[rank 1, there] <b>slow</b>")]
+    assert history.warnings == [("2026-01-01 10:00:00", "WARNING", "[rank 1, there] <b>slow</b>")]
 
 
 def test_there_must_be_something_to_tell(place, tmp_path):

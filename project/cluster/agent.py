@@ -22,14 +22,16 @@ _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few
 
 
 def exit_code(failures: Mapping[int, Any]) -> int:
-    """Of the worker that failed first, as a shell has it. Of several at once, one that has not just lost another."""
-    first = min(failures.values(), key=lambda one: (one.timestamp, one.exitcode == TRY_AGAIN))
+    """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
+    lost another.
+    """
+    first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
 @contextmanager
 def no_restart_after_usage() -> Iterator[None]:
-    """Within it, an agent whose worker ended with 2 ends so, too: a restart would only say again what is wrong."""
+    """Makes an agent whose worker ended with 2 end so, too: a restart would only report the same again."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait = PContext.wait

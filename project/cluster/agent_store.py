@@ -29,7 +29,7 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 class _StatePickle:
-    """What torch's module knows as `pickle`."""
+    """Stands for what torch's module knows as `pickle`."""
 
     PickleError = pickle.PickleError
     dumps = staticmethod(pickle.dumps)
@@ -51,6 +51,6 @@ def _store(host: str, port: int, is_master: bool = False, **settings: Any) -> TC
 
 
 def guard() -> None:
-    """From here on the agent of this process keeps to it."""
+    """Makes the agent of this process keep to these rules, from here on."""
     dynamic_rendezvous.pickle = _StatePickle  # type: ignore[attr-defined, assignment]
     c10d_rendezvous_backend.TCPStore = _store  # type: ignore[attr-defined, assignment]

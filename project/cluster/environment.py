@@ -150,10 +150,10 @@ def digest(configuration: Any) -> str:
 
 
 def compare(
-    mine: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
+    facts: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
     """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
-    odd = different(gather(mine), hosts, SAME)
+    odd = different(gather(facts), hosts, SAME)
     keys = [sentence for sentence in odd if ": configuration " in sentence]
     if keys:  # only now the whole of it is sent around
         for sentence in keys:

@@ -13,7 +13,7 @@ class Group:
     again."""
 
     def __init__(self) -> None:
-        self._found: Callable[[], Any] | None = None
+        self._reference: Callable[[], Any] | None = None
 
     def make(self, timeout: timedelta | None = None, members: list[list[int]] | None = None) -> None:
         """Makes the group. `timeout`: how long it waits for a rank; None: as long as torch waits. `members`: not all ranks at
@@ -25,11 +25,11 @@ class Group:
             group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
-        self._found = weakref.ref(group)
+        self._reference = weakref.ref(group)
 
     def __call__(self) -> Any:
         """Returns torch's group; None where there is none yet, or none any more."""
-        return None if self._found is None else self._found()
+        return None if self._reference is None else self._reference()
 
     def __reduce__(self) -> tuple[type["Group"], tuple[()]]:
         return Group, ()

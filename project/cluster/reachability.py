@@ -98,10 +98,10 @@ def probe(address: str, port: int) -> Probe:
     return Probe(name, limit=_limit(address, port), back=arrived)
 
 
-def lost(found: Probe, here: str, there: str) -> str:
+def lost(answer: Probe, here: str, other: str) -> str:
     """Returns which packets of a probe from `here` don't arrive, as text."""
-    start, end = (there, here) if found.back else (here, there)
-    what = f"Packets over {found.limit} bytes" if found.limit else "Even short packets, once the two are connected,"
+    start, end = (other, here) if answer.back else (here, other)
+    what = f"Packets over {answer.limit} bytes" if answer.limit else "Even short packets, once the two are connected,"
     return f"{what} from {start} don't arrive at {end}"
 
 

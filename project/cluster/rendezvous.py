@@ -193,10 +193,10 @@ class Rendezvous:
             raise UserError(text)
         raise ToldByRankZero(1)
 
-    def exchange(self, mine: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         """Returns what every rank contributes (anything that JSON can hold), by rank."""
         number, self._round = self._round, self._round + 1
-        self.store.set(f"{number}/{self.rank}", json.dumps(mine))
+        self.store.set(f"{number}/{self.rank}", json.dumps(value))
         answer: list[Any] | None
         if self.rank == 0:
             try:

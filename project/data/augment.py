@@ -60,19 +60,19 @@ class Normalise:
             raise UserError(
                 f"The source's mean {mean} and std {std} are not of images in 0 .. 1. HINT: divide those of bytes by 255."
             )
-        self._one = means.numel() == stds.numel() == 1
+        self._scalar = means.numel() == stds.numel() == 1
         scales = {top: (1 / (stds * top)).float() for top in (1.0, 255.0)}
         self._numbers = {top: scale.mean().item() for top, scale in scales.items()}
         self._scales = {top: scale.to(device) for top, scale in scales.items()}
         self._shift = (-means / stds).float().to(device)
-        self._shift = self._shift.view(()) if self._one else self._shift
+        self._shift = self._shift.view(()) if self._scalar else self._shift
 
     def __call__(self, images: Tensor) -> Tensor:
         top = 255.0 if images.dtype == torch.uint8 else 1.0
-        if self._one and images.device.type != "cpu":  # one launch; a CPU is faster in two passes
+        if self._scalar and images.device.type != "cpu":  # one launch; a CPU is faster in two passes
             return torch.add(self._shift, images, alpha=self._numbers[top])
         floats = images.float() if images.dtype != torch.float32 else images.clone()
         # In place, and in one pass if that will do: passes over memory are what takes the time.
-        if self._one:
+        if self._scalar:
             return torch.add(self._shift, floats, alpha=self._numbers[top], out=floats)
         return floats.mul_(self._scales[top]).add_(self._shift)

@@ -198,14 +198,14 @@ class SeededDataset(Dataset[Any]):
             return self.dataset[index]
         self._watch()
         seed_generators(index.seed)  # and of what a `collate_fn` draws after that
-        return self._one(index, index[0])
+        return self._seeded_sample(index, index[0])
 
     def __getitems__(self, samples: Samples) -> Any:
         self._watch()
         seed_generators(samples.seed)
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(samples))
-        return [self._one(samples, number) for number in samples]
+        return [self._seeded_sample(samples, number) for number in samples]
 
     def _watch(self) -> None:
         """Checks before each of the first three micro-batches (a `collate_fn` runs after a dataset) that nothing changed."""
@@ -224,7 +224,7 @@ class SeededDataset(Dataset[Any]):
                 names,
             )
 
-    def _one(self, samples: Samples, number: int) -> Any:
+    def _seeded_sample(self, samples: Samples, number: int) -> Any:
         if samples.each:
             seed_generators(chance(samples.seed, (0, 0, number)))
         return self.dataset[number]

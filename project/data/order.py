@@ -246,10 +246,10 @@ class MicroBatchSampler(DistributedSampler[Key]):
 
     def __len__(self) -> int:
         share, steps = self.order.micro_batches // self.num_replicas, self.order.steps
-        return steps * share - sum(self._is_empty(steps - 1, number) for number in self._mine if steps)
+        return steps * share - sum(self._is_empty(steps - 1, number) for number in self._own_numbers if steps)
 
     @property
-    def _mine(self) -> range:
+    def _own_numbers(self) -> range:
         share = self.order.micro_batches // self.num_replicas
         return range(self.rank * share, (self.rank + 1) * share)
 
@@ -261,6 +261,6 @@ class MicroBatchSampler(DistributedSampler[Key]):
         # Asked more than once for one epoch: a loader with processes of its own throws its first iterator away.
         epoch, first = self._start or (self.epoch, 0)
         for step in range(first, self.order.steps):
-            for number in self._mine:
+            for number in self._own_numbers:
                 if not self._is_empty(step, number):
                     yield epoch, step, number

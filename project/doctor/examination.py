@@ -86,12 +86,12 @@ class Examination:
         self.network_cost = NetworkCost(0.0, float("inf"))
         self.sample_bytes, self.has_data = 0, False
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Returns what every rank contributes, by rank."""
         if self.control is None:
-            return [mine]
+            return [value]
         answers: list[Any] = [None] * self.run.world_size
-        dist.all_gather_object(answers, mine, group=self.control)
+        dist.all_gather_object(answers, value, group=self.control)
         return answers
 
     def measure(self, check: str, measure: Callable[[], Any], fix: str = "", bad: bool = True) -> list[Any] | None:

@@ -52,23 +52,23 @@ def foretell(
             return accumulation(*sizes, count, wanted, "data.global_batch_size data.batch_size")
         return accumulation(global_batch, samples, count, wanted, "trainer.global_batch_size batch_size") if samples else 1
 
-    found = rows(foretold, sharing, numbers(ranks, devices * nodes), devices, many)
+    table = rows(foretold, sharing, numbers(ranks, devices * nodes), devices, many)
     named = settings.get("strategy")
-    said = about(foretold, samples, sharing, named if isinstance(named, str) else strategy, str(trainer.precision))
-    said += [f"Of the device here, {others}."] if (others := held_by_others(strategy.root_device)) else []
-    show(foretold, found, sharing, said, lambda here: room(strategy.root_device, here))
-    return found
+    notes = about(foretold, samples, sharing, named if isinstance(named, str) else strategy, str(trainer.precision))
+    notes += [f"Of the device here, {others}."] if (others := held_by_others(strategy.root_device)) else []
+    show(foretold, table, sharing, notes, lambda here: room(strategy.root_device, here))
+    return table
 
 
 def sharing_of(strategy: Strategy, exact: bool) -> Sharing:
-    """How ranks share a network with this strategy."""
+    """Returns how ranks share a network with this strategy."""
     if isinstance(strategy, Sharded):
         return strategy.sharing(ranks=1)
     return Sharing(exact=exact, on_gpu=strategy.root_device.type != "cpu")
 
 
 def _devices(wanted: Any, kind: str) -> int:
-    """Of each host, as `trainer.devices` says it."""
+    """Returns the number of devices of each host, as `trainer.devices` gives it."""
     if isinstance(wanted, (list, tuple)):
         return len(wanted)
     if str(wanted).isdigit():

@@ -33,7 +33,7 @@ class Difference:
 def outputs(network: nn.Module, batches: Sequence[Inputs]) -> Outputs:
     """Returns the outputs of the checkpoint's network for the batches, on the CPU."""
     with torch.no_grad():
-        return [[_array(leaf) for leaf in fresh.leaves(network(*batch))] for batch in batches]
+        return [[_array(leaf) for leaf in fresh.flattened(network(*batch))] for batch in batches]
 
 
 def _array(leaf: Any) -> np.ndarray[Any, Any]:
@@ -64,18 +64,18 @@ def loaded(form: str, file: Path, batches: Sequence[Inputs]) -> dict[str, np.nda
         results.unlink(missing_ok=True)
 
 
-def in_batches(found: Mapping[str, np.ndarray[Any, Any]], count: int) -> Outputs:
+def in_batches(arrays: Mapping[str, np.ndarray[Any, Any]], count: int) -> Outputs:
     """Returns the outputs of a fresh process, batch by batch."""
-    return [[value for name, value in found.items() if name.split()[0] == str(at)] for at in range(count)]
+    return [[value for name, value in arrays.items() if name.split()[0] == str(at)] for at in range(count)]
 
 
-def compare(wanted: Outputs, found: Outputs, tolerance: float) -> Difference:
+def compare(wanted: Outputs, results: Outputs, tolerance: float) -> Difference:
     """Returns the largest difference; raises a UserError beyond the tolerance, which is a share of the largest output."""
     worst = Difference(0.0, 0.0)
-    for expected, exported in zip(wanted, found, strict=True):
+    for expected, exported in zip(wanted, results, strict=True):
         shapes = [[(value.shape, value.dtype.name) for value in values] for values in (expected, exported)]
         if shapes[0] != shapes[1]:
-            raise UserError(f"The exported network's outputs are {_said(shapes[1])}, and the checkpoint's {_said(shapes[0])}.")
+            raise UserError(f"The exported network's outputs are {_text(shapes[1])}, and the checkpoint's {_text(shapes[0])}.")
         for expected_value, exported_value in zip(expected, exported, strict=True):
             difference = _difference(expected_value, exported_value)
             if not difference.share <= worst.share:
@@ -100,5 +100,5 @@ def _difference(expected: np.ndarray[Any, Any], exported: np.ndarray[Any, Any]) 
     return Difference(largest, largest / scale if scale else float("inf") if largest else 0.0)
 
 
-def _said(shapes: Sequence[tuple[tuple[int, ...], str]]) -> str:
+def _text(shapes: Sequence[tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{dtype} {shape}" for shape, dtype in shapes) or "none"

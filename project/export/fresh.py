@@ -12,13 +12,13 @@ import numpy as np
 Arrays = list[Any]
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def flattened(value: Any) -> Iterator[Any]:
     """Yields the tensors that a network returned, in lists, tuples and dicts, in their order."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from leaves(item)
+            yield from flattened(item)
     elif value is not None:
         yield value
 
@@ -39,7 +39,7 @@ def _torch_export(file: str, batches: list[Arrays]) -> list[Arrays]:
     network = torch.export.load(file).module()
     with torch.no_grad():
         results = [network(*map(torch.from_numpy, batch)) for batch in batches]
-    return [[torch.as_tensor(leaf).numpy() for leaf in leaves(result)] for result in results]
+    return [[torch.as_tensor(leaf).numpy() for leaf in flattened(result)] for result in results]
 
 
 def main(form: str, file: str, inputs: str, outputs: str) -> None:

@@ -23,14 +23,14 @@ from project.errors import TRY_AGAIN
 _INSTRUCTIONS = {
     "x86_64": bytes([0xBF, TRY_AGAIN, 0, 0, 0, 0xB8, 231, 0, 0, 0, 0x0F, 0x05]),
     "aarch64": b"".join(
-        one.to_bytes(4, "little") for one in (0x52800000 | TRY_AGAIN << 5, 0x52800008 | 94 << 5, 0xD4000001)
+        instruction.to_bytes(4, "little") for instruction in (0x52800000 | TRY_AGAIN << 5, 0x52800008 | 94 << 5, 0xD4000001)
     ),  # not run yet
 }
 _code: list[mmap.mmap] = []  # as long as the process
 
 
 def exit_on_abort() -> None:
-    """From here on, in this process; not in those that it forks: a loader process that aborts is its rank's to report.
+    """Makes SIGABRT end this process at once; not those that it forks: its rank reports a loader process that aborts.
 
     Where this can't be done, or another handler is there (PYTHONFAULTHANDLER), all stays as it was.
     """

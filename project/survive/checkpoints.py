@@ -130,7 +130,7 @@ class Checkpoints(Checkpoint):
         self._of_all = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
-        self._news: dict[str, float] = {}  # for the loggers
+        self._measurements: dict[str, float] = {}  # for the loggers
         self._folder = Path()
         self._validated = False
         self._saved_at = (-1, False)
@@ -189,7 +189,7 @@ class Checkpoints(Checkpoint):
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
-        if self._news:
+        if self._measurements:
             self._log(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
@@ -209,7 +209,7 @@ class Checkpoints(Checkpoint):
 
     def _log(self, trainer: Trainer) -> None:
         """Logs what the writing has cost, some steps later; loggers that keep checkpoints receive this one."""
-        measurements, self._news = self._news, {}
+        measurements, self._measurements = self._measurements, {}
         for logger in trainer.loggers if measurements else ():
             logger.after_save_checkpoint(self)  # type: ignore[arg-type]
         for logger in measurement_loggers(trainer) if measurements else ():
@@ -360,7 +360,7 @@ class Checkpoints(Checkpoint):
             path, size = self._stored(path, copied, manifest)
             self.failed, self.seconds = None, time.monotonic() - began
             if first:
-                self._news = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
+                self._measurements = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
                 self._note(path, manifest)
                 self._prune()
         except Lost as error:

@@ -42,7 +42,7 @@ class Monitored(Callback):
             if name.startswith("val"):
                 self._refuse(trainer, who, name)
             if not trainer.sanity_checking and not self._trained:
-                log.info("%s It may yet come from training.", _said(trainer, who, name))
+                log.info("%s It may yet come from training.", _problem(trainer, who, name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the metrics of training: those of the step are logged by now; a hook from elsewhere may log more, then
@@ -71,10 +71,10 @@ class Monitored(Callback):
                 if isinstance(callback, Checkpoints):  # nothing that was trained is lost
                     callback.save(trainer)
                     callback.wait()
-        raise UserError(f"{_said(trainer, who, name)} HINT: set {who}.monitor.")
+        raise UserError(f"{_problem(trainer, who, name)} HINT: set {who}.monitor.")
 
 
-def _said(trainer: Trainer, who: str, name: str) -> str:
+def _problem(trainer: Trainer, who: str, name: str) -> str:
     meant = f" Did you mean {near[0]}?" if (near := _near(trainer, name)) else ""
     return f"{who}.monitor={name}: there is no such metric.{meant} There are: {', '.join(sorted(trainer.callback_metrics))}."
 

@@ -85,7 +85,7 @@ class NonFinite(Callback):
         self._row = 0
         self._step = CheckedStep(0, 0)
         self._unread: deque[CheckedStep] = deque()
-        self._one, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
+        self._unit, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
         self._late = False
         self._stream: torch.cuda.Stream | None = None
 
@@ -102,9 +102,9 @@ class NonFinite(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._late = pl_module.device.type == "cuda"
-        self._one = torch.ones((), device=pl_module.device, dtype=torch.float32)
-        self._flag, self._skips = torch.zeros_like(self._one), torch.zeros_like(self._one, dtype=torch.bool)
-        self._stream = torch.cuda.current_stream() if self._one.is_cuda else None
+        self._unit = torch.ones((), device=pl_module.device, dtype=torch.float32)
+        self._flag, self._skips = torch.zeros_like(self._unit), torch.zeros_like(self._unit, dtype=torch.bool)
+        self._stream = torch.cuda.current_stream() if self._unit.is_cuda else None
         self._unread.clear()  # of a fit that failed
         may_skip(trainer, self.act == "skip")
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
@@ -146,7 +146,7 @@ class NonFinite(Callback):
         if not gradients:
             self._skips.fill_(False)
             return
-        flag = not_finite(gradients, self._one)
+        flag = not_finite(gradients, self._unit)
         if spread(trainer):  # a rank sees its part of the gradient only
             highest(flag)
         if self._step.late:

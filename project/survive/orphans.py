@@ -14,12 +14,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def ends_with_parent() -> bool:
-    """Whether this process was launched for the run; rank 0 of plain Python is its user's own."""
+    """Returns whether this process was launched for the run; rank 0 of plain Python is its user's own."""
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def launched_by(host: str) -> str:
-    """For the warden: what this process ends with, in words for one of its ranks to say; 'quiet' for the others; or ''."""
+    """Returns for the warden what this process ends with, as text for one of its ranks; 'quiet' for the others; or ''."""
     if not ends_with_parent():
         return ""
     first = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0"

@@ -37,7 +37,7 @@ def _side_by_side(histories: Sequence[History]) -> str:
         ["ranks", *(escape(", then ".join(_in_turn(history))) for history in histories)],
         ["time", *(str(timedelta(seconds=round(history.seconds))) for history in histories)],
         ["starts", *(str(len(history.lives)) for history in histories)],
-        ["samples/s", *(_figure(history.usual("speed/samples_per_s")) for history in histories)],
+        ["samples/s", *(_figure(history.recent_median("speed/samples_per_s")) for history in histories)],
         ["scaling efficiency", *(f"{ratio:.0%}" if ratio is not None else "" for ratio in efficiency)],
         *([escape(tag), *(_figure(history.last(tag)) for history in histories)] for tag in shown),
     ]
@@ -51,7 +51,9 @@ def _in_turn(history: History) -> list[str]:
 
 def scaling(histories: Sequence[History]) -> list[float | None]:
     """Returns the samples a second and rank, relative to the run with the fewest ranks."""
-    speeds = [(history.usual("speed/samples_per_s"), history.lives[-1].ranks if history.lives else 0) for history in histories]
+    speeds = [
+        (history.recent_median("speed/samples_per_s"), history.lives[-1].ranks if history.lives else 0) for history in histories
+    ]
     each = [(speed / ranks, ranks) if speed and ranks else None for speed, ranks in speeds]
     known = [pair for pair in each if pair]
     base = min(known, key=lambda pair: pair[1])[0] if known else 1.0

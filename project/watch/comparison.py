@@ -20,73 +20,73 @@ class Verdict:
     starts: tuple[Start, Start] | None = None
 
 
-def compare(one: Recorded, other: Recorded) -> Verdict | None:
+def compare(run: Recorded, other: Recorded) -> Verdict | None:
     """Compares two runs; returns None if there is no step that both have."""
-    steps = sorted(one.steps.keys() & other.steps.keys())
+    steps = sorted(run.steps.keys() & other.steps.keys())
     if not steps:
         return None
-    begins, other_begins = one.starts[0][0], other.starts[0][0]
-    pair = f"{one.name} and {other.name}"
+    begins, other_begins = run.starts[0][0], other.starts[0][0]
+    pair = f"{run.name} and {other.name}"
     if begins.names != other_begins.names:
-        return Verdict(False, [f"{pair} are not the same: {_other_names(one, other)}."], (begins, other_begins))
+        return Verdict(False, [f"{pair} are not the same: {_other_names(run, other)}."], (begins, other_begins))
     if begins.step == other_begins.step and begins.weights != other_begins.weights:
         lines = [
             f"{pair} are not the same: they begin with other weights.",
-            f"  {_tensors(begins.names, begins.tensors, other_begins.tensors, one)}",
+            f"  {_tensors(begins.names, begins.tensors, other_begins.tensors, run)}",
         ]
         return Verdict(False, lines, (begins, other_begins))
     for step in steps:
-        taken, other_taken = one.steps[step], other.steps[step]
+        taken, other_taken = run.steps[step], other.steps[step]
         if not same_step(taken, other_taken):
             lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch}) is the first that differs."]
             lines += _batches_by_ranks(taken.start, other_taken.start)
-            return Verdict(False, [*lines, *_where(one, other, taken, other_taken)], (taken.start, other_taken.start))
-    return Verdict(True, [f"{pair} are the same to the last bit {_how_far(one, other, steps)}."])
+            return Verdict(False, [*lines, *_where(run, other, taken, other_taken)], (taken.start, other_taken.start))
+    return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])
 
 
-def compare_with_itself(one: Recorded) -> Verdict:
+def compare_with_itself(run: Recorded) -> Verdict:
     """Compares the steps that a run took more than once, after a kill for example."""
-    for earlier, later in one.again:
+    for earlier, later in run.again:
         if not same_step(earlier, later):
             step = later.record.step
-            lines = [f"{one.name}: step {step} was computed twice, with different results."]
-            return Verdict(False, [*lines, *_where(one, one, earlier, later)], (earlier.start, later.start))
-    steps = sorted({later.record.step for _, later in one.again})
+            lines = [f"{run.name}: step {step} was computed twice, with different results."]
+            return Verdict(False, [*lines, *_where(run, run, earlier, later)], (earlier.start, later.start))
+    steps = sorted({later.record.step for _, later in run.again})
     if not steps:
-        return Verdict(True, [f"{one.name}: {len(one.steps)} steps up to {one.last}, and none was computed twice."])
+        return Verdict(True, [f"{run.name}: {len(run.steps)} steps up to {run.last}, and none was computed twice."])
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]},"
     were = "was" if len(steps) == 1 else "were"
-    return Verdict(True, [f"{one.name}: {which} {were} computed more than once, the same to the last bit each time."])
+    return Verdict(True, [f"{run.name}: {which} {were} computed more than once, the same to the last bit each time."])
 
 
-def ranks_that_differed(one: Recorded) -> list[str]:
+def ranks_that_differed(run: Recorded) -> list[str]:
     """Reports the first step after which the run itself found a rank whose weights were not rank 0's."""
-    for step, taken in sorted(one.steps.items()):
+    for step, taken in sorted(run.steps.items()):
         if taken.record.others:
             ranks = ", ".join(taken.record.others)
-            return [f"In {one.name}, rank {ranks} had other weights than rank 0 after step {step}; all should have the same."]
+            return [f"In {run.name}, rank {ranks} had other weights than rank 0 after step {step}; all should have the same."]
     return []
 
 
-def surroundings(one: Start, other: Start) -> list[str]:
+def surroundings(start: Start, other: Start) -> list[str]:
     """Returns what else differs where two runs part, and may be the cause."""
     lines = []
-    if one.micro_batches != other.micro_batches and not _batches_by_ranks(one, other):
+    if start.micro_batches != other.micro_batches and not _batches_by_ranks(start, other):
         lines.append(
-            f"A step has {one.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
+            f"A step has {start.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
         )
     for what, value, other_value, why in (
-        ("torch", one.torch, other.torch, "another version has other kernels"),
-        ("hardware", one.device, other.device, "on other hardware, sums are rounded otherwise"),
-        ("threads", one.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
+        ("torch", start.torch, other.torch, "another version has other kernels"),
+        ("hardware", start.device, other.device, "on other hardware, sums are rounded otherwise"),
+        ("threads", start.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
     ):
         if value != other_value:
             lines.append(f"{what}: {value}, and {other_value}: {why}.")
-    if one.exact != other.exact:
-        lines.append(f"trainer.exact: {one.exact}, and {other.exact}: it rounds gradients otherwise.")
-    elif one.ranks != other.ranks:
-        hint = "" if one.exact else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
-        lines.append(f"ranks: {one.ranks}, and {other.ranks}.{hint}")
+    if start.exact != other.exact:
+        lines.append(f"trainer.exact: {start.exact}, and {other.exact}: it rounds gradients otherwise.")
+    elif start.ranks != other.ranks:
+        hint = "" if start.exact else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
+        lines.append(f"ranks: {start.ranks}, and {other.ranks}.{hint}")
     return lines
 
 
@@ -101,8 +101,8 @@ def _batches_by_ranks(start: Start, other: Start) -> list[str]:
     ]
 
 
-def same_step(one: Taken, other: Taken) -> bool:
-    return one.record.weights == other.record.weights and not _differing_losses(one, other)
+def same_step(taken: Taken, other: Taken) -> bool:
+    return taken.record.weights == other.record.weights and not _differing_losses(taken, other)
 
 
 def _differing_losses(taken: Taken, other: Taken) -> list[int]:

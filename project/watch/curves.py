@@ -25,28 +25,28 @@ class Events:
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self._folder, self._keep = folder, keep
-        self._found: Any = None
+        self._accumulator: Any = None
 
     def read(self) -> list[str]:
         """Reads what is new since the last call, and returns the names of all curves."""
-        if self._found is None and not any(self._folder.glob(_FILES)):
+        if self._accumulator is None and not any(self._folder.glob(_FILES)):
             return []
         quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
         try:
-            if self._found is None:
+            if self._accumulator is None:
                 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
                     EventAccumulator,
                 )
 
-                self._found = EventAccumulator(str(self._folder), size_guidance={"scalars": self._keep})
-                self._found._generator = Records(self._folder)
-            self._found.Reload()
+                self._accumulator = EventAccumulator(str(self._folder), size_guidance={"scalars": self._keep})
+                self._accumulator._generator = Records(self._folder)
+            self._accumulator.Reload()
         finally:
             logging.root.manager.disable = quiet
-        return list(self._found.Tags()["scalars"])
+        return list(self._accumulator.Tags()["scalars"])
 
     def scalars(self, tag: str) -> Sequence[Any]:
-        return self._found.Scalars(tag) if self._found else ()
+        return self._accumulator.Scalars(tag) if self._accumulator else ()
 
 
 class Records:

@@ -127,7 +127,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         """Returns what has been logged for this step and later ones, which a checkpoint saves."""
         return [entry for entry in self._latest if entry[0] >= step]
 
-    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
+    def resume_at(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
         """Hides what is there from this step on: the run resumes from a checkpoint that had logged these values for it.
 
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of

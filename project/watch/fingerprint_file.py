@@ -88,7 +88,7 @@ class Taken:
     before: str | None
 
     def rank_of(self, number: int) -> int:
-        """The rank that computed a micro-batch."""
+        """Returns the rank that computed a micro-batch."""
         return number // max(1, self.start.micro_batches // self.record.ranks)
 
 

@@ -80,7 +80,7 @@ class History:
     config_text: str
     checkpoints: list[tuple[Path, dict[str, Any]]]
     """Manifests, the newest first."""
-    said: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[tuple[str, str, str]] = field(default_factory=list)
     """Warnings and errors of the log: time, level and text."""
 
     @property
@@ -117,7 +117,7 @@ class History:
         points = self.curves.get(tag)
         return points[-1].value if points else None
 
-    def usual(self, tag: str) -> float | None:
+    def recent_median(self, tag: str) -> float | None:
         """Returns the median of a curve in the last life in which speed was measured."""
         times = [point.time for point in self.curves.get("speed/samples_per_s", ())]
         since = max((life.time for life in self.lives if times and life.time <= times[-1]), default=0.0)
@@ -127,7 +127,7 @@ class History:
     @property
     def shares(self) -> dict[str, float]:
         """Returns the shares of a step's time, by phase."""
-        medians = {name: self.usual(f"speed/{name}") for name in PHASES}
+        medians = {name: self.recent_median(f"speed/{name}") for name in PHASES}
         return {name: share for name, share in medians.items() if share is not None}
 
     def summary(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class History:
             "starts": len(self.lives),
             "ranks": last.ranks if last else None,
             "hosts": last.known.get("hosts") if last else None,
-            "samples_per_s": self.usual("speed/samples_per_s"),
+            "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
             "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
@@ -159,12 +159,12 @@ class History:
         }
 
 
-def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
-    """Reads the history of the run in this folder. `goes_on`: a process is training it."""
+def read_history(folder: Path, name: str, in_training: bool = False) -> History:
+    """Reads the history of the run in this folder. `in_training`: a process is training it."""
     curves = _curves(folder)
     seen = [(point.time, point.step) for points in curves.values() for point in points]
     lives = lives_of(folder / FILE, seen)
-    if lives and goes_on and lives[-1].state == "killed":
+    if lives and in_training and lives[-1].state == "killed":
         lives[-1].state = "going on"
     text = ""
     try:
@@ -177,7 +177,7 @@ def read_history(folder: Path, name: str, goes_on: bool = False) -> History:
     matches = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
     return History(
         *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
-        said=[(when, level, words) for when, level, words in (match.groups() for match in matches)],
+        warnings=[(when, level, words) for when, level, words in (match.groups() for match in matches)],
     )
 
 

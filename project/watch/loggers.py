@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from project.errors import UserError
 from project.masking import masked_text
 from project.untrusted import read_json, write_text
-from project.watch.steady import Csv, MLFlow, Wandb, said
+from project.watch.steady import Csv, MLFlow, Wandb, message_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {said(error)}") from error
+            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {message_of(error)}") from error
         if place in loggers:
             raise UserError(f"trainer.logger: {kind.__name__} is there twice, with the same place. HINT: leave one out.")
         loggers[place] = logger
@@ -147,7 +147,7 @@ def _is_there(words: Words, run_id: str) -> bool:
             return True
     except Exception as error:
         if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
-            raise UserError(f"MLflow does not answer: {said(error)}. HINT: look at its tracking_uri.") from error
+            raise UserError(f"MLflow does not answer: {message_of(error)}. HINT: look at its tracking_uri.") from error
     log.warning("MLflow has no run %s any more: a new one begins.", run_id)
     return False
 
@@ -163,7 +163,7 @@ def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.log(level, "%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, said(error))
+        log.log(level, "%s can't be read: %s. New runs of W&B and MLflow begin.", folder / _FILE, message_of(error))
         return {}
 
 

@@ -70,8 +70,8 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f"<table>{top}{''.join('<tr>' + ''.join(f'<td>{cell}</td>' for cell in row) + '</tr>' for row in rows)}</table>"
 
 
-def charts(found: Iterable[Chart], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
-    known = [(title, lines) for title, lines in found if any(line.points for line in lines)]
+def charts(all_charts: Iterable[Chart], x_name: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> str:
+    known = [(title, lines) for title, lines in all_charts if any(line.points for line in lines)]
     drawn = [chart(title, lines, x_name, marks, from_zero) for title, lines in known[:_CHARTS]]
     left = f'<p class="soft">and {len(known) - _CHARTS} more</p>' if len(known) > _CHARTS else ""
     return f'<div class="charts">{"".join(drawn)}</div>{left}' if drawn else ""

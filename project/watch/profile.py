@@ -49,11 +49,11 @@ class Profile(Callback):
     ) -> None:
         if step is not None and step < 1:
             raise UserError(f"profile.step is the number of a step, from 1 on, not {step}.")
-        self._asked = Asked(steps, None if ranks is None else list(ranks), memory)
+        self._requested = Asked(steps, None if ranks is None else list(ranks), memory)
         self.step, self.nvtx = step, nvtx
         self._recording: Recording | None = None
         self._folder = Path()
-        self._look_at, self._found = 0.0, False
+        self._look_at, self._file_exists = 0.0, False
 
     # What the YAML asks for ------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class Profile(Callback):
         if self.step is None:
             return
         if self.step > trainer.global_step:
-            self._begin(trainer, self._asked, self.step)
+            self._begin(trainer, self._requested, self.step)
         elif trainer.is_global_zero:
             log.warning("profile.step=%d is behind: the run goes on after step %d.", self.step, trainer.global_step)
 
@@ -83,15 +83,15 @@ class Profile(Callback):
             self._look_at = now + _PAUSE
             file = Path(trainer.default_root_dir) / FILE
             free = trainer.is_global_zero and (self._recording is None or self._recording.over)
-            self._found = free and _is_there(file)
-        return self._found
+            self._file_exists = free and _is_there(file)
+        return self._file_exists
 
     def answers(self, trainer: Trainer, group: Any) -> None:
         """Starts the recording that a file asks for, on all ranks before the same step."""
         requests: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
         if group is not None:
             dist.broadcast_object_list(requests, src=0, group=group)
-        self._found = False
+        self._file_exists = False
         if requests[0] is not None:
             self._begin(trainer, requests[0], trainer.global_step + 2)  # the one before it warms up
 

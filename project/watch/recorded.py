@@ -33,10 +33,10 @@ class Event:
     """'range': one of ours; 'computing': on the device that computes; 'communication'; 'other'."""
 
 
-def events_of(found: Iterable[Any], on_gpu: bool) -> list[Event]:
+def events_of(profiled: Iterable[Any], on_gpu: bool) -> list[Event]:
     """Converts the events of torch's profiler."""
     events = []
-    for event in found:
+    for event in profiled:
         device = event.device_type == DeviceType.CUDA
         span = event.time_range.start, event.time_range.end
         spent = span[1] - span[0] if device else event.self_cpu_time_total

@@ -73,7 +73,7 @@ def page(history: History) -> str:
             *section("Is it fast?", _where_time_went(history), charts(_speed(history, _SPEED), "steps", marks, from_zero=True)),
             *section("Is it healthy?", charts(health, "steps", marks, from_zero=True)),
             *section("Its life", _life(history)),
-            *section(f"What it warned of{_cut(history)}", _said(history)),
+            *section(f"What it warned of{_cut(history)}", _warnings(history)),
             *section("Its configuration", f"<pre>{escape(history.config_text)}</pre>" if history.config_text else ""),
             *section("Go on with it", _go_on(history)),
         ],
@@ -88,7 +88,7 @@ def _head(history: History) -> str:
 def facts(history: History) -> dict[str, str]:
     """Returns the figures of a run, as texts."""
     last = history.lives[-1] if history.lives else None
-    speed, batch = history.usual("speed/samples_per_s"), history.global_batch
+    speed, batch = history.recent_median("speed/samples_per_s"), history.global_batch
     known = last.known if last else {}
     return {
         "state": f"{history.state}, after step {history.step:,}" + (f": {last.why}" if last and last.why else ""),
@@ -204,12 +204,12 @@ def _life(history: History) -> str:
 
 
 def _cut(history: History) -> str:
-    return f" (the last {_SAID} of {len(history.said)})" if len(history.said) > _SAID else ""
+    return f" (the last {_SAID} of {len(history.warnings)})" if len(history.warnings) > _SAID else ""
 
 
-def _said(history: History) -> str:
+def _warnings(history: History) -> str:
     rows = [
-        [escape(when), f'<span class="{level}">{level}</span>', escape(text)] for when, level, text in history.said[-_SAID:]
+        [escape(when), f'<span class="{level}">{level}</span>', escape(text)] for when, level, text in history.warnings[-_SAID:]
     ]
     return table(rows) if rows else ""
 

@@ -36,13 +36,13 @@ class Steady(Logger):
             what()
         except Exception as error:
             if not self._failing:
-                log.error("What is measured can't be written for %s: %s. Training goes on.", self.called, said(error))
+                log.error("What is measured can't be written for %s: %s. Training goes on.", self.called, message_of(error))
             self._failing = True
             return error
         return None
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Returns the message of an error, in a line, without the password of an address."""
     return masked_text(" ".join(str(error).split()) or type(error).__name__)[:300]
 
@@ -52,30 +52,30 @@ class Csv(Steady, CSVLogger):
 
     called = "CSV"
     _file: CsvFile | None = None
-    _goes_on: tuple[int, Sequence[tuple[int, str, float]]] | None = None
+    _resumed: tuple[int, Sequence[tuple[int, str, float]]] | None = None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """Returns the file. Lightning's would delete what an earlier start has written."""
         if self._file is None:
-            until, logged = self._goes_on or (None, ())
+            until, logged = self._resumed or (None, ())
             try:
                 self._file = CsvFile(path := Path(self.log_dir, "metrics.csv"), until)
             except OSError as error:
-                raise UserError(f"CSV can't go on with {path}: {said(error)}. HINT: move it away.") from error
+                raise UserError(f"CSV can't go on with {path}: {message_of(error)}. HINT: move it away.") from error
             for step, entries in groupby(logged, key=itemgetter(0)):
                 CSVLogger.log_metrics(self, {tag: value for _, tag, value in entries}, step)
         return self._file
 
-    def goes_on(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
-        """Resumes the curves, as `Events.goes_on` does."""
-        self._goes_on, self._again = (step, logged), LoggedAgain(logged if starts_again else ())
+    def resume_at(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
+        """Resumes the curves, as `Events.resume_at` does."""
+        self._resumed, self._again = (step, logged), LoggedAgain(logged if starts_again else ())
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         def write() -> None:
-            new = {name: value for name, value in metrics.items() if not (self._goes_on and self._again.has(step, name))}
+            new = {name: value for name, value in metrics.items() if not (self._resumed and self._again.has(step, name))}
             if new:
                 CSVLogger.log_metrics(self, new, step)
 
@@ -115,7 +115,9 @@ class Wandb(Steady, WandbLogger):
             wandb.setup()  # it is silent from here on, and not while it looks at the arguments of a run
             run = super().experiment
         except Exception as error:
-            raise UserError(f"W&B can't begin: {said(error)}. HINT: wandb login, or offline: true in its init_args.") from error
+            raise UserError(
+                f"W&B can't begin: {message_of(error)}. HINT: wandb login, or offline: true in its init_args."
+            ) from error
         self._begun = True
         return run
 
@@ -159,7 +161,7 @@ class MLFlow(Steady, MLFlowLogger):
             self.keep(run_id)
             client.update_run(run_id, status="RUNNING")
         except Exception as error:
-            raise UserError(f"MLflow can't begin: {said(error)}. HINT: look at its tracking_uri.") from error
+            raise UserError(f"MLflow can't begin: {message_of(error)}. HINT: look at its tracking_uri.") from error
         return client
 
     @rank_zero_only

@@ -29,7 +29,7 @@ def test_a_run_that_goes_on_has_each_point_once(tmp_path):
         killed.log_metrics({tag: 7.0}, step=step)
     killed.flush()
     goes_on = Events(str(tmp_path))
-    goes_on.goes_on(3, saved)
+    goes_on.resume_at(3, saved)
     for tag, step in (("lr", 3), ("lr", 3), ("it/loss", 3), ("train/loss", 4)):
         goes_on.log_metrics({tag: 0.5}, step=step)
     goes_on.finalize("success")
@@ -45,7 +45,7 @@ def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
     for start in (0, 1):
         ahead = Events(str(tmp_path))
         if start:
-            ahead.goes_on(3, [])
+            ahead.resume_at(3, [])
         for step in range(start * 3, start * 3 + 5):
             ahead.log_metrics({"train/loss": float(start)}, step=step)
         ahead.finalize("success")
@@ -53,7 +53,7 @@ def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
         stamp = int(file.name.split(".")[3]) + 3600 + start
         file.rename(tmp_path / f"events.out.tfevents.{stamp}.host.1.{start}.ahead")
     back = Events(str(tmp_path))
-    back.goes_on(6, [])
+    back.resume_at(6, [])
     for step in (6, 7):
         back.log_metrics({"train/loss": 2.0}, step=step)
     back.finalize("success")

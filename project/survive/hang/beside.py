@@ -30,7 +30,7 @@ class Beside:
         self._say(json.dumps(facts))
 
     def allow(self, seconds: float) -> None:
-        """How long it may hear nothing."""
+        """Sets how long it may hear nothing."""
         self._say(f"{seconds:g}")
 
     def ends(self) -> None:

@@ -125,7 +125,7 @@ def shared(beats: Sequence[Heartbeat]) -> Flight | None:
     return None
 
 
-def said(beats: Sequence[Heartbeat]) -> str:
+def evidence(beats: Sequence[Heartbeat]) -> str:
     """Returns what the collectives of the ranks at fault show, in a sentence, or ''."""
     first = shared(beats)
     if first is None:

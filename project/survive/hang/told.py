@@ -19,12 +19,12 @@ _PATIENCE = 1.0  # for a terminal or a disk
 
 
 def due(writing: bool) -> bool:
-    """Whether the main thread had its time. `writing`: a checkpoint is being written beside it."""
+    """Returns whether the main thread has had its time. `writing`: a checkpoint is being written beside it."""
     return NEWS.since is not None and time.monotonic() - NEWS.since > (_WRITING if writing else _ALONE)
 
 
 def end(scene: Scene, warden: Beside | None) -> None:
-    """Says which rank is lost, once on each host, and ends this process."""
+    """Reports which rank is lost, once on each host, and ends this process."""
     lost = NEWS.failures or NEWS.deaths
     why = " ".join(lost.values())
     if warden is not None:

@@ -99,7 +99,7 @@ class Verdict:
         lines += [f"And: {culprit}." for culprit in self.guilty[1:SHOWN]]
         if (more := len(self.guilty) - SHOWN) > 0:
             lines.append(f"And {more} more in the same place.")
-        if not self.silent and (finding := flights.said([culprit.beat for culprit in self.guilty])):
+        if not self.silent and (finding := flights.evidence([culprit.beat for culprit in self.guilty])):
             lines.append(f"{finding}.")
         if self.network:
             lines.append(f"{self.network}.")
@@ -120,7 +120,7 @@ class Verdict:
             return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
         if (flight := flights.shared([first.beat])) and flight.stage == Flight.SCHEDULED:
             return f"see dmesg (NVRM, Xid) and nvidia-smi on {first.host}: a GPU that hangs needs a reset, or another host."
-        if flights.said([culprit.beat for culprit in self.guilty]):
+        if flights.evidence([culprit.beat for culprit in self.guilty]):
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."

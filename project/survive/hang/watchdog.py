@@ -30,10 +30,12 @@ from project.survive import failure
 from project.survive.abort import exit_on_abort
 from project.survive.agent import agent
 from project.survive.checkpoints import checkpoints_of
-from project.survive.hang import flights, stacks, told, verdict
+from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.beside import Beside
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, machine, unpacked
 from project.survive.hang.leaving import Scene
+from project.survive.hang.told import due as exit_due
+from project.survive.hang.told import end as exit_after_loss
 from project.survive.hang.verdict import Guilty, Verdict
 from project.survive.hang.warden import started
 from project.survive.news import NEWS
@@ -236,8 +238,8 @@ class Watchdog(Callback):
             beat = self._beat()
             agent().look()
             saved = checkpoints_of(self._trainer)
-            if told.due(saved is not None and saved.writing) and not self._stopping.is_set():
-                told.end(self._scene(), self._warden)
+            if exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
+                exit_after_loss(self._scene(), self._warden)
             if self._channel is not None and self._warden is not None:
                 self._warden.allow(_LAST_RESORT * beat.own)
             if self._channel is None:
