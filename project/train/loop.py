@@ -68,7 +68,7 @@ def fetching_now(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], Non
     return loop.before_fetch, loop.after_fetch
 
 
-def joins(trainer: Trainer, callback: Callback) -> None:
+def add_callback(trainer: Trainer, callback: Callback) -> None:
     """Adds a callback during training, as the last one."""
     _with_callbacks(trainer, lambda those: [*those, callback])
 
@@ -87,7 +87,7 @@ def repeated(trainer: Trainer, work: Callable[[], Tensor]) -> Callable[[], Tenso
     return work if loop.graphs is None else Repeated(work)
 
 
-def leaves(trainer: Trainer, callback: Callback) -> None:
+def remove_callback(trainer: Trainer, callback: Callback) -> None:
     """Removes a callback during training."""
     _with_callbacks(trainer, lambda those: [other for other in those if other is not callback])
 

@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.train.logged import measurement_loggers
-from project.train.loop import gradient_norm, joins, leaves
+from project.train.loop import add_callback, gradient_norm, remove_callback
 from project.train.usual import is_fused, spread
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
@@ -96,7 +96,7 @@ class Dashboard(Callback):
         if self.graph and not boards(trainer):
             log.warning("No graph: it needs TensorBoard.")
         elif self.graph and not trainer.global_step:
-            joins(trainer, Graph())
+            add_callback(trainer, Graph())
         for logger in trainer.loggers:
             if isinstance(logger, Steady):
                 logger.log_hyperparams(_without_loggers(trainer.configuration))  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class Graph(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        leaves(trainer, self)
+        remove_callback(trainer, self)
         images = seen(batch)
         first = images[0] if images is not None else batch
         while isinstance(first, (list, tuple)) and first:

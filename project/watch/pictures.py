@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from project.cluster.group import Group
 from project.train.data_ranks import data_ranks
-from project.train.loop import joins, leaves
+from project.train.loop import add_callback, remove_callback
 from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import boards
 
@@ -161,7 +161,7 @@ class Pictures(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
-            joins(trainer, FirstBatch(_names(trainer)))
+            add_callback(trainer, FirstBatch(_names(trainer)))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen.clear()
@@ -236,7 +236,7 @@ class FirstBatch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        leaves(trainer, self)
+        remove_callback(trainer, self)
         if (pair := seen(batch)) is None:
             return
         images, labels = (tensor[:_INPUTS] for tensor in pair)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.errors import UserError
-from project.train.loop import joins
+from project.train.loop import add_callback
 from project.untrusted import read_text, shortened
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.memory import ran_out, write_held
@@ -67,7 +67,7 @@ class Profile(Callback):
                 raise UserError(
                     "profile.nvtx names the parts of a step for Nsight Systems, which needs a GPU. HINT: leave it out."
                 )
-            joins(trainer, StepRanges(nvtx=True))
+            add_callback(trainer, StepRanges(nvtx=True))
         if self.step is None:
             return
         if self.step > trainer.global_step:
@@ -116,7 +116,7 @@ class Profile(Callback):
             log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(known_ranks))
         if ranks := sorted(wanted & {*known_ranks}):
             self._recording = Recording(first, request.steps, ranks, request.memory, self._folder)
-            joins(trainer, self._recording)
+            add_callback(trainer, self._recording)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Writes what the memory holds when it has run out."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.train.allocator import note_doings
-from project.train.loop import fetching, fetching_now, leaves
+from project.train.loop import fetching, fetching_now, remove_callback
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.memory import write_held
 from project.watch.recorded import RANGE, events_of, lines
@@ -95,7 +95,7 @@ class StepRanges(Callback):
         self._next("rest")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        leaves(trainer, self)  # another fit brings its own
+        remove_callback(trainer, self)  # another fit brings its own
         self.name_no_more(trainer)
 
 
@@ -189,7 +189,7 @@ class Recording(StepRanges):
     def _close(self, trainer: Trainer) -> profile | None:
         """Removes the callback, and stops the profiler."""
         self.over = True
-        leaves(trainer, self)
+        remove_callback(trainer, self)
         return self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> profile | None:
