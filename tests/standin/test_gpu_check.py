@@ -58,12 +58,13 @@ def checks(gpu: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
     ("name", "figure"),
     [
         ("two ranks", "2 ranks on two GPUs by nccl: no wait in 30 steps on cuda:0"),
-        ("killed and resumed", ""),
-        ("exact on 1 and on 2", ""),
-        ("a rank is killed", "rank 1 named"),
-        ("a device hangs", "rank 1 named, exit code 75"),
+        # These ran on a real GPU, or are what test_runs and test_failures do.
+        pytest.param("killed and resumed", "", marks=pytest.mark.faults),
+        pytest.param("exact on 1 and on 2", "", marks=pytest.mark.faults),
+        pytest.param("a rank is killed", "rank 1 named", marks=pytest.mark.faults),
+        pytest.param("a device hangs", "rank 1 named, exit code 75", marks=pytest.mark.faults),
         ("a device hangs, accumulating", "rank 1 named, exit code 75"),
-        ("NCCL gives up", "rank 1 named, exit code 75"),
+        pytest.param("NCCL gives up", "rank 1 named, exit code 75", marks=pytest.mark.faults),
     ],
 )
 def test_a_check_is_green_on_two_gpus(checks: ModuleType, name: str, figure: str) -> None:
@@ -86,6 +87,7 @@ def test_the_command_measures_what_a_stand_in_says_of_itself(tmp_path: Path, var
     assert (written["gpus"], written["exit_code"], written["checks"][0]["state"]) == (2, 0, "ok")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("name", "backend"), [("two ranks", "nccl"), ("a rank is killed", "gloo")])
 def test_two_ranks_share_the_only_gpu(tmp_path: Path, variables: dict[str, str], name: str, backend: str) -> None:
     path = f"{variables['PYTHONPATH']}:{MEASURE}"

@@ -20,8 +20,8 @@ from tests.train.test_sharded import EMA, EXACT, RUNS, losses, sharded
 GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
 DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124")  # 3 steps in an epoch
-GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=6", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4")
-OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4")
+GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=5", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4")
+OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4", "--data.init_args.size=76")  # 4 steps in an epoch
 CLIP = "--trainer.gradient_clip_val=0.05"
 STATE = ("state_dict", "optimizer_states", "lr_schedulers", "position", "current_model_state", "averaging_state")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -108,7 +108,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     train: Callable[..., Run], whole: Callable[..., Path], name: str, ranks: int
 ) -> None:
     uninterrupted, folder = whole(name, ranks), f"{name}-killed"
-    kill = plugged(fault(rank=ranks - 1, step=5, how="kill"))
+    kill = plugged(fault(rank=ranks - 1, step=3, how="kill"))  # one after a checkpoint
     killed = train(folder, name, kill, ranks=ranks)
     assert killed.code not in (0, 1), killed.output
     resumed = train(folder, name, kill, ranks=ranks)
@@ -160,7 +160,7 @@ def test_sgd_trains_sharded(whole: Callable[..., Path]) -> None:
 
 
 def test_preemption_saves_after_the_step(train: Callable[..., Run], whole: Callable[..., Path]) -> None:
-    preempt = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 5, "number": int(signal.SIGTERM)}}
+    preempt = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 3, "number": int(signal.SIGTERM)}}
     stopped = train("preempted", "ddp", plugged(preempt), ranks=2)
     assert stopped.code == 143, stopped.output
     assert train("preempted", "ddp", plugged(preempt), ranks=2).code == 0
