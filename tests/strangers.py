@@ -55,8 +55,8 @@ def on_loopback(address: str) -> bool:
 
 
 class Stranger(Callback):
-    """On the first rank of each host: notes who listens in `listeners-HOST.txt`; on rank 0, before each batch sends garbage to
-    all of them, and counts connections in `clients.txt`."""
+    """On the first rank of each host: notes who listens in `listeners-HOST.txt`; on rank 0, before each batch connects so often
+    to them in all, sends garbage, and counts connections in `clients.txt`."""
 
     def __init__(self, sends: int = 0) -> None:
         self.sends, self._clients = sends, 0
@@ -73,8 +73,9 @@ class Stranger(Callback):
         if trainer.global_rank:
             return
         chance = random.Random(batch_idx)
+        streams = sum("tcp" in one.kind for one in self._found)
         for one in self._found:
-            for number in range(self.sends):
+            for number in range(-(-self.sends // streams)):
                 data = chance.choice([*BOMBS, chance.randbytes(chance.randrange(2_000))])
                 here = "::1" if ":" in one.address and not one.address.startswith("::ffff") else "127.0.0.1"
                 family = socket.AF_INET6 if ":" in here else socket.AF_INET

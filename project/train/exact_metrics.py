@@ -125,18 +125,24 @@ class ExactMetrics:
 
     def _go_on(self) -> None:
         """Resumes counting after the end of an epoch: metrics that were not reset keep what they have."""
-        for name, (metric, others) in self._met.items():
+        self._forget()
+        for metric, others in self._met.values():
             metric.distributed_available_fn = others
             if metric.update_called:
                 Metric.reset(metric)
-            else:
-                for counted in self._counted.values():
-                    counted.pop(name, None)
         self._met = {}
+
+    def _forget(self) -> None:
+        """Forgets what was counted of metrics that were reset since the end of an epoch."""
+        for name in [name for name, (metric, _) in self._met.items() if not metric.update_called]:
+            for counted in self._counted.values():
+                counted.pop(name, None)
 
     def state_dict(self) -> dict[str, Counted]:
         """Returns the states of all ranks' training. All of them must call this together."""
-        if not self._met:
+        if self._met:  # before the first micro-batch of the next epoch
+            self._forget()
+        else:
             self._take()
         return self._of_all("train")
 
