@@ -27,7 +27,7 @@ _STANDARD = (
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
     *("callbacks", "position", "schedules_as_built", "callback_metrics", "states_of_ranks", "logged_sums", "metric_states"),
     *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
-    *("averaging_state", "current_model_state"),
+    *("averaging_state", "current_model_state", "samples_of_a_micro_batch"),
     *("unsaved_values", "hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
 )
 """Parts of a checkpoint in which no attribute of a user is looked for."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from project import Trainer
 from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
+from project.train import attributes
 from tests.own import Points, Regression
 from tests.survive.test_resume import same
 
@@ -125,6 +126,15 @@ def test_a_buffer_that_no_state_dict_has_goes_on(tmp_path: Path) -> None:
     fit(tmp_path / "parts", again, points(), steps=8, resume=True)
     assert torch.equal(whole.mean, again.mean)
     assert all(map(torch.equal, whole.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_part_of_a_checkpoint_of_ours_is_taken_for_a_users(tmp_path: Path, exact: bool) -> None:
+    """A counter of a user's that happened to have its value would count as saved."""
+    settings: Any = {"callbacks": [EMAWeightAveraging()], "exact": exact, "global_batch_size": 8, "precision": "32-true"}
+    trainer = fit(tmp_path, Regression() if exact else Remembering(), points(), **settings)
+    copied: Any = torch.load(trainer.checkpoint_callback.last_model_path, weights_only=False)  # type: ignore[union-attr]
+    assert set(copied) - set(attributes._STANDARD) == set()
 
 
 class Weights(Callback):
