@@ -28,7 +28,7 @@ def test_a_rank_that_hangs_or_gives_up_is_named(gpu: Cli, how: str) -> None:
         assert "The run hangs: rank 0" not in run.output
 
 
-@pytest.mark.parametrize("how", ["hang", "abort"])
+@pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.faults), "abort"])
 def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
     """Its recorder does not tell who hangs, only that somebody does."""
     fails = plugged(fault(rank=1, step=21, how=how))

@@ -36,7 +36,7 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(gpu_program: Cli, launcher:
     assert contexts(run.folder) == [{"devices": [rank], "own": rank} for rank in range(3)]
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.faults), "torchrun"])
 def test_a_rank_that_is_killed_is_named(gpu_program: Cli, launcher: str) -> None:
     ranks: dict[str, Any] = {"torchrun": 2} if launcher == "torchrun" else {}
     words = () if launcher == "torchrun" else ("--trainer.devices=2",)

@@ -24,7 +24,7 @@ SHARDED = {
     [
         ("ddp", "32-true", ALWAYS),
         ("sharded", "32-true", SHARDED),
-        pytest.param("sharded_gradients", "16-mixed", SHARDED, marks=pytest.mark.slow),
+        pytest.param("sharded_gradients", "16-mixed", SHARDED, marks=pytest.mark.faults),
     ],
 )
 def test_each_optimiser_trains_or_is_refused(
