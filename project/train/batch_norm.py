@@ -332,7 +332,7 @@ class StepStatistics(Callback):
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        with suppress(RuntimeError):  # a device that has failed
+        with suppress(torch.AcceleratorError):
             self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:

@@ -55,7 +55,6 @@ class Loaders(_DataConnector):
         self._moments = moments
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
-        self._batch_size: int | None = None  # of the first one of them
         self._sizes: list[int] = []  # of the training sets that the run had before
         self._within = False  # it goes on within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
@@ -133,7 +132,7 @@ class Loaders(_DataConnector):
         """Begins another fit, or another verb."""
         self.note_limits()
         self._start, self._counted, self._made, self._left, self._sizes = (0, 0), False, [], [], []
-        self._in_use, self._batch_size = (-1, []), None
+        self._in_use, self.micro_batch, self._micro_batch_before, self._other_size = (-1, []), None, None, (1, 1)
 
     @property
     def sizes(self) -> list[int]:
@@ -158,18 +157,18 @@ class Loaders(_DataConnector):
         now = self.trainer.current_epoch
         if self._in_use[0] != now:
             self._in_use, self.micro_batch = (now, []), order.micro_batch
-            if self._micro_batch_before not in (None, self.micro_batch):
-                done = self._recount(order)
+            before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
+            if before not in (None, order.micro_batch):
+                done = self._recount(order, before)
         self._in_use[1].append(order.size)
         if self._sizes and now == epoch:
             self._compare(order.size, self._sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
         return loader
 
-    def _recount(self, order: Order) -> int:
-        """Returns how many micro-batches of today's size are done in the epoch within which the run goes on."""
-        (epoch, done), before, now = self._start, self._micro_batch_before, order.micro_batch
-        assert before is not None
+    def _recount(self, order: Order, before: int) -> int:
+        """Returns how many micro-batches of today's size are done in the epoch in which the run resumes."""
+        (epoch, done), now = self._start, order.micro_batch
         what = f"The training loader's batch_size is {now}, and was {before} so far"
         if done * before % order.global_batch:
             raise UserError(
@@ -181,11 +180,11 @@ class Loaders(_DataConnector):
             "trainer.global_batch_size the batch_size can stay as it is on any number of ranks.",
             what,
         )
-        self._start, self._micro_batch_before, self._other_size = (epoch, done * before // now), now, (before, now)
-        return done * before // now
+        self._start, self._other_size = (epoch, done * before // now), (before, now)
+        return self._start[1]
 
     def recount(self, batches: Any) -> None:
-        """Has Lightning's progress, which is restored by now, count in micro-batches of today's size."""
+        """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
         before, now = self._other_size
         for counters in (batches.current, batches.total):
             for name in ("ready", "started", "processed", "completed"):
@@ -257,14 +256,12 @@ class Loaders(_DataConnector):
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
         trainer, size = self.trainer, micro_batch_of(loader)
         self._settle(size)
-        if self._in_use[0] != trainer.current_epoch:
-            if self._batch_size not in (None, size):
-                log.warning(
-                    "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
-                    "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
-                    *(size, trainer.current_epoch, self._batch_size, trainer.accumulate_grad_batches),
-                )
-            self._batch_size = size
+        if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
+            log.warning(
+                "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
+                "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
+                *(size, trainer.current_epoch, self.micro_batch, trainer.accumulate_grad_batches),
+            )
         here = data_ranks(trainer)
         seed = _seed(loader, trainer)
         count = len(loader.dataset)  # type: ignore[arg-type]

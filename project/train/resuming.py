@@ -274,7 +274,6 @@ class Resuming(_CheckpointConnector):
     def restore_loops(self) -> None:
         with _of_the_checkpoint():
             super().restore_loops()
-        loaders_of(self.trainer).recount(self.trainer.fit_loop.epoch_loop.batch_progress)  # where they are there
 
     def restore_optimizers(self) -> None:
         """Restores the optimisers, but not how the steps are computed: a checkpoint may come from other devices."""

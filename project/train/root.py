@@ -36,9 +36,8 @@ class Root:
     def reduce(self, on: bool) -> None:
         """Sets whether a backward pass adds up the gradients of all ranks."""
         for part in self._parts:
-            part.set_requires_gradient_sync(
-                on, recurse=False
-            )  # which else would walk through all modules, for each micro-batch
+            # Not recursive: it would walk through all modules, for each micro-batch.
+            part.set_requires_gradient_sync(on, recurse=False)
 
     def begin_of_more(self, exact: bool) -> None:
         """Begins a micro-batch whose step continues: its gradients wait for those of the last one."""

@@ -99,7 +99,6 @@ class Checksums:
             if len(flat):
                 few.setdefault(flat.dtype, []).append((owner, at, flat))
         self._gather(short, room, device)
-        blocks = len(room.blocks)
         self._few = [[words for _, _, words in pieces] for pieces in few.values()]
         for pieces in few.values():
             for owner, at, piece in pieces:
@@ -107,11 +106,11 @@ class Checksums:
         self._owners, self._factors = room.owners_and_factors(device)
         self._room = torch.zeros(len(self._owners), dtype=torch.int64, device=device)
         self._zeros = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        sizes = [many * (_ROW + rows) for many, rows in room.blocks[:blocks]]
+        sizes = [many * (_ROW + rows) for many, rows in room.blocks]
         split = torch.split(self._room, sizes + [sum(map(len, pieces)) for pieces in self._few])
-        shaped = [block.view(many, -1) for block, (many, _) in zip(split[:blocks], room.blocks, strict=True)]
+        blocks, self._copies = split[: len(sizes)], split[len(sizes) :]
+        shaped = [block.view(many, -1) for block, (many, _) in zip(blocks, room.blocks, strict=True)]
         self._sums = [(block[:, :_ROW], block[:, _ROW:]) for block in shaped]
-        self._copies = split[blocks:]
 
     def _gather(self, short: list[tuple[int, int, Tensor]], room: "_Room", device: torch.device) -> None:
         """Has a GPU sum up short parts together, filled up with zeros: two kernels for each would take most of the time."""

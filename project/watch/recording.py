@@ -183,7 +183,7 @@ class Recording(StepRanges):
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        with suppress(RuntimeError):  # a device that has failed
+        with suppress(torch.AcceleratorError):
             self._close(trainer)
 
     def _close(self, trainer: Trainer) -> profile | None:

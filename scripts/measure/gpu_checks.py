@@ -147,18 +147,19 @@ def environment(on: str) -> Found:
 
 def gpu_tests(on: str) -> Found:
     """The tests that are marked, of which none may be skipped, and those of the stand-in that these GPUs are enough for."""
-    usual, figures, state = ("-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"), [], OK
-    for words in (("--all", "-m", "gpu", f"{ROOT}/tests"), ("-n4", f"{ROOT}/tests/standin")):
-        marked = "gpu" in words
-        real = {} if marked else {"TESTS_ON_GPU": "1"}
-        done = start(sys.executable, "-m", "pytest", *usual, *words, **real)
-        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))
-        counts = {word: int(number) for number, word in found}
-        # Tests that are skipped leave the exit code 0, and have shown nothing.
-        fine = done.code == 0 and counts.get("passed", 0) > 0 and not (marked and counts.get("skipped"))
-        state = state if fine else BAD
-        figures.append(", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done))
-    return Found(state, "; of the stand-in's: ".join(figures))
+    marked = run_tests("--all", "-m", "gpu", f"{ROOT}/tests")
+    ran = marked, run_tests("-n4", f"{ROOT}/tests/standin", TESTS_ON_GPU="1")
+    # Tests that are skipped leave the exit code 0, and have shown nothing.
+    fine = all(not done.code and counts.get("passed") for done, counts in ran) and not marked[1].get("skipped")
+    figures = [", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done) for done, counts in ran]
+    return Found(OK if fine else BAD, "; of the stand-in's: ".join(figures))
+
+
+def run_tests(*words: str, **more: str) -> tuple[Done, dict[str, int]]:
+    """Runs pytest; the counts are those of its last line."""
+    done = start(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *words, **more)
+    found = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))
+    return done, {word: int(number) for number, word in found}
 
 
 # 3: a run, and whether the host waits --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
 DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124")  # 3 steps in an epoch
 GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=5", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4")
-OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4", "--data.init_args.size=76")  # 4 steps in an epoch
+OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4", "--data.init_args.size=76")  # 3 steps in an epoch
 CLIP = "--trainer.gradient_clip_val=0.05"
 STATE = ("state_dict", "optimizer_states", "lr_schedulers", "position", "current_model_state", "averaging_state")
 WAYS: dict[str, tuple[str, ...]] = {

@@ -211,6 +211,29 @@ def test_a_batch_size_by_which_the_run_was_stopped_within_a_step_is_refused(tmp_
         fit(tmp_path, Regression(), DataLoader(Points(24), batch_size=8), steps=6, resume=True)
 
 
+class SizesByEpoch(LightningDataModule):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Points(24), batch_size=self.sizes[self.trainer.current_epoch])  # type: ignore[union-attr]
+
+
+def test_a_batch_size_that_changes_by_epoch_is_none_of_another_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Six steps of 4 samples, then three of 8; stopped after 12 samples, which is within a step of 8."""
+    settings: Any = {"reload_dataloaders_every_n_epochs": 1}
+    fit(tmp_path, Regression(), SizesByEpoch(4, 8), steps=3, **settings)
+    with caplog.at_level(logging.WARNING):
+        resumed = fit(tmp_path, Regression(), SizesByEpoch(4, 8), steps=9, resume=True, **settings)
+    assert (resumed.global_step, resumed.current_epoch) == (9, 2)
+    assert "so far" not in caplog.text
+
+    resumed.fit_loop.epoch_loop.max_steps = 12
+    resumed.fit(Regression(), DataLoader(Points(24), batch_size=8))  # with the same Trainer, from the beginning
+    assert "so far" not in caplog.text
+
+
 class RestoredLate(Callback):
     """As a sharded network is: after its schedule has asked how long the run is, and loaders were made for that."""
 
