@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -187,10 +188,11 @@ def forked(
     timeout: float = PATIENCE,
     context: BaseContext = _SERVER,
     program: str = "project.cli:main",
+    one_machine: bool = False,
     **extra: str,
 ) -> Run:
     """Runs the program without the seconds that importing torch takes; several ranks as plain Python starts them. What is extra
-    is in their environment.
+    is in their environment. On `one_machine` the ranks end together, as when its power fails, as soon as a signal ends one.
     """
     output = folder / "output.txt"
     output.write_text("")
@@ -200,6 +202,13 @@ def forked(
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
     processes = [fork(program, folder, *words, output=output, context=context, **one) for one in environments]
+    running = {process.sentinel: process for process in processes} if one_machine else {}
+    while running:
+        ended = [running.pop(sentinel) for sentinel in connection.wait(list(running), timeout)]
+        assert ended, f"still running after {timeout} s: {output.read_text()}"
+        if any((process.exitcode or 0) < 0 for process in ended):
+            for process in running.values():
+                process.kill()
     for process in processes:
         process.join(timeout)
         assert process.exitcode is not None, f"still running after {timeout} s: {output.read_text()}"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ class Pool:
             text=True,
         )
 
-    def run(self, folder: Path, *words: str, ranks: int = 1, gpus: int | None = None, **job: str) -> tuple[int, str]:
+    def run(self, folder: Path, *words: str, ranks: int = 1, gpus: int | None = None, **job: Any) -> tuple[int, str]:
         """Exit code and output of `python -m project WORDS` in a folder; `job` has what else tests.conftest.forked takes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -90,7 +91,9 @@ class Pool:
 
 def _serve() -> None:
     """Answers each line of the input with one of the output."""
-    import project.cli  # noqa: F401
+    import torch.utils._sympy.solve  # noqa: F401 - of FSDP's first step
+
+    import tests.preloaded  # noqa: F401
     from tests.conftest import forked
 
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # which ranks, and what they start, do not have

@@ -50,9 +50,9 @@ class Cost(Callback):
 
 
 class Contexts(Callback):
-    """Writes the devices on which a rank has a context, and its own, to contexts-RANK.json."""
+    """Writes the devices on which a rank has a context, and its own, to contexts-RANK.json after each epoch."""
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         every = range(torch.cuda.device_count())
         if DRIVER:
             bits = DRIVER.standin_contexts()

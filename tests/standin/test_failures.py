@@ -13,7 +13,7 @@ def test_a_device_without_memory_is_named(gpu: Cli) -> None:
     assert "HINT: the micro-batch does not fit. Set data.batch_size lower" in run.output
 
 
-ENDLESS = (*DDP, "--watchdog.at_least=6", "--trainer.max_epochs=1000", "--trainer.max_steps=100000")
+ENDLESS = (*DDP, "--watchdog.at_least=3", "--trainer.max_epochs=1000", "--trainer.max_steps=100000")
 
 
 @pytest.mark.parametrize("how", ["hang", "abort"])
@@ -39,10 +39,10 @@ def test_so_is_one_with_the_other_nccl(gpu_program: Cli, how: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_error_of_a_device_that_fails_is_kept(gpu_program: Cli, ranks: int) -> None:
+def test_the_error_of_a_device_that_fails_is_kept(gpu: Cli, ranks: int) -> None:
     """NCCL's own thread meets the same error, and aborts the process: before Python has met it, or while it says so."""
     fails = plugged(fault(rank=ranks - 1, step=21, how="assert"))
-    run = gpu_program(*ENDLESS, fails, f"--trainer.devices={ranks}", gpus=ranks)
+    run = gpu(*ENDLESS, fails, ranks=ranks)
     assert run.code in ((1,) if ranks == 1 else (1, 75)), run.output
     assert "device-side assert triggered" in run.output
     if ranks == 1 or "was ended by SIGABRT" not in run.output:

@@ -20,7 +20,6 @@ from tests.survive.test_resume import same
 from tests.train.test_sharded import sharded
 
 CONTEXTS = {"class_path": "tests.standin.probes.Contexts"}
-SHORT = (*DDP, "--trainer.max_epochs=1")
 
 
 def contexts(folder: Path) -> list[dict[str, Any]]:
@@ -28,21 +27,13 @@ def contexts(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.faults), "torchrun"])
-def test_each_rank_has_a_context_on_its_own_gpu_only(gpu_program: Cli, launcher: str) -> None:
+def test_a_rank_has_a_context_on_its_own_gpu_only_and_is_named_when_killed(gpu_program: Cli, launcher: str) -> None:
     ranks: dict[str, Any] = {"torchrun": 3} if launcher == "torchrun" else {}
     words = () if launcher == "torchrun" else ("--trainer.devices=3",)
-    run = gpu_program(*SHORT, *words, plugged(CONTEXTS), gpus=3, **ranks)
-    assert run.code == 0, run.output
-    assert contexts(run.folder) == [{"devices": [rank], "own": rank} for rank in range(3)]
-
-
-@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.faults), "torchrun"])
-def test_a_rank_that_is_killed_is_named(gpu_program: Cli, launcher: str) -> None:
-    ranks: dict[str, Any] = {"torchrun": 2} if launcher == "torchrun" else {}
-    words = () if launcher == "torchrun" else ("--trainer.devices=2",)
-    run = gpu_program(*DDP, *words, plugged(fault(rank=1, step=3, how="kill")), gpus=2, **ranks)
+    run = gpu_program(*DDP, *words, plugged(CONTEXTS, fault(rank=1, step=3, how="kill")), gpus=3, **ranks)
     assert run.code == (1 if launcher == "torchrun" else 75), run.output  # torchrun has a code of its own
     assert f"rank 1 on {socket.gethostname()} was killed by signal 9" in run.output
+    assert contexts(run.folder) == [{"devices": [rank], "own": rank} for rank in range(3)]
 
 
 def test_ranks_that_lightning_started_end_with_the_same_code(gpu_program: Cli) -> None:
@@ -59,7 +50,7 @@ from project import Trainer
 from tests.own import PointsData, Regression
 
 if __name__ == "__main__":
-    trainer = Trainer(max_epochs=1, accelerator="gpu", devices=3, global_batch_size=24, default_root_dir="run")
+    trainer = Trainer(max_epochs=1, accelerator="gpu", devices=2, global_batch_size=24, default_root_dir="run")
     trainer.fit(Regression(), datamodule=PointsData(size=48))
     kind = type(torch.distributed.group.WORLD._get_backend(torch.device("cuda"))).__name__
     open(f"nccl-{trainer.global_rank}", "w").write(kind)
@@ -69,11 +60,11 @@ if __name__ == "__main__":
 def test_all_ranks_take_the_same_nccl_where_torch_was_imported_first(tmp_path: Path) -> None:
     (tmp_path / "first_torch.py").write_text(FIRST_TORCH)
     with meeting_place() as place:
-        own = clean(**environment(3, place))
+        own = clean(**environment(2, place))
         command = [sys.executable, "first_torch.py"]
         done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(tmp_path / f"nccl-{rank}").read_text() for rank in range(3)] == ["ProcessGroupNCCL"] * 3
+    assert [(tmp_path / f"nccl-{rank}").read_text() for rank in range(2)] == ["ProcessGroupNCCL"] * 2
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 KILLED = [
     ("ddp", 2),
-    ("gpt", 3),
+    ("gpt", 2),
     ("exact", 3),
     ("compression", 2),
     ("sharded", 3),
@@ -80,9 +80,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(place: Path, gpu_pool: Any) -> Callable[..., Run]:
     """Trains one of the ways in a folder by name; what was trained before in a folder is resumed."""
 
-    def run(folder: str, name: str, *words: str, ranks: int = 1, **environment: str) -> Run:
+    def run(folder: str, name: str, *words: str, ranks: int = 1, **job: Any) -> Run:
         (place / folder).mkdir(exist_ok=True)
-        code, output = gpu_pool.run(place / folder, *WAYS[name], *words, ranks=ranks, **environment)
+        code, output = gpu_pool.run(place / folder, *WAYS[name], *words, ranks=ranks, **job)
         return Run(code, output, place / folder)
 
     return run
@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 ) -> None:
     uninterrupted, folder = whole(name, ranks), f"{name}-killed"
     kill = plugged(fault(rank=ranks - 1, step=3, how="kill"))  # one after a checkpoint
-    killed = train(folder, name, kill, ranks=ranks)
+    killed = train(folder, name, kill, ranks=ranks, one_machine=True)
     assert killed.code not in (0, 1), killed.output
     resumed = train(folder, name, kill, ranks=ranks)
     assert resumed.code == 0, resumed.output
@@ -122,7 +122,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "tolerance"),
-    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 3], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2, 3], 1e-5)],
+    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 2], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2, 3], 1e-5)],
 )
 def test_the_number_of_ranks_changes_rounding_and_nothing_else(
     whole: Callable[..., Path], name: str, ranks: list[int], tolerance: float

@@ -140,7 +140,9 @@ def test_a_process_that_ends_does_not_wait_for_what_is_being_read(tmp_path, monk
     assert all(thread.daemon and "Executor" not in thread.name for thread in readers)
     goes_on.set()
     verification.setup(None, None, "fit")  # type: ignore[arg-type]
-    assert {*threading.enumerate()} <= others
+    for thread in readers:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in readers)
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------
