@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ from project.survive.failure import end_at_once, hang_up, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.verification import Verification
 from project.sweep import with_trial
-from project.train.deferred import builder
+from project.train.meta_build import build_once
 from project.train.strategies import refuse_processes_within
 from project.trainer import Trainer
 from project.untrusted import write_text
@@ -189,8 +190,9 @@ class ProjectCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         if self.dry:
             add_instantiator(modules_on_paper, nn.Module)
-        elif self._is_built_later():
-            add_instantiator(builder(), nn.Module)
+        elif self._is_built_by_rank_0():
+            assert isinstance(self.parser, Parser)
+            self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -205,8 +207,8 @@ class ProjectCLI(LightningCLI):
         assert isinstance(self.parser, Parser)
         return self.parser.placed(text)
 
-    def _is_built_later(self) -> bool:
-        """Returns whether the strategy gives the network its weights, block by block."""
+    def _is_built_by_rank_0(self) -> bool:
+        """Returns whether the strategy gives the other ranks rank 0's network, block by block."""
         settings = self.config[self.subcommand]
         strategy = settings.trainer.strategy
         named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))

@@ -6,7 +6,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -112,8 +113,15 @@ class Parser(LightningArgumentParser):
 
     configs: list[Path] = []  # noqa: RUF012, because the verbs' parsers share it: those that were named, bases first
 
+    build: Callable[[Callable[[], Any]], Any] | None = None
+    """Calls the function that makes all objects of a configuration."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
+        make = partial(super().instantiate_classes, *args, **kwargs)
+        return make() if self.build is None else self.build(make)
 
     def format_all_help(self) -> str:
         return str(super().format_help())

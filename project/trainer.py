@@ -383,7 +383,7 @@ class Trainer(pl.Trainer):
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
         self._checkpoint_connector.weights_only = kwargs.get("weights_only")  # type: ignore[attr-defined]
-        if isinstance(self.precision_plugin, DoublePrecision) and not any(tensor.is_meta for tensor in model.parameters()):
+        if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
         if self.num_nodes > 1:
             self._meet_as_equals()

@@ -233,17 +233,27 @@ class SeededDataset(Dataset[Any]):
 @contextmanager
 def chance_kept() -> Iterator[None]:
     """Restores the random generators' states at the end of the context."""
-    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-    device = torch.cuda.get_rng_state() if devices else None
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    restore = restore_generators()
     try:
         yield
     finally:
+        restore()
+
+
+def restore_generators() -> Callable[[], None]:
+    """Returns a function that sets the random generators to the states that they have now."""
+    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    device = torch.cuda.get_rng_state() if devices else None
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+    def restore() -> None:
         torch.default_generator.set_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
         if device is not None:
             torch.cuda.set_rng_state(device)
+
+    return restore
 
 
 def seed_generators(seed: int) -> None:

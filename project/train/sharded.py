@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.train.blocks import Named, blocks_of
-from project.train.deferred import resumed
 from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
-from project.train.materialize import finish, materialize
+from project.train.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
 from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
@@ -70,8 +69,8 @@ class Sharded(OwnPart):
         reduce_dtype: what gradients are added up in.
         tensor_parallel: so many neighbouring ranks of a host share the layers that the network's plan names
             (`tensor_parallel_plan`), and see the same micro-batches; over the others the network is spread.
-        deferred: build the network without memory for its weights, which then come block by block, with the same values: no
-            rank ever holds the whole. From the command line only.
+        deferred: only rank 0 builds the network in its host's memory; other ranks get its values block by block. From the
+            command line only.
         process_group_backend: as in DDPStrategy.
         timeout: as in DDPStrategy.
     """
@@ -99,7 +98,7 @@ class Sharded(OwnPart):
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
         self.layouts: dict[str, torch.memory_format] = {}
         """The memory format of weights that layers compute with in another order than the default one, by name."""
-        self._building = ExitStack()
+        self._before_values = ExitStack()
         self.root: Root | None = None
         """The root of a network that is spread."""
         self._state_of_fit: TrainerState | None = None
@@ -143,20 +142,18 @@ class Sharded(OwnPart):
             )
         if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_copies(module.trainer)
-        self._building.enter_context(resumed())
+        self._before_values.enter_context(StayOnMeta())
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Sets up as DDP does, but nothing is whole on the device, and the network is spread for an evaluation, too."""
         assert self.accelerator is not None
         assert self.model is not None
-        self._building.close()
+        self._before_values.close()
         self._state_of_fit = trainer.state
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_alone(self.shared_by, self.world_size)
         if not self.spread:
-            for average in averages(trainer):
-                materialize(average.module, "cpu")
-            finish(self.model, "cpu")
+            averages(trainer)  # refuses those that keep a whole network
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
@@ -172,12 +169,11 @@ class Sharded(OwnPart):
             averaged = averages(trainer)
             if training and self.is_global_zero:
                 tell(trainer, self.blocks, self.sharing(self.world_size))
+            self._agree(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
             self._tell(self._spread(self.model, plan))
             for average in averaged:
                 self._spread(average.module, plan)
-            finish(self.model, self._home)
-            refuse_no_values(self.model)
             self._keep_freed_memory(self.model)
         else:  # and its end has brought it back to the host
             self._move(self.model)
@@ -199,6 +195,17 @@ class Sharded(OwnPart):
         """Returns where a shard lies while its block does not compute."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
 
+    def _agree(self, model: nn.Module, copies: list[nn.Module]) -> None:
+        """Refuses a network whose values rank 0 can't send: it has none, or another rank's differs."""
+        if self.is_global_zero:
+            refuse_no_values(model)
+        elif any(parameter.is_meta for parameter in model.parameters()) and (problem := without_values(model, *copies)):
+            raise UserError(
+                "strategy=sharded: hooks before the first step read the network's parameters, which this rank does not have "
+                f"yet: {problem}. HINT: set the strategy's deferred: false, and every rank builds the whole network."
+            )
+        refuse_other_network(model, self.broadcast(signature(model)))
+
     def _spread(self, model: nn.Module, plan: Plan) -> Named:
         """Spreads block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
@@ -207,7 +214,7 @@ class Sharded(OwnPart):
         settings = {"mesh": self._data_mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
             refuse_what_cant_be(name, block)
-            materialize(block, self._home, name)
+            give_memory(block, self._home)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
             self._begin_alike(block)

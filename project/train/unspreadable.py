@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 
@@ -77,12 +79,27 @@ def fit_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
 
 
 def refuse_no_values(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    """Refuses a tensor that has no values, and a parameter that lies in the memory of another tensor, which it would leave."""
+    places: dict[int, list[tuple[int, int, str, bool]]] = {}
+    tensors = [(name, tensor, True) for name, tensor in model.named_parameters()]
+    for name, tensor, learns in (*tensors, *((name, tensor, False) for name, tensor in model.named_buffers())):
         if tensor.is_meta:
             raise UserError(
-                f"strategy=sharded: {name} has no values. HINT: if it was not made on the meta device on purpose, set the "
-                "strategy's deferred: false, which builds the network whole on each rank."
+                f"strategy=sharded: {name} lies on the meta device, without values. HINT: give it some before the fit begins."
             )
+        if tensor.layout is not torch.strided or isinstance(tensor, DTensor) or is_lazy(tensor):
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        end = start + extent * tensor.element_size()
+        others = places.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for first, last, other, other_learns in others if tensor.numel() else ():
+            if first < end and start < last and (learns or other_learns):
+                raise UserError(
+                    f"strategy=sharded: {name} and {other} share memory, and are not the same parameter: sharded, they would "
+                    "go on apart. HINT: let both modules hold the same parameter (a.weight = b.weight)."
+                )
+        others.append((start, end, name, learns))
 
 
 def refuse_pruning(trainer: pl.Trainer) -> None:

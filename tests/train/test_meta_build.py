@@ -1,0 +1,230 @@
+"""A network that rank 0 builds has its bits on all ranks, which draw the same afterwards."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from project.errors import UserError
+from project.model.classifier import ImageClassifier
+from project.model.gpt import GPT, LanguageModel
+from project.model.minires import MiniResNet
+from project.train.meta_build import StayOnMeta, build_once, give_memory, refuse_other_network, signature, without_values
+from project.train.unspreadable import refuse_no_values
+from tests.model.strange_networks import Plain
+
+
+class Everything(nn.Module):
+    """Ties, buffers that are computed, draws of all kinds, and loops over shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scaled = nn.Parameter(torch.randn(16, 16) * 0.02)
+        self.frozen = nn.Parameter(torch.empty(4, 4).uniform_(-1, 1), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.q, self.k = (nn.Parameter(one) for one in torch.empty(2, 5, 5).normal_().unbind())
+        self.register_buffer("mask", torch.tril(torch.ones(12, 12)).view(1, 1, 12, 12))
+        self.register_buffer("inv_freq", 1.0 / (10000 ** (torch.arange(0, 16, 2).float() / 16)), persistent=False)
+        self.register_buffer("angles", torch.outer(torch.arange(9.0), self.inv_freq))
+        self.register_buffer("few", self.angles[:4])
+        self.register_buffer("order", torch.randperm(40))
+        self.from_numpy = nn.Parameter(torch.from_numpy(np.arange(12.0).reshape(3, 4)).float())
+        self.beside = torch.linspace(0, 1, 7)
+        self.tables = {"a": [torch.rand(6)]}
+        self.scaled.decays = False  # type: ignore[attr-defined]
+        self.apply(self._init)
+        with torch.no_grad():
+            self.layers[2].weight.copy_(self.layers[1].weight)
+            self.layers[1].weight.zero_()
+            self.layers[1].weight[1:3, ::2] = torch.eye(8)[:2]
+            self.layers[0].bias += self.layers[2].weight.sum(1)
+            self.layers[0].weight[self.layers[0].weight > 0.5] = 0.25
+        self.layers[0].weight.data = self.layers[0].weight.data * self.layers[2].bias.norm()
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                module.bias.data.normal_(0, 1, generator=torch.Generator().manual_seed(3))
+        if module is self.layers:
+            nn.init.orthogonal_(module[2].weight, gain=0.5)
+            nn.init.sparse_(module[0].weight, 0.3)
+            nn.init.xavier_normal_(module[1].weight, generator=torch.Generator().manual_seed(5))
+
+
+class Asks(nn.Module):
+    """Python wants to know values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        rates = [one.item() for one in torch.linspace(0, 0.5, 4)]
+        self.drops = nn.ModuleList(nn.Dropout(rate) for rate in rates)
+        self.largest = float(self.weight.abs().max())
+        if self.weight.sum() > 0:
+            torch.rand(3)
+        self.chosen = nn.Parameter(self.weight[self.weight > 0].clone())
+        self.listed = self.weight[0].tolist()
+        self.array = self.weight.detach().numpy().copy()
+        self.register_buffer("counts", torch.from_numpy(np.cumsum(self.array)))
+        assert self.weight.device == torch.device("cpu")
+        assert not self.weight.is_meta
+        assert self.weight.cpu() is self.weight.to("cpu") is self.weight
+        assert self.weight.data_ptr() == self.weight[0].data_ptr() != self.chosen.data_ptr()
+        self.text = f"{self.weight[0, 0]:.3f}"
+
+
+class Twins(nn.Module):
+    """Layers that were copied, moved to another dtype, another layout, and loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
+        self.layers[1].to(memory_format=torch.channels_last)
+        self.layers[2].double()
+        state = {name: torch.rand_like(one) if one.is_floating_point() else one for name, one in layer.state_dict().items()}
+        self.layers[0].load_state_dict(state)
+        self.embedding = nn.Embedding(5, 3)
+        self.embedding.weight.data = torch.from_numpy(np.ones((5, 3), np.float32))
+        self.given, values = nn.Linear(3, 3), np.ones((3, 3), np.float32)
+        with torch.no_grad():
+            self.given.weight.copy_(torch.from_numpy(values))
+        values[:] = 0
+        self.skipped = nn.utils.skip_init(nn.Linear, 3, 3)
+        nn.init.ones_(self.skipped.weight)
+        nn.init.ones_(self.skipped.bias)
+
+
+def lora() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.utils.parametrizations.weight_norm(net[0])
+    nn.utils.parametrizations.spectral_norm(net[1])
+    return net
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "everything": Everything,
+    "asks": Asks,
+    "twins": Twins,
+    "minires": lambda: MiniResNet(widths=(8, 16), blocks=1),
+    "gpt": lambda: GPT(vocabulary=40, context=16, layers=2, heads=2, width=16),
+    "classifier": lambda: ImageClassifier(MiniResNet(widths=(8, 16), blocks=1)),
+    "computes": Plain,
+    "language model": lambda: LanguageModel(vocabulary=40, context=16, layers=2, heads=2, width=16),
+    "resnet18": lambda: torchvision.models.resnet18(),
+    "vit": lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=7),
+    "swin": lambda: torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 4], [7, 7], stochastic_depth_prob=0.2),
+    "convnext": lambda: torchvision.models.ConvNeXt(
+        [torchvision.models.convnext.CNBlockConfig(8, 16, 2), torchvision.models.convnext.CNBlockConfig(16, None, 2)], 0.1
+    ),
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
+    "lstm": lambda: nn.LSTM(6, 5, num_layers=2, bidirectional=True, proj_size=3),
+    "attention": lambda: nn.MultiheadAttention(16, 2, kdim=8, vdim=4, add_bias_kv=True),
+    "parametrized": lora,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(8, 8)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "double": lambda: nn.Linear(8, 8, dtype=torch.float64),
+    "bfloat16": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16(),
+}
+
+
+def tensors(module: nn.Module) -> dict[str, Any]:
+    """All that it holds, however it holds it."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for key, value in {**vars(part), **part._parameters, **part._buffers}.items():
+            if (
+                isinstance(value, (Tensor, float, list, str, np.ndarray, dict))
+                and not key.startswith("_")
+                and key != "training"
+            ):
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        alike = ("dtype", "device", "shape", "requires_grad", "is_leaf") if one.is_leaf else ("dtype", "device", "shape")
+        return (
+            type(one) is type(other)
+            and all(getattr(one, what) == getattr(other, what) for what in alike)
+            and one.stride() == other.stride()
+            and torch.equal(one, other)
+        )
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same([*one.values()], [*other.values()])
+    return bool(one == other)
+
+
+READS_PARAMETERS = ("asks", "twins", "computes", "orthogonal", "old weight norm", "old spectral norm")
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_network_without_values_is_like_another_and_draws_the_same(name, monkeypatch):
+    monkeypatch.setattr("project.train.meta_build.SMALL", 0)
+    torch.manual_seed(7)
+    expected = build_once(NETS[name], lambda network: network, rank=0)
+    torch.manual_seed(7)
+    network = build_once(NETS[name], lambda network: network, rank=1)
+    refuse_other_network(network, signature(expected))
+    whole = not any(one.is_meta for one in network.parameters())
+    assert whole == (name in READS_PARAMETERS)
+    if whole:
+        values, own = tensors(expected), tensors(network)
+        assert [key for key in values if not same(values[key], own[key])] == []
+    assert whole or all(one.is_meta for one in network.parameters())
+    objects = [id(one) for one in network.parameters()]
+    give_memory(network, torch.device("cpu"))
+    assert objects == [id(one) for one in network.parameters()]
+    refuse_other_network(network, signature(expected))
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(3, 3).to("meta")
+
+
+def tied_by_memory() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(on_meta, "without values"), (tied_by_memory, "1.weight and 0.weight share memory")]
+)
+def test_rank_0_refuses_what_it_can_not_send(make, message):
+    with pytest.raises(UserError, match=message):
+        refuse_no_values(make())
+
+
+def test_another_network_is_refused():
+    with pytest.raises(UserError, match=r"different networks: \('weight', \(4, 3\), .* and \('weight', \(5, 3\)"):
+        refuse_other_network(nn.Linear(3, 5), signature(nn.Linear(3, 4)))
+
+
+def test_a_copy_moves_to_no_device_before_it_has_values(monkeypatch):
+    monkeypatch.setattr("project.train.meta_build.SMALL", 0)
+    network = build_once(lambda: nn.Linear(3, 3), lambda network: network, rank=1)
+    with StayOnMeta():
+        average = AveragedModel(network, device=torch.device("cpu"))
+        moved = torch.ones(2).to("cpu", torch.float64)
+    assert average.module.weight.is_meta
+    assert moved.dtype is torch.float64
+    assert without_values(network, average) == ""
+    kept = [network.weight.detach().clone()]
+    assert "of (3, 3) was computed" in without_values(network, average)
+    del kept
