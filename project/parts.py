@@ -43,6 +43,10 @@ class Box:
     def count(self) -> int:
         return prod(self.size)
 
+    def index(self) -> tuple[slice, ...]:
+        """Returns the slice as an index into the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
     def within(self, other: "Box") -> tuple[slice, ...] | None:
         """Returns what the two have in common, as an index into the other one; None if that is nothing."""
         slices = []

@@ -253,6 +253,7 @@ def test_a_port_in_use_on_one_node_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kills"), [(3, 3), pytest.param(2, 10, marks=pytest.mark.faults), pytest.param(3, 10, marks=pytest.mark.faults)]
 )

@@ -31,7 +31,7 @@ from project.train.logged import TakesMeasurements, measurement_loggers
 from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
-from project.train.spread import taken_apart
+from project.train.shards import split
 from project.untrusted import make_folder
 
 log = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ class Checkpoints(Checkpoint):
         checkpoint = checkpoint_of(trainer)
         slices: dict[str, torch.Tensor] = {}
         if self._together is not None:
-            apart = taken_apart(checkpoint)
+            apart = split(checkpoint)
             checkpoint, slices = apart.marked, apart.slices
         if not trainer.is_global_zero:
             return Copied({}, _copied(slices)), {}

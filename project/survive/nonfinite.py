@@ -24,7 +24,7 @@ from project.train.data_ranks import data_ranks
 from project.train.finite import not_finite
 from project.train.logged import measurement_loggers
 from project.train.micro_batch import MicroBatch, loss_at_hand, may_skip, micro_batch, skip
-from project.train.spread import anywhere, highest, local
+from project.train.shards import anywhere, highest, local
 from project.train.usual import give_zero_momentum, is_fused, spread
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,12 @@
-"""Checkpoints that the ranks write together, each its own part: all of it, or nothing.
+"""Writes checkpoints in parts, one by each rank: all of it, or nothing.
 
-Each rank's writer is a thread beside the training. They meet in a group of their own, as the training's may be in use, and
-after each move they tell each other how it went: a disk that is full on one host is every rank's failure, and a rank that is
-gone ends the wait of the others. What they write lies in a new folder under another name, until all parts are on the disk
-and the manifest names them; then rank 0 renames it, and each rank reads back its part.
+Each rank's writer is a thread beside the training. The writers have a group of their own, as the training's may be in use,
+and exchange results after each move: a disk that is full on one host is every rank's failure, and a rank that is gone ends
+the wait of the others. The parts lie in a new folder under another name until all are on the disk and the manifest names
+them; then rank 0 renames the folder, and each rank reads back its part.
+
+`torch.distributed.checkpoint` keeps its metadata in a pickle, and whoever can write to a run's folder could have any code run
+where the checkpoint is read (a test shows it). So the format is our own.
 """
 
 import re
@@ -34,19 +37,19 @@ class Incomplete(Exception):
 
 
 class Lost(Incomplete):
-    """One that was left when a rank had gone."""
+    """A checkpoint that was abandoned because a rank is gone."""
 
 
 @dataclass
 class Copied:
-    """A rank's share of a checkpoint, in main memory: its slices of what is spread; on rank 0, what is whole, with marks."""
+    """A rank's part of a checkpoint, in main memory: its slices of sharded tensors; on rank 0, all else, with marks."""
 
     marked: dict[str, Any]
     slices: dict[str, Tensor]
 
 
 class Together:
-    """This rank's writer among those of all ranks.
+    """Represents this rank's writer among those of all ranks.
 
     Args:
         host: this rank's.
@@ -59,7 +62,7 @@ class Together:
         self._read_back = False
 
     def meet(self, timeout: timedelta | None) -> None:
-        """Called by all ranks; `timeout`: how long they wait for each other's disks."""
+        """Connects the writers. Called by all ranks; `timeout`: how long they wait for each other's disks."""
         self._group.make(timeout)
 
     @property
@@ -75,8 +78,8 @@ class Together:
         return dist.get_world_size(self._members)
 
     def write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
-        """Writes a checkpoint; the name that it got, and its size. All ranks' writers call it, and all raise Incomplete where
-        one of them fails."""
+        """Writes a checkpoint, and returns its path and size. All ranks' writers call it, and all raise Incomplete where one of
+        them fails."""
         self._members = self._group()
         if self._members is None:
             raise Lost("the ranks are no longer connected")
@@ -108,28 +111,28 @@ class Together:
     # Moves -----------------------------------------------------------------------------------------------------------
 
     def _all(self, move: Callable[[], T]) -> list[T]:
-        """What each rank's move came to, by rank; Incomplete says on which ranks it has failed, and why."""
-        mine: Any = (None, "")
+        """Returns the results of all ranks' moves, by rank. Incomplete names the ranks that failed, and why."""
+        own: Any = (None, "")
         try:
-            mine = (move(), "")
+            own = (move(), "")
         except Exception as error:
-            mine = (None, cause(error) or type(error).__name__)
-        said: list[Any] = [None] * self._ranks
+            own = (None, cause(error) or type(error).__name__)
+        of_ranks: list[Any] = [None] * self._ranks
         try:
-            dist.all_gather_object(said, (*mine, self.host), group=self._members)
+            dist.all_gather_object(of_ranks, (*own, self.host), group=self._members)
         except RuntimeError as error:  # gloo's
             raise Lost(f"a rank does not answer: {_brief(str(error))}") from error
-        if wrong := [f"rank {rank} on {host}: {why}" for rank, (_, why, host) in enumerate(said) if why]:
-            raise Incomplete("; ".join(wrong))
-        return [found for found, _, _ in said]
+        if failures := [f"rank {rank} on {host}: {problem}" for rank, (_, problem, host) in enumerate(of_ranks) if problem]:
+            raise Incomplete("; ".join(failures))
+        return [result for result, _, _ in of_ranks]
 
     def _on_rank_0(self, move: Callable[[], T]) -> T:
-        found = self._all(lambda: move() if self._rank == 0 else None)[0]
-        assert found is not None
-        return found
+        result = self._all(lambda: move() if self._rank == 0 else None)[0]
+        assert result is not None
+        return result
 
     def _parts(self, staging: Path, name: str, copied: Copied) -> dict[str, Entry]:
-        """Writes what is this rank's."""
+        """Writes this rank's files, and returns their entries of the manifest."""
         contents: dict[str, Any] = {}
         if self._rank == 0:
             check(copied.marked)
@@ -142,8 +145,8 @@ class Together:
             entries[file] = {**entry_of(staging / file), "rank": self._rank, "host": self.host}
         return entries
 
-    def _verify(self, path: Path, mine: dict[str, Entry]) -> None:
-        for file, entry in mine.items():
+    def _verify(self, path: Path, entries: dict[str, Entry]) -> None:
+        for file, entry in entries.items():
             if problem := part_problem(path, file, entry):
                 raise OSError(problem)
         if not self._read_back:  # the first of this process, as one that goes on will read it
@@ -157,7 +160,7 @@ class Together:
 
 
 def _stage(path: Path) -> tuple[Path, str]:
-    """A new folder, and a name that no other checkpoint has."""
+    """Makes a new folder, and returns it with a name that no other checkpoint has."""
     name = uuid.uuid4().hex
     staging = path.with_name(f".{path.name}.{name[:8]}.part")
     make_folder(path.parent)
@@ -166,7 +169,7 @@ def _stage(path: Path) -> tuple[Path, str]:
 
 
 def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
-    """All parts are there: the checkpoint gets its manifest, and its name."""
+    """Gives the checkpoint its manifest and its name, when all parts are on the disk."""
     sync(staging)
     path = free_name(path, folder=True)
     write_manifest(path, manifest)
@@ -176,5 +179,5 @@ def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
 
 
 def _brief(text: str) -> str:
-    """Gloo's reason, without its own file, and without its guesses."""
+    """Returns gloo's reason without its file and its guesses."""
     return re.sub(r"^\[\S+gloo\S+\] ", "", text.strip()).partition(" This is typically")[0].partition("\n")[0].rstrip(".")

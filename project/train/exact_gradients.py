@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
 from project.train.exact import ExactSum, from_the_coarsest
-from project.train.spread import view_of
+from project.train.shards import view_of
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from project.errors import UserError
 from project.train.norms import batch_norms, is_translated
-from project.train.spread import local
+from project.train.shards import local
 
 log = logging.getLogger(__name__)
 

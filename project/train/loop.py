@@ -35,7 +35,7 @@ from project.train.metrics import States, put_back
 from project.train.micro_batch import MicroBatch, micro_batch, samples_of
 from project.train.position import out_of_time, timers
 from project.train.sharded import Sharded
-from project.train.spread import clip_parts, clip_values, total_norm
+from project.train.shards import clip_by_value, clip_with_norm, total_norm
 from project.train.usual import (
     all_step_once,
     clip_in_steps_left_out,
@@ -672,9 +672,9 @@ class Steps(_TrainingEpochLoop):
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
             self._clipped_norm = None if self.graphs is None else self.gradient_norm(parameters)
-            clip_values(self._optimizer, value)
+            clip_by_value(self._optimizer, value)
         elif (self._gradients is not None and self._gradients.whole) or data_ranks(self.trainer).shared_by > 1:
-            clip_parts(parameters, value, self.gradient_norm(parameters))
+            clip_with_norm(parameters, value, self.gradient_norm(parameters))
         else:
             self._clipped_norm = clip_grad_norm_(parameters, value)
 

@@ -34,7 +34,7 @@ from project.train.logged import Logged, Results
 from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, check_loops, position, set_counters
-from project.train.spread import taken_apart
+from project.train.shards import split
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Resuming(_CheckpointConnector):
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
             if not self._loops().exact and (values := changed_attributes(self.trainer, self._values_as_built, checkpoint)):
                 checkpoint[_VALUES] = values
-            checkpoint["states_of_ranks"] = _of_ranks(self.trainer, taken_apart(self._own_states(checkpoint)).marked)
+            checkpoint["states_of_ranks"] = _of_ranks(self.trainer, split(self._own_states(checkpoint)).marked)
         return checkpoint
 
     def _mask(self, checkpoint: dict[str, Any]) -> None:

@@ -29,10 +29,10 @@ from project.train.foretold import room, tell
 from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
-from project.train.own_part import OwnPart
 from project.train.recompute import recompute
 from project.train.root import Root
-from project.train.spread import clip_together, overflow_together
+from project.train.sharded_checkpoints import ShardedCheckpoints
+from project.train.shards import clip_by_norm, overflow_together
 from project.train.strategy import begin_alike
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import (
@@ -55,7 +55,7 @@ _SPARE = 12
 """Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
 
-class Sharded(OwnPart):
+class Sharded(ShardedCheckpoints):
     """Spreads a network over the ranks, so that none holds the whole.
 
     Args:
@@ -182,7 +182,7 @@ class Sharded(OwnPart):
         if self._shared_layers:
             self._state = self.model.state_dict()
             self.meet_by_data_ranks(self.model)
-            self.precision_plugin.clip_grad_by_norm = clip_together  # type: ignore[method-assign,assignment]
+            self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign,assignment]
             if scaler := getattr(self.precision_plugin, "scaler", None):
                 overflow_together(scaler)
         if training:

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.errors import UserError
 from project.train.sharded import Sharded
-from project.train.spread import clip_values
+from project.train.shards import clip_by_value
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -111,7 +111,7 @@ def clip_in_steps_left_out(trainer: Trainer) -> None:
     """Has Lightning's own loop clip by value what has a gradient: that of a step which is left out is gone."""
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
-        plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign,assignment]
+        plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]
 
 
 def give_zero_momentum(optimizer: Optimizer) -> None:

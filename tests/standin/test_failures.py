@@ -5,6 +5,8 @@ import pytest
 from tests.conftest import Cli
 from tests.standin.test_runs import DDP, fault, plugged
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_device_without_memory_is_named(gpu: Cli) -> None:
     run = gpu(*DDP, plugged(fault(rank=1, step=3, how="allocate")), ranks=2)

@@ -15,6 +15,8 @@ from tests.conftest import PATIENCE, ROOT, Cli
 from tests.conftest import environment as clean
 from tests.standin.pool import environment, meeting_place
 
+pytestmark = pytest.mark.slow
+
 MEASURE = str(ROOT / "scripts/measure")
 ON_ONE = """
 import sys

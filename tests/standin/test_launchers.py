@@ -49,6 +49,8 @@ import torch
 from project import Trainer
 from tests.own import PointsData, Regression
 
+pytestmark = pytest.mark.slow
+
 if __name__ == "__main__":
     trainer = Trainer(max_epochs=1, accelerator="gpu", devices=2, global_batch_size=24, default_root_dir="run")
     trainer.fit(Regression(), datamodule=PointsData(size=48))

@@ -9,6 +9,8 @@ import torch
 
 from tests.standin.optimizers import NOT_IN_THIS_TORCH
 
+pytestmark = pytest.mark.slow
+
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 ALWAYS = {"SGD dampening fused": "keeps an undefined momentum"}
 SHARDED = {

@@ -17,6 +17,8 @@ from tests.survive.test_resume import curves, same
 from tests.train.test_demos import BORING
 from tests.train.test_sharded import EMA, EXACT, RUNS, losses, sharded
 
+pytestmark = pytest.mark.slow
+
 GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
 DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124")  # 3 steps in an epoch

@@ -21,7 +21,7 @@ from project.parts import Stored
 from project.survive.checkpoints import Checkpoints
 from project.survive.reading import SafeCheckpointIO
 from project.survive.together import Copied, Together
-from project.train.spread import part_of_stored, taken_apart
+from project.train.shards import read_shard, split
 from tests.conftest import _SERVER, PATIENCE
 
 SPREAD = ("weight", "bias", "one")
@@ -136,7 +136,7 @@ def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | Non
     said: list[Any] = []
     moves = [0]
     for step in steps:
-        apart = taken_apart(spread(whole(step), mesh))
+        apart = split(spread(whole(step), mesh))
         if step == steps[-1]:
             _count(moves, strike, world)
         manifest = {"position": {"global_step": step}} if rank == 0 else {}
@@ -186,7 +186,7 @@ def full_disk(world: World, mesh: DeviceMesh, sick: int) -> list[Any]:
     said: list[Any] = []
     for step in (1, 2, 3):
         torch.save = full if step == 2 and rank == sick else real
-        apart = taken_apart(spread(whole(step), mesh))
+        apart = split(spread(whole(step), mesh))
         manifest = {"position": {"global_step": step}} if rank == 0 else {}
         path = checkpoints._folder / f"step-{step:09d}.ckpt"
         checkpoints._write(path, Copied(apart.marked if rank == 0 else {}, apart.slices), manifest)
@@ -208,7 +208,7 @@ def read(world: World, mesh: DeviceMesh, name: str, step: int) -> list[Any]:
 
     Stored.fill = counted  # type: ignore[method-assign]
     reader = SafeCheckpointIO()
-    reader.slice_of = lambda stored: part_of_stored(stored, mesh)
+    reader.slice_of = lambda stored: read_shard(stored, mesh)
     found = reader.load_checkpoint(world.folder / "checkpoints" / name)
     wanted = spread(whole(step), mesh)
     held = [0]

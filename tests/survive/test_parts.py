@@ -2,12 +2,16 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint
 
+from project.errors import UserError
 from project.survive.files import clean_up, newest_good, read_manifest
 from project.survive.files import write as write_file
 from project.survive.reading import SafeCheckpointIO
@@ -196,3 +200,28 @@ def test_the_manifest_names_who_wrote_what(three):
     }
     for name, one in manifest["parts"].items():
         assert one["bytes"] == os.path.getsize(three / "checkpoints" / NAMES[2] / name)
+
+
+class Harm:
+    """Makes a folder when it is read from a pickle."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_torchs_own_format_of_parts_has_the_code_of_its_folder_run(copied, tmp_path):
+    """The reason for a format of our own: a reader of ours runs nothing."""
+    theirs = tmp_path / "dcp"
+    torch.distributed.checkpoint.save({"weight": torch.zeros(2)}, checkpoint_id=theirs, no_dist=True)
+    (theirs / ".metadata").write_bytes(pickle.dumps(Harm(str(tmp_path / "harm"))))
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException):  # too late
+        torch.distributed.checkpoint.load({"weight": torch.zeros(2)}, checkpoint_id=theirs, no_dist=True)
+    assert (tmp_path / "harm").exists()
+    for file in (copied / NAMES[2]).glob("*.pt"):
+        torch.save(Harm(str(tmp_path / "ours")), file)
+    with pytest.raises((UserError, pickle.UnpicklingError)):
+        SafeCheckpointIO().load_checkpoint(copied / NAMES[2])
+    assert not (tmp_path / "ours").exists()

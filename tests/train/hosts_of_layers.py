@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from project.train.spread import local, part_of, taken_apart, total_norm
+from project.train.shards import local, shard_like, split, total_norm
 from project.train.tensor_parallel import cut
 
 
@@ -31,11 +31,11 @@ def main() -> None:
 
     theirs = dict(whole.named_parameters())
     for name, parameter in network.named_parameters():
-        assert torch.equal(local(part_of(theirs[name].detach(), parameter)), local(parameter)), name
+        assert torch.equal(local(shard_like(theirs[name].detach(), parameter)), local(parameter)), name
     norms = [total_norm([one.grad for one in each.parameters()]).item() for each in (whole, network)]
     assert abs(norms[0] - norms[1]) < 1e-14, norms
 
-    slices = taken_apart({name: one.detach() for name, one in network.named_parameters()}).slices
+    slices = split({name: one.detach() for name, one in network.named_parameters()}).slices
     counts: list[Any] = [None] * 8
     dist.all_gather_object(counts, sum(one.numel() for one in slices.values()))
     assert sum(counts) == sum(one.numel() for one in theirs.values()), "each slice is written once"

@@ -22,7 +22,7 @@ from project.train.foretold import Foretold
 from project.train.held import Inventory, Shape, Sharing, held
 from project.train.on_paper import made_on_paper
 from project.train.optimizer_state import optimizers
-from project.train.spread import local
+from project.train.shards import local
 
 SHARES = [
     Sharing(2),

@@ -1,0 +1,205 @@
+"""Tensors of which each rank has a shard: shards of others, norms and overflows of all, and their place in a checkpoint."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from project.errors import UserError
+from project.parts import Layout, Stored, changed, mark
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard; of a tensor that each rank has whole, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """Returns this rank's shard of a tensor, placed like another one of its shape. Of a whole tensor, nothing is sent."""
+    if isinstance(value, DTensor):
+        if isinstance(like, DTensor):
+            if (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
+                return value
+            if value.device_mesh == like.device_mesh:
+                return value.redistribute(like.device_mesh, like.placements)
+        elif not isinstance(like, Tensor):
+            return value
+        value = value.full_tensor()
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor):
+        return value
+    return _placed(_slice_of(value, like).to(like.to_local().device, copy=True).contiguous(), like)
+
+
+def shards_like(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this rank's shard of each tensor whose namesake is sharded, and all others as they are."""
+    return {name: shard_like(value, like.get(name)) for name, value in whole.items()}
+
+
+def view_of(value: Tensor, like: DTensor) -> DTensor:
+    """Returns this rank's shard in the memory of the whole tensor."""
+    return _placed(_slice_of(value, like), like)
+
+
+def gather(tensor: DTensor, device: torch.device) -> Tensor:
+    """Returns all of a tensor, which may lie on the host, gathered on a device. Called by all ranks together."""
+    return _placed(tensor.to_local().to(device), tensor).full_tensor()
+
+
+def _placed(shard: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _slice_of(value: Tensor, like: DTensor) -> Tensor:
+    layout, place = layout_of(like)
+    return value[layout.box(tuple(value.shape), place).index()]
+
+
+# Over all ranks ------------------------------------------------------------------------------------------------------
+
+
+def highest(flag: Tensor) -> Tensor:
+    """Returns the highest of the ranks' flags, on all of them."""
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag
+
+
+def anywhere(flags: Sequence[bool]) -> list[bool]:
+    """Returns which flags are set on any rank. Called by all of them with as many."""
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    tensor = torch.tensor([*flags], dtype=torch.uint8, device=device)
+    return [bool(flag) for flag in (highest(tensor) if flags else tensor).tolist()]
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns the norm of all tensors together. All ranks call this where they are sharded."""
+    tensors = [*tensors]
+    if len({(tensor.device_mesh, tensor.placements) for tensor in tensors if isinstance(tensor, DTensor)}) > 1:
+        return _norm_of_several_placements(tensors)
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a norm in which each slice counts once. Torch takes none of tensors that are placed differently."""
+    first = dist.get_rank() == 0
+    counts: dict[Any, bool] = {}
+    own = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            placed = (tensor.device_mesh, tensor.placements)
+            if placed not in counts:
+                layout, place = layout_of(tensor)
+                counts[placed] = layout.is_first(place)
+        if counts[placed] if isinstance(tensor, DTensor) else first:
+            own.append(local(tensor))
+    total = (torch.nn.utils.get_total_norm(own) if own else local(tensors[0]).new_zeros(())).square()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
+    """Clips gradients like torch's `clip_grads_with_norm_`, which takes no whole norm for sharded gradients."""
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
+
+
+def clip_by_norm(optimizer: Optimizer, most: float) -> None:
+    """Takes the place of Lightning's `clip_grad_by_norm` where parameters are placed in several ways."""
+    parameters = _with_gradients(optimizer)
+    clip_with_norm(parameters, most, total_norm([parameter.grad for parameter in parameters]))
+
+
+def clip_by_value(optimizer: Optimizer, most: float) -> None:
+    """Clips gradients by value, also in a step that is left out: torch's own fails where no parameter has a gradient."""
+    if parameters := _with_gradients(optimizer):
+        torch.nn.utils.clip_grad_value_(parameters, most)
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+
+
+def overflow_together(scaler: Any) -> None:
+    """Has all ranks skip a step whose gradient overflows on one of them, where parameters are placed in several ways: torch's
+    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale."""
+    if "_unscale_grads_" in vars(scaler):  # since another fit
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_everywhere(*args: Any) -> dict[torch.device, Tensor]:
+        flags: dict[torch.device, Tensor] = unscale(*args)
+        return {device: highest(flag) for device, flag in flags.items()}
+
+    scaler._unscale_grads_ = unscale_everywhere
+
+
+# A checkpoint --------------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """A checkpoint with marks in the places of sharded tensors, and the slices that this rank writes: of copies, the first."""
+
+    marked: dict[str, Any]
+    slices: dict[str, Tensor]
+
+
+def layout_of(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
+    """Returns which rank has which slice of a tensor, and this rank's place."""
+    along: list[int | None] = []
+    strided = False
+    for placement in tensor.placements:
+        # Cut in two ways along one dimension: first for the ranks of a layer, and that part for the data ranks.
+        strided = strided or getattr(placement, "split_factor", 1) > 1
+        if not placement.is_shard() and not placement.is_replicate() and not hasattr(placement, "split_factor"):
+            raise UserError(f"A tensor that is spread as {placement} can't be saved. HINT: Shard and Replicate can.")
+        along.append(None if placement.is_replicate() else placement.dim)  # type: ignore[attr-defined]
+    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    assert place is not None
+    if strided:  # a layout is cut from its first dimension to its last
+        mesh, along, place = mesh.permute(*reversed(range(mesh.ndim))), along[::-1], place[::-1]
+    return Layout(tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(along)), tuple(place)
+
+
+def split(checkpoint: dict[str, Any]) -> Split:
+    """Splits a checkpoint into what all ranks have and this rank's slices. Nothing is copied, and nothing is sent."""
+    slices: dict[str, Tensor] = {}
+    layouts: dict[Any, tuple[Layout, tuple[int, ...]]] = {}  # the same object for the same placement: the file has it once
+
+    def take(value: Any, name: str) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        placed = (value.device_mesh, value.placements)
+        layout, place = layouts[placed] = layouts.get(placed) or layout_of(value)
+        shard, box = value.to_local(), layout.box(tuple(value.shape), place)
+        if name in slices or box.size != tuple(shard.shape):
+            raise UserError(f"{name} of the checkpoint can't be saved in parts: two have this name, or it is spread unevenly.")
+        if box.count and layout.is_first(place):
+            slices[name] = shard
+        return mark(name, value, layout)
+
+    return Split(changed(checkpoint, take), slices)
+
+
+def read_shard(stored: Stored, mesh: DeviceMesh, like: Any = None) -> DTensor:
+    """Reads this rank's slice of a tensor that lies in parts, placed like another one, or else as `fully_shard` places it."""
+    if isinstance(like, DTensor) and tuple(like.shape) == stored.shape:
+        layout, place = layout_of(like)
+        return _placed(stored.read(layout.box(stored.shape, place)), like)
+    sharded = any(dimension is not None for dimension in stored.layout.along) and bool(stored.shape)
+    names = mesh.mesh_dim_names or ()
+    placements = [Shard(0) if sharded and name != "copies" else Replicate() for name in names]
+    along = tuple(0 if placement.is_shard() else None for placement in placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    layout = Layout(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), along)
+    shard = stored.read(layout.box(stored.shape, tuple(coordinate)))
+    stride = torch.empty(stored.shape, device="meta").stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=torch.Size(stored.shape), stride=stride)
