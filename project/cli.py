@@ -49,6 +49,7 @@ from project.sweep import with_trial
 from project.train.meta_build import build_once
 from project.train.strategies import refuse_processes_within
 from project.trainer import Trainer
+from project.typed import typed
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import Progress, RankLogs, log_to, open_log
@@ -251,7 +252,7 @@ class ProjectCLI(LightningCLI):
         assert isinstance(trainer, Trainer)
         refuse_processes_within(trainer.strategy, "and this program goes on where they end")
         trainer.configuration = configuration
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in typed(trainer).callbacks:
             if isinstance(callback, Checkpoints):
                 callback.manifest["configuration"] = configuration
             elif isinstance(callback, Watchdog) and self.subcommand == "fit":
@@ -485,7 +486,7 @@ def _report_of_run(error: Exception, trainer: Trainer) -> int:
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
     """Writes the report of a fit that has ended, however it did."""
     folder = Path(ran.default_root_dir)
-    if not (ran.is_global_zero and ran.global_step and any(isinstance(item, Life) and item.wrote for item in ran.callbacks)):  # type: ignore[attr-defined]
+    if not (ran.is_global_zero and ran.global_step and any(isinstance(item, Life) and item.wrote for item in ran.callbacks)):
         return
     try:
         say("%-11s %s", "report", write(read_history(folder, folder.name)))

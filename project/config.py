@@ -21,6 +21,7 @@ from project.complaints import complaint
 from project.config_files import documents, option
 from project.errors import SettingError, UserError
 from project.masking import masked
+from project.typed import typed
 from project.untrusted import compose_yaml, read_yaml, write_text
 
 
@@ -35,7 +36,7 @@ class SaveConfig(Callback):
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self.config is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and self.config is not None and not typed(trainer).fast_dev_run:
             save_config(Path(trainer.default_root_dir), self.config)
 
 

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -37,7 +37,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, default_pg_timeout  # type: ignore[attr-defined]
 
 from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
 from project.callbacks import with_ours
@@ -97,6 +97,7 @@ from project.train.resuming import Resuming
 from project.train.sharded import Sharded
 from project.train.strategies import refuse_strategy
 from project.train.strategy import gathered, share_exactly, share_in_order
+from project.typed import TypedTrainer
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
@@ -153,7 +154,7 @@ class ResumingOnHosts(Resuming):
                 del trainer.strategy.load_checkpoint
 
 
-class Trainer(pl.Trainer):
+class Trainer(TypedTrainer):
     """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
     of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
 
@@ -391,7 +392,7 @@ class Trainer(pl.Trainer):
             use_loopback()
             self._connect_on_loopback()
         self._settle_data()
-        for callback in self.callbacks:  # type: ignore[attr-defined]
+        for callback in self.callbacks:
             if isinstance(callback, Watchdog):
                 callback.start(self)
         if self._threads is not None and self.strategy.root_device.type == "cpu":
@@ -410,11 +411,17 @@ class Trainer(pl.Trainer):
             )
         return results
 
+    @property
+    def _ddp(self) -> DDPStrategy:
+        """Returns the strategy of a run with several ranks: all that are taken are DDP's."""
+        return cast(DDPStrategy, self.strategy)
+
     # Before the ranks are connected ----------------------------------------------------------------------------------
 
     def _meet(self, seconds: float) -> tuple[Rendezvous, Route | None]:
         """Connects the ranks when all have come and every host reaches every other, and returns the route."""
-        environment = self.strategy.cluster_environment  # type: ignore[attr-defined]
+        environment = self._ddp.cluster_environment
+        assert environment is not None
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = environment.main_address, environment.main_port
         who = self.global_rank, self.world_size
@@ -431,15 +438,15 @@ class Trainer(pl.Trainer):
 
     def _connect(self, store: PrefixStore, rank: int) -> None:
         """Connects the ranks as Lightning does, by a store that exists already."""
-        self.strategy.accelerator.setup_device(self.strategy.root_device)  # type: ignore[union-attr]
         device = self.strategy.root_device
-        backend = self.strategy.process_group_backend or dist.get_default_backend_for_device(device)  # type: ignore[attr-defined]
+        self.accelerator.setup_device(device)
+        backend = self._ddp.process_group_backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
             world_size=self.world_size,
-            timeout=self.strategy._timeout,  # type: ignore[attr-defined]
+            timeout=self._ddp._timeout,
             device_id=None if device.type == "cpu" else device,
         )
         if "nccl" in backend:  # as Lightning does where it connects the ranks itself
@@ -449,8 +456,9 @@ class Trainer(pl.Trainer):
         """Connects the ranks of one host on loopback, where nothing listens to another host; not if the store is torchrun's."""
         if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
-        rank, environment = self.strategy.local_rank, self.strategy.cluster_environment  # type: ignore[attr-defined]
-        store = store_on_loopback(rank, environment.main_port, self.strategy._timeout)  # type: ignore[attr-defined]
+        assert self._ddp.cluster_environment is not None
+        rank, port = self._ddp.local_rank, self._ddp.cluster_environment.main_port
+        store = store_on_loopback(rank, port, self._ddp._timeout or default_pg_timeout)
         self._connect(PrefixStore("ranks", store), rank)
 
     def _meet_as_equals(self) -> None:
@@ -610,7 +618,7 @@ class Trainer(pl.Trainer):
         datamodule, ckpt_path, weights_only = given
         capture, limits = Capture(), (self.limit_val_batches, self.limit_test_batches)
         self.limit_val_batches = self.limit_test_batches = BATCHES
-        self.callbacks.append(capture)  # type: ignore[attr-defined]
+        self.callbacks.append(capture)
         try:
             for verb, step, of in ((self.validate, "validation_step", "validation"), (self.test, "test_step", "test")):
                 if is_overridden(step, model, LightningModule) and not capture.weights:
@@ -620,7 +628,7 @@ class Trainer(pl.Trainer):
                 if capture.weights:
                     return capture, f"the {of} set"
         finally:
-            self.callbacks.remove(capture)  # type: ignore[attr-defined]
+            self.callbacks.remove(capture)
             self.limit_val_batches, self.limit_test_batches = limits
         raise UserError(
             "There is nothing to check the export on. HINT: it takes a validation or a test set, and a module with "
@@ -668,7 +676,7 @@ class Trainer(pl.Trainer):
         self._accumulate(1)
         self.global_batch = None
         if isinstance(data, ImageData):
-            if self.overfit_batches:  # type: ignore[attr-defined]
+            if self.overfit_batches:
                 raise UserError(
                     "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
                     "configs/debug.yaml does."
@@ -699,7 +707,7 @@ class Trainer(pl.Trainer):
 
     @property
     def _accumulates_by_epoch(self) -> bool:
-        return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.callbacks)  # type: ignore[attr-defined]
+        return any(isinstance(callback, GradientAccumulationScheduler) for callback in self.callbacks)
 
     def _settled(self, accumulation: int, micro_batch: int | None) -> None:
         """Sets the accumulation, for which Lightning counts the micro-batches of a rank."""

@@ -28,7 +28,7 @@ ALIKE = ("device", "devices", "memory", "driver", "CPU", "cores")
 
 
 def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _driver() -> str:

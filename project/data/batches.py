@@ -23,7 +23,7 @@ from typing_extensions import NotRequired
 
 from project.data.dealing import DealtLoader
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
-from project.data.order import Key, MicroBatchSampler, Order, chance
+from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 
 _AHEAD_SAMPLES, _AHEAD_BYTES = 512, 4 << 20  # made at once, at most
 # What libraries that read images raise over a file that is cut short or none of theirs. From elsewhere it may be a mistake in
@@ -88,10 +88,10 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
         return dataset
     if not in_bulk(dataset):
         return None
-    size: int = len(dataset)  # type: ignore[arg-type]
+    size = size_of(dataset)
     if size * as_tensor(image_and_label(dataset[0])[0]).nbytes > at_most:
         return None
-    numbers = torch.arange(size).split(_AHEAD_SAMPLES)  # type: ignore[no-untyped-call]
+    numbers = torch.arange(size).split(_AHEAD_SAMPLES)
     images, labels = zip(*(dataset.__getitems__(some) for some in numbers), strict=True)  # type: ignore[attr-defined]
     return InMemory(torch.cat(images).to(device), torch.cat([as_labels(some) for some in labels]).to(device))
 
@@ -162,7 +162,7 @@ class MicroBatches(Dataset[Batch]):
         if in_bulk(self.dataset) and get_worker_info() is None and sizes[0]:
             bound = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, images[0].nbytes))
             self._at_once = max(1, bound // self.order.micro_batch)
-        cut = [part.split(sizes) for part in (images, labels, samples)]  # type: ignore[no-untyped-call]
+        cut = [part.split(sizes) for part in (images, labels, samples)]
         batches = [Batch(image=image, label=label, sample=sample) for image, label, sample in zip(*cut, strict=True)]
         if not self.labelled:
             for batch in batches:
@@ -208,7 +208,7 @@ class MicroBatches(Dataset[Batch]):
 
     def _next_item(self, number: int) -> Any:
         """Returns the next readable sample's item: the same one on any number of ranks, and after a restart."""
-        size: int = len(self.dataset)  # type: ignore[arg-type]
+        size = size_of(self.dataset)
         for at in range(size):
             try:
                 return self._item((number + at) % size)

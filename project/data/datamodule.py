@@ -16,7 +16,7 @@ from project.data.augment import Flip, Normalise, crop_and_flip, drawn_moves
 from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, sent, whole
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
-from project.data.order import MicroBatchSampler, Order, cut_for_all, limited
+from project.data.order import MicroBatchSampler, Order, cut_for_all, limited, size_of
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -135,7 +135,7 @@ class ImageData(LightningDataModule):
             splits = ("train",)
             log.info("There is no validation set, and so no validation.")
         for split in splits:
-            if not len(self._dataset(split)):  # type: ignore[arg-type]
+            if not size_of(self._dataset(split)):
                 raise UserError(f"The {split} set is empty.")
         self._unseen = set(splits)
 
@@ -154,7 +154,7 @@ class ImageData(LightningDataModule):
         """Returns the order of the training samples in this run."""
         assert self.trainer is not None
         micro_batches = self._here[1] * self.trainer.accumulate_grad_batches
-        size = len(self._dataset("train"))  # type: ignore[arg-type]
+        size = size_of(self._dataset("train"))
         order = Order(size, self.batch_size, micro_batches, self.seed, self.tail)
         if not order.steps or order.size < 2 * micro_batches:
             raise UserError(
@@ -174,7 +174,7 @@ class ImageData(LightningDataModule):
 
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
-        size: int = len(self._dataset(split))  # type: ignore[arg-type]
+        size = size_of(self._dataset(split))
         batches = limited(-(-size // self.batch_size), self.limits.get(split), f"limit_{split}_batches", "micro-batches")
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         whole_size = min(size, batches * self.batch_size)
@@ -245,7 +245,7 @@ class ImageData(LightningDataModule):
             if not self.source.has(split):
                 continue
             dataset = self._dataset(split)
-            size: int = len(dataset)  # type: ignore[arg-type]
+            size = size_of(dataset)
             few = self._micro_batches(dataset, split, Order(size, min(size, 8), 1, self.seed))[(0, 0, 0)]
             digest = hashlib.sha256(few["image"].numpy().tobytes() + few["label"].numpy().tobytes())
             made[split] = {"samples": size, "bytes": few["image"][0].nbytes, "hash": digest.hexdigest()[:12]}

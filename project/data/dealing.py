@@ -242,7 +242,7 @@ def chance_kept() -> Iterator[None]:
 
 def restore_generators() -> Callable[[], None]:
     """Returns a function that sets the random generators to the states that they have now."""
-    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     device = torch.cuda.get_rng_state() if devices else None
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, isqrt
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ Limit = int | float | None
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
+
+
+def size_of(dataset: Any) -> int:
+    """Returns the number of a dataset's samples: torch's Dataset declares no length."""
+    return len(dataset)
 
 
 def limited(count: int, limit: Limit, key: str, what: str) -> int:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from project.cluster.environment import of_this_rank
 from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
+from project.data.order import size_of
 from project.doctor.examination import ExaminedRun
 from project.survive.checkpoints import Checkpoints
 from project.train.micro_batch import samples_of
@@ -69,7 +70,7 @@ class _ModelAndData:
             loss = self.model.training_step(batch, 1) if indexed else self.model.training_step(batch)
             loss = loss["loss"] if isinstance(loss, Mapping) else loss
             assert isinstance(loss, Tensor)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.model.zero_grad()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class _ModelAndData:
         loader = self.data.train_dataloader()
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return {}
-        size = len(loader.dataset)  # type: ignore[arg-type]
+        size = size_of(loader.dataset)
         few = Samples(sorted({0, size // 2, size - 1}))  # what the dataset draws at random for them is the same on all hosts
         items = SeededDataset(loader.dataset).__getitems__(few) if size else []
         digest, bytes_ = hashlib.sha256(), 0

@@ -17,6 +17,7 @@ from project.export.formats import LIBRARIES, Format
 from project.masking import masked
 from project.survive.files import sha256_of
 from project.survive.manifest import manifest_at
+from project.typed import typed
 from project.untrusted import open_to_read, read_yaml, write_text
 
 CONFIG = "config.yaml"
@@ -92,7 +93,7 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
 
 def copy_config(trainer: Trainer, folder: Path) -> None:
     """Copies the run's configuration into the folder of the export."""
-    configuration = trainer.configuration  # type: ignore[attr-defined]
+    configuration = typed(trainer).configuration
     with suppress(OSError, ValueError, yaml.YAMLError):
         configuration = masked(read_yaml(Path(trainer.default_root_dir) / CONFIG))
     if configuration:

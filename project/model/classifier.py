@@ -26,6 +26,7 @@ from project.model.run import run_of
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class ImageClassifier(LightningModule):
         self._notes, self._step_notes, self._sent = {}, [], None  # another fit may have ended within a step
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images)  # type: ignore[no-any-return]
+        logits: Tensor = self.network(images)
+        return logits
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the sums of the epoch, so that its means cover all of it also where the run is resumed within."""
@@ -194,7 +196,7 @@ class ImageClassifier(LightningModule):
             self.epoch_tally.add(notes)
         else:
             self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
-        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if step % typed(trainer).log_every_n_steps == 0:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             self._sent = step, lr, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
             if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
@@ -233,11 +235,11 @@ class ImageClassifier(LightningModule):
         self._evaluate(batch)
 
     def _evaluate(self, batch: dict[str, Any]) -> Tensor:
-        logits = self(batch["image"])
+        logits: Tensor = self(batch["image"])
         if False not in self._seen:
             self._look_at(logits)
         self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     def on_validation_epoch_end(self) -> None:
         self._finish_evaluation("val")
@@ -256,7 +258,7 @@ class ImageClassifier(LightningModule):
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        logits = self(batch["image"])
+        logits: Tensor = self(batch["image"])
         if False not in self._seen:
             self._look_at(logits)
         confidence, label = logits.float().softmax(dim=1).max(dim=1)
@@ -267,7 +269,7 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = fused(_made("optimizer", self.optimizer, self.parameters()))
-        pruned = any(isinstance(callback, ModelPruning) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        pruned = any(isinstance(callback, ModelPruning) for callback in typed(self.trainer).callbacks)
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
         global_batch = run_of(self.trainer).global_batch or self.lr_reference_batch

@@ -20,7 +20,7 @@ class DelayedSums:
             if self._work is not None:
                 self._work.wait()  # which has the device wait, not the host
             self._sums = self._sums.to("cpu", non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready = torch.cuda.Event()
             self._ready.record()
 
     def read(self) -> list[float]:

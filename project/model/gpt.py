@@ -35,7 +35,8 @@ class Attention(nn.Module):
         queries, keys, values = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # Without dropout of its own: that would cost the fast kernels, and on a CPU there is none that has it.
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
 
 
 class Block(nn.Module):
@@ -50,7 +51,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.network(self.network_norm(x)))  # type: ignore[no-any-return]
+        x = x + self.dropout(self.network(self.network_norm(x)))
+        return x
 
 
 class GPT(nn.Module):
@@ -94,7 +96,8 @@ class GPT(nn.Module):
                 "data.init_args.context to the same."
             )
         x = self.dropout(self.tokens(tokens) + self.positions.weight[:length])
-        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
 
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """Returns the plan by which ranks share its layers. Queries, keys and values lie side by side in one layer, so each
@@ -139,7 +142,8 @@ class LanguageModel(LightningModule):
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.network(tokens)  # type: ignore[no-any-return]
+        logits: Tensor = self.network(tokens)
+        return logits
 
     def loss(self, batch: Batch) -> Tensor:
         tokens, following = batch

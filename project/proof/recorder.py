@@ -21,6 +21,7 @@ from project.survive.checkpoints import checkpoints_of
 from project.train.attributes import values
 from project.train.evaluation import loaders_of
 from project.train.micro_batch import loss_at_hand, micro_batch
+from project.typed import typed
 from project.watch.fingerprints import Fingerprints
 
 MARK = "PROJECT_PROVE"
@@ -67,7 +68,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._file = (Path(self._order.folder) / f"record-{trainer.global_rank}.jsonl").open("a")
         self._write("begins", trainer.global_step)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in typed(trainer).callbacks:
             if isinstance(callback, Fingerprints):
                 callback.outputs_every = 1
 
@@ -113,7 +114,7 @@ class Recorder(Callback):
 
 def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Returns the facts about a configuration that its first micro-batch shows."""
-    order, batch = micro_batch(trainer).order, trainer.global_batch  # type: ignore[attr-defined]
+    order, batch = micro_batch(trainer).order, typed(trainer).global_batch
     return {
         "micro_batch": None if batch is None else batch // trainer.world_size // trainer.accumulate_grad_batches,
         "samples": None if order is None else order.size,

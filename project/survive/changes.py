@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from project.errors import UserError
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _groups(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _global_batch(trainer: Trainer) -> int | None:
-    batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
+    batch = typed(trainer).global_batch
     return batch
 
 

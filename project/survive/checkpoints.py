@@ -32,6 +32,7 @@ from project.train.position import out_of_time, position, within_epoch
 from project.train.resuming import checkpoint_of
 from project.train.sharded import Sharded
 from project.train.shards import split
+from project.typed import typed
 from project.untrusted import make_folder
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,13 @@ class SaveFirst(Callback):
 
 
 def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
-    return next((callback for callback in trainer.callbacks if isinstance(callback, Checkpoints)), None)  # type: ignore[attr-defined]
+    return next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
 
 
 def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
     """Returns whether a callback or module from outside this project has a hook at the start of a validation."""
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
-    others: list[tuple[Any, type]] = [(callback, Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    others: list[tuple[Any, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
     others.append((module, LightningModule))
     return any(
         is_overridden(hook, owner, kind) and not type(owner).__module__.startswith("project.")
@@ -145,9 +146,9 @@ class Checkpoints(Checkpoint):
     # When ------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = typed(trainer).callbacks
         if self.by_default and any(isinstance(callback, Checkpoint) and callback is not self for callback in callbacks):
-            trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
+            typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
         self._together = None
@@ -281,7 +282,7 @@ class Checkpoints(Checkpoint):
 
     def save(self, trainer: Trainer, finished: bool = False) -> None:
         """Saves the run where it is, between two steps. Called by all ranks at the same position."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if typed(trainer).fast_dev_run:
             return  # nothing is to be left of it
         at = position(trainer)
         if self._saved_at == (at.global_step, finished) and not self._validated:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
 from project.train.position import within_epoch
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Monitored(Callback):
         """Checks the metrics of training: those of the step are logged by now; a hook from elsewhere may log more, then
         Lightning decides.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = typed(trainer).callbacks
         foreign = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
         logs_more = is_overridden("on_train_epoch_end", pl_module, LightningModule) or any(
             is_overridden("on_train_epoch_end", callback, Callback) for callback in foreign
@@ -67,7 +68,7 @@ class Monitored(Callback):
     @staticmethod
     def _refuse(trainer: Trainer, who: str, name: str) -> NoReturn:
         if not trainer.sanity_checking:
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for callback in typed(trainer).callbacks:
                 if isinstance(callback, Checkpoints):  # nothing that was trained is lost
                     callback.save(trainer)
                     callback.wait()
@@ -80,7 +81,7 @@ def _problem(trainer: Trainer, who: str, name: str) -> str:
 
 
 def _wanted(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in typed(trainer).callbacks:
         name = getattr(callback, "monitor", None)
         if not isinstance(name, str):
             continue

@@ -26,6 +26,7 @@ from project.train.logged import measurement_loggers
 from project.train.micro_batch import MicroBatch, loss_at_hand, may_skip, micro_batch, skip
 from project.train.shards import anywhere, highest, local
 from project.train.usual import give_zero_momentum, is_fused, spread
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class NonFinite(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
             log.info("trainer.nonfinite is for strategy=ddp: with this one nobody looks whether losses are finite.")
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+            typed(trainer).callbacks = [callback for callback in typed(trainer).callbacks if callback is not self]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._late = pl_module.device.type == "cuda"
@@ -139,7 +140,7 @@ class NonFinite(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
         # 0 times the loss is 0, or NaN. A gradient can be finite where its loss is not; this one then isn't.
-        loss.register_hook(lambda gradient: gradient.add(value, alpha=0))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: gradient.add(value, alpha=0))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -194,7 +195,7 @@ class NonFinite(Callback):
         step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
         self._flag.zero_()
         if self._stream is not None:
-            step.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.ready = torch.cuda.Event()
             step.ready.record(self._stream)
         self._unread.append(step)
         while len(self._unread) > _LATER:

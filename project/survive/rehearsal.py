@@ -19,6 +19,7 @@ from project.train.exactness import MovedWeights
 from project.train.position import position
 from project.train.resuming import checkpoint_of, note_values, restored_values
 from project.train.usual import spread
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Rehearsal(Callback):
         """The buffers as they were when it began; False once it has been looked at."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = typed(trainer).callbacks
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
         self._before, self._named, self._has_looked_within, self._first_step = None, set(), False, None
@@ -50,7 +51,7 @@ class Rehearsal(Callback):
         if self._first_step is None:
             looks = trainer.is_global_zero and not trainer.fit_loop.epoch_loop.exact
             self._first_step = MovedWeights(pl_module, parameters=False) if looks else False
-        if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
             note_values(trainer, self._before)
             self._ends_at = trainer.global_step + _AFTER

@@ -14,5 +14,5 @@ def note_doings() -> None:
 
 def save_doings(file: Path) -> None:
     """Writes what the allocator holds, and what it has noted; it notes no more."""
-    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, Digests, is_of_a_library
 from project.train.evaluation import loaders_of
+from project.typed import typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
@@ -79,7 +80,7 @@ def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping
             f"{len(parts)}": {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS} for state in states
         }
     saved = digests.within(parts)
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
     states_of = checkpoint.get("callbacks", {})
     known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
     return {
@@ -95,8 +96,8 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         if not is_of_a_library(type(part)):
             yield f"{type(module).__name__}{'.' if path else ''}{path}", part
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    data: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
+    data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     seen = Counter[str]()
     for owner in (*callbacks, data, *loaders_of(trainer).read_here, *trainer.optimizers, *schedules):

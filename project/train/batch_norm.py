@@ -242,7 +242,7 @@ class StepStatistics(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._layers and loss.requires_grad:  # when it begins: what hooks look at till then are the running statistics
-            loss.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+            loss.register_hook(self._begin_backward)
 
     def _begin_backward(self, gradient: Tensor) -> None:
         for layer in self._layers:

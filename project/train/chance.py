@@ -24,6 +24,7 @@ from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
 from project.train.micro_batch import arriving, begin_prediction, evaluated, micro_batch
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def seed_all(epoch: int, step: int, number: int) -> None:
 def _seed(seed: int) -> None:
     """Seeds torch's generators, Python's, and NumPy's, which mixup, for one, draws from."""
     seed_generators(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by whoever trains on it
+    if torch.cuda.is_initialized():  # by whoever trains on it
         torch.cuda.manual_seed(seed)
 
 
@@ -80,7 +81,7 @@ class Moments:
         self._within, self._last, self._states = 0, "", None  # type: int, str, States | None
         self._arrived: States | None = None
         self._looks, self._young = True, _YOUNG
-        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        profiler: Any = typed(trainer).profiler
         vars(profiler).pop("profile", None)  # of another Trainer that had it
         profiler.profile = partial(self._profile, profiler.profile)
 
@@ -110,7 +111,7 @@ class Moments:
     def _position(self, hook: str) -> tuple[int, int]:
         trainer = self._trainer
         if hook in _OF_A_RUN:
-            often = trainer.reload_dataloaders_every_n_epochs if hook == "train_dataloader" else 0  # type: ignore[attr-defined]
+            often = typed(trainer).reload_dataloaders_every_n_epochs if hook == "train_dataloader" else 0
             return (trainer.current_epoch // often * often if often else 0), 0
         return trainer.current_epoch, 0 if hook in _OF_AN_EPOCH else trainer.global_step
 

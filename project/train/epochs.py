@@ -28,6 +28,7 @@ from project.train.loop import Steps
 from project.train.position import within_epoch
 from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
+from project.typed import typed
 
 
 def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: Moments) -> None:
@@ -126,7 +127,7 @@ class Epochs(_FitLoop):
 
     def _begin_again(self) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = typed(trainer).callbacks
         starting = [callback for callback in callbacks if _starts_epochs(callback)]
         if not starting and not is_overridden("on_train_epoch_start", module, LightningModule):
             return
@@ -136,9 +137,9 @@ class Epochs(_FitLoop):
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
             for callback in starting:
-                with trainer.profiler.profile(f"[Callback]{callback.state_key}.on_train_epoch_start"):  # type: ignore[attr-defined]
+                with typed(trainer).profiler.profile(f"[Callback]{callback.state_key}.on_train_epoch_start"):
                     callback.on_train_epoch_start(trainer, module)
-            with trainer.profiler.profile(f"[LightningModule]{type(module).__name__}.on_train_epoch_start"):  # type: ignore[attr-defined]
+            with typed(trainer).profiler.profile(f"[LightningModule]{type(module).__name__}.on_train_epoch_start"):
                 module.on_train_epoch_start()
         finally:
             trainer.loggers = loggers

@@ -14,13 +14,14 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
-from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited
+from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
 from project.data.worker_signals import with_signals
 from project.errors import UserError, as_user_error
 from project.train.batching import accumulation
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.norms import normalises_batches
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Loaders(_DataConnector):
             if training:
                 self._made.append(dataloader)
             return self._put(dataloader) if training else dataloader
-        if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not len(dataloader.dataset):  # type: ignore[arg-type]
+        if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not size_of(dataloader.dataset):
             self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             if isinstance(dataloader, DataLoader):
                 with_signals(dataloader)
@@ -264,7 +265,7 @@ class Loaders(_DataConnector):
             )
         here = data_ranks(trainer)
         seed = _seed(loader, trainer)
-        count = len(loader.dataset)  # type: ignore[arg-type]
+        count = size_of(loader.dataset)
         order = Order(
             count if self.most_samples is None else min(count, self.most_samples),
             size,
@@ -284,7 +285,7 @@ class Loaders(_DataConnector):
         """Deals out every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one
         sample.
         """
-        trainer, size, count = self.trainer, micro_batch_of(loader), len(loader.dataset)  # type: ignore[arg-type]
+        trainer, size, count = self.trainer, micro_batch_of(loader), size_of(loader.dataset)
         if sampling(loader).drop_last:
             count -= count % size
         exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
@@ -319,7 +320,7 @@ class Loaders(_DataConnector):
         limit = self.limits[stage]
         if mode == RunningStage.TRAINING:
             stage = "train"
-            if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            if typed(trainer).reload_dataloaders_every_n_epochs:
                 self._left = []
             self._left.append(loader)
             self._settle(getattr(loader, "batch_size", None))

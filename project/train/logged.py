@@ -281,7 +281,7 @@ class _OnItsWay:
 
     def __init__(self, value: Tensor) -> None:
         self._value = value.detach().to("cpu", non_blocking=True)
-        self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrival = torch.cuda.Event()
         self._arrival.record()
 
     def read(self) -> float | int:

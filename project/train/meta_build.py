@@ -31,7 +31,7 @@ SMALL = 16_384
 """Bytes of a parameter that keeps its values: Python often reads them."""
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(TorchDispatchMode):
     """Draws for a tensor on the meta device as many random numbers as for one with values."""
 
     def __init__(self) -> None:

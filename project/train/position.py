@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Timer
 
 from project.errors import UserError
 from project.train.data_ranks import data_ranks
+from project.typed import typed
 from project.untrusted import as_count
 
 
@@ -97,7 +98,7 @@ def within_epoch(trainer: Trainer) -> bool:
 
 
 def timers(trainer: Trainer) -> list[Timer]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, Timer)]
 
 
 def out_of_time(trainer: Trainer) -> bool:

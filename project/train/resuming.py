@@ -35,6 +35,7 @@ from project.train.loop import Steps
 from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
 from project.train.position import Position, check_loops, position, set_counters
 from project.train.shards import split
+from project.typed import typed
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Resuming(_CheckpointConnector):
 
     def _own_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns what may differ between the ranks: the states of callbacks, of the data and of its loaders."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = typed(self.trainer).datamodule
         names = ["callbacks", _LOADERS, *([] if data is None else [type(data).__qualname__])]
         return {name: checkpoint[name] for name in names if checkpoint.get(name)}
 

@@ -51,7 +51,7 @@ def _learning(module: nn.Module) -> set[int]:
 @contextmanager
 def own_stream() -> Iterator[None]:
     """Runs the device's work within on another stream: after what was queued before, and before what follows."""
-    before, own = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    before, own = torch.cuda.current_stream(), torch.cuda.Stream()
     own.wait_stream(before)
     with torch.cuda.stream(own):
         yield

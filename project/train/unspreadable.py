@@ -13,12 +13,13 @@ from torch.optim import SGD, Adagrad, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
+from project.typed import typed
 
 
 def averages(trainer: pl.Trainer) -> list[AveragedModel]:
     """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
     averaged = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in typed(trainer).callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise UserError(
                 "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
@@ -30,7 +31,7 @@ def averages(trainer: pl.Trainer) -> list[AveragedModel]:
 
 def refuse_copies(trainer: pl.Trainer) -> None:
     """Refuses averages of a network that another fit of this process has spread: torch copies none that is."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
     if not isinstance(trainer.lightning_module, FSDPModule):
         return
     for callback in callbacks:
@@ -103,7 +104,7 @@ def refuse_no_values(model: nn.Module) -> None:
 
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise UserError(
             "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors, and each rank has a shard of "

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -15,6 +15,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from project.errors import UserError
 from project.train.sharded import Sharded
 from project.train.shards import clip_by_value
+from project.typed import typed
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -33,7 +34,7 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
         f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
         f"{name} has a method {own[0] if own else ''} of its own": own,
         "StochasticWeightAveraging renews the statistics of batch norm": _averages(trainer),
-        "trainer.profiler looks on": type(trainer.profiler) is not PassThroughProfiler,  # type: ignore[attr-defined]
+        "typed(trainer).profiler looks on": type(typed(trainer).profiler) is not PassThroughProfiler,
         f"{type(strategy).__name__} is another strategy than DDP": type(strategy)
         not in (DDPStrategy, SingleDeviceStrategy, Sharded),
         "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
@@ -48,7 +49,7 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
 
 def _averages(trainer: Trainer) -> bool:
     """Returns whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
     averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
     return any(trainer.current_epoch > callback.swa_end for callback in averaging)
 

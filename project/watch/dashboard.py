@@ -113,7 +113,7 @@ class Dashboard(Callback):
         if configuration:
             writer.add_text("configuration", _as_code(yaml.safe_dump(configuration, sort_keys=False)), step)
             # Without a list of metrics all curves can be chosen as such.
-            _, session, _ = hparams(_settings(configuration), {})  # type: ignore[no-untyped-call]
+            _, session, _ = hparams(_settings(configuration), {})
             writer.file_writer.add_summary(session, step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

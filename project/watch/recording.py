@@ -63,14 +63,14 @@ class StepRanges(Callback):
         self._end()
         self._named = True
         if self._nvtx:
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_push(name)
         else:
             self._open = record_function(RANGE + name)
-            self._open.__enter__()  # type: ignore[no-untyped-call]
+            self._open.__enter__()
 
     def _end(self) -> None:
         if self._named and self._nvtx:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_pop()
         elif self._open is not None:
             self._open.__exit__(None, None, None)
         self._open, self._named = None, False
@@ -234,7 +234,7 @@ class Recording(StepRanges):
             with replacing(stem.with_name(f"{stem.name}.json.gz")) as trace:  # which would be written through a link
                 recorded.export_chrome_trace(str(trace))
             on_gpu = trainer.strategy.root_device.type == "cuda"
-            events = events_of(recorded.events(), on_gpu)  # type: ignore[no-untyped-call]
+            events = events_of(recorded.events(), on_gpu)
             summary += lines(events, steps, on_gpu)
         write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*summary, ""]))
         return summary

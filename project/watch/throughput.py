@@ -97,14 +97,13 @@ class Throughput(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient, trainer))  # type: ignore[no-untyped-call]
-            for parameter in parameters
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient, trainer)) for parameter in parameters
         ]
 
     # Moments ---------------------------------------------------------------------------------------------------------
 
     def _event(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 

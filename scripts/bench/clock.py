@@ -36,7 +36,7 @@ class DeviceClock:
     """Moments of this process's GPU: an event is noted among what it has to do, and read when it is through with that."""
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -62,7 +62,7 @@ class LastGradient:
         learning = [one for one in module.parameters() if one.requires_grad and not one.is_meta]
         if learning:
             self.end()
-            self._hooks = [one.register_post_accumulate_grad_hook(self._note) for one in learning]  # type: ignore[no-untyped-call]
+            self._hooks = [one.register_post_accumulate_grad_hook(self._note) for one in learning]
 
     def _note(self, parameter: Tensor) -> None:
         self._last = parameter
@@ -121,7 +121,7 @@ class Phases:
             register_optimizer_step_post_hook(lambda *_: self.mark("optimiser")).remove,
         ]
         if last_gradient is not None:
-            there = last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))  # type: ignore[no-untyped-call]
+            there = last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))
             self._undo.append(there.remove)
 
     def _around(self, owner: Any, name: str, before: str, after: str) -> None:

@@ -1,0 +1,31 @@
+"""Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
+
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.profilers import Profiler
+
+
+class TypedTrainer(pl.Trainer):
+    """A Trainer whose attributes have types."""
+
+    callbacks: list[Callback]
+    datamodule: LightningDataModule | None
+    profiler: Profiler
+    fast_dev_run: bool | int
+    log_every_n_steps: int
+    overfit_batches: float
+    reload_dataloaders_every_n_epochs: int
+
+    configuration: dict[str, Any]
+    """The resolved YAML; empty where the Trainer was made in Python."""
+    global_batch: int | None
+    host_names: list[str]
+    """The host of each rank."""
+    shared_folder: bool
+
+
+def typed(trainer: pl.Trainer) -> TypedTrainer:
+    """Returns the same Trainer, with types."""
+    return cast(TypedTrainer, trainer)
