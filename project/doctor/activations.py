@@ -1,0 +1,136 @@
+"""Counts what the forward pass of a micro-batch keeps for the backward pass, with a copy of the module that has no memory.
+
+The copy computes with torch's fake tensors, which stay on the device that they stand for: autocast, and the kernel that an
+attention takes, follow from it, and with them what is kept.
+"""
+
+import copy
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader, IterableDataset
+
+from project.train.blocks import Named
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # the only one: fake tensors of two can't be used together
+
+
+def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor alike without memory. `dtype`: of floating-point numbers, if not their own."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    size, stride = tensor.size(), tensor.stride()
+    with FAKE:
+        return torch.empty_strided(size, stride, dtype=kind, device=device)
+
+
+def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device: torch.device) -> LightningModule:
+    """Returns a copy with other tensors, which computes on the device and leaves no trace in the module."""
+    # What is neither parameter nor buffer, where the module was built on the meta device.
+    plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor) and value.is_meta]
+    memo: dict[int, Any] = {id(tensor): like(tensor) for tensor in (*plain, *module.buffers())}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(like(parameter), parameter.requires_grad)
+    copied = copy.deepcopy(module, memo)
+    trainer, kind = copy.copy(module.trainer), type(module.trainer)
+    steps = max(trainer.max_steps, 1)  # schedules depend on them; Lightning would open the data to count them
+    trainer.__class__ = type(kind.__name__, (kind,), {"estimated_stepping_batches": steps})
+    copied.trainer = trainer
+    for part in copied.modules():
+        if "_device" in vars(part):  # Lightning's modules and torchmetrics' metrics, which make tensors there
+            part.__dict__["_device"] = device
+    for name in ("log", "log_dict"):  # nothing is trained
+        copied.__dict__[name] = lambda *args, **kwargs: None
+    return copied.train()
+
+
+def activations(
+    module: LightningModule, blocks: Named, batch: Any, context: Callable[[], AbstractContextManager[Any]]
+) -> tuple[int, int]:
+    """Returns the bytes that `training_step` keeps: as it is, and where only what goes into a block is kept and one block at a
+    time is computed again. Each storage counts once, those of parameters and buffers don't.
+
+    `module` and `batch` are fake, `context` is that of the precision.
+    """
+    if not module.automatic_optimization:
+        raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
+    storages = {id(tensor.untyped_storage()): tensor for tensor in (*module.parameters(), *module.buffers())}
+    inputs: dict[int, torch.UntypedStorage] = {}  # by identity: none of them may go before the end
+    kept: dict[str, dict[int, torch.UntypedStorage]] = defaultdict(dict)
+    at = ""  # the block that computes; '' is outside of all
+
+    def note(into: dict[int, torch.UntypedStorage], tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in storages:
+            into[id(storage)] = storage
+
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal at
+        at = name
+        apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
+
+    def leave(*_: Any) -> None:
+        nonlocal at
+        at = ""
+
+    def keep(tensor: Tensor) -> Tensor:
+        note(kept[at], tensor)
+        return tensor
+
+    for name, block in blocks:
+        block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+        block.register_forward_hook(leave)
+    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    with FAKE, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context():
+        module.training_step(batch, 0) if indexed else module.training_step(batch)
+    outside = kept.pop("", {})
+    always = {**outside, **inputs}
+    again = [_bytes({key: inside[key] for key in inside.keys() - always.keys()}) for inside in kept.values()]
+    return _bytes(ChainMap(outside, *kept.values())), _bytes(always) + max(again, default=0)
+
+
+def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def first_batch(module: LightningModule, data: LightningDataModule | None, streams: bool = False) -> Any:
+    """Returns the first micro-batch as `training_step` gets it, on the CPU. The run's own loaders don't move.
+
+    `data`: set up; None: the module has its loaders itself. `streams`: may begin to read what can only be read once.
+    """
+    source: Any = module if data is None else copy.copy(data)
+    if data is not None:  # what a data module notes of a first batch is not noted in itself
+        containers = {name: value for name, value in vars(data).items() if isinstance(value, (set, list, dict))}
+        vars(source).update({name: copy.copy(value) for name, value in containers.items()})
+    return transferred(_first(source.train_dataloader(), streams), module, source, torch.device("cpu"))
+
+
+def _first(loader: Any, streams: bool) -> Any:
+    if isinstance(loader, (dict, list, tuple)):
+        return apply_to_collection(loader, DataLoader, _first, streams)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if not streams:
+            raise NotImplementedError("the training loader can only be read from its beginning")
+    elif loader.batch_size is not None:  # in the dataset's order: a sampler's generator belongs to the run
+        loader = DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn)
+    else:
+        loader = copy.copy(loader)
+        loader.num_workers, loader.pin_memory = 0, False
+    return next(iter(loader))
+
+
+def transferred(batch: Any, module: LightningModule, data: Any, device: torch.device) -> Any:
+    """Returns a micro-batch as the hooks of the module, or those of its data, bring it to the device."""
+    for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        owner = module if is_overridden(hook, module, LightningModule) else data
+        batch = getattr(owner, hook)(batch, *((device,) if hook.startswith("transfer") else ()), 0)
+    return batch
