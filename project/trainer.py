@@ -505,7 +505,7 @@ class Trainer(pl.Trainer):
         self.strategy.connect(model)
         self._as_for_a_fit(model, datamodule)
         try:
-            return dry_run(self, model, datamodule, ranks, self._wanted_global_batch, wanted, self._exact)
+            return dry_run(self, ranks, self._wanted_global_batch, wanted, self._exact)
         finally:
             self._wanted_accumulation = loaders.wanted = wanted
             self.training = False

@@ -6,23 +6,25 @@ attention takes, follow from it, and with them what is kept.
 
 import copy
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
-from project.train.blocks import Named
-
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # the only one: fake tensors of two can't be used together
+
+Storages = dict[int, torch.UntypedStorage]
+"""By identity; kept here, so that none is mistaken for one that is gone."""
 
 
 def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,44 +55,32 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     return copied.train()
 
 
-def activations(
-    module: LightningModule, blocks: Named, batch: Any, context: Callable[[], AbstractContextManager[Any]]
-) -> tuple[int, int]:
+def activations(module: LightningModule, blocks: Sequence[str], batch: Any, precision: Precision) -> tuple[int, int]:
     """Returns the bytes that `training_step` keeps: as it is, and where only what goes into a block is kept and one block at a
-    time is computed again. Each storage counts once, those of parameters and buffers don't.
-
-    `module` and `batch` are fake, `context` is that of the precision.
+    time is computed again. Each storage counts once, those of parameters and buffers don't. `module` and `batch` are fake.
     """
     if not module.automatic_optimization:
         raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
-    storages = {id(tensor.untyped_storage()): tensor for tensor in (*module.parameters(), *module.buffers())}
-    inputs: dict[int, torch.UntypedStorage] = {}  # by identity: none of them may go before the end
-    kept: dict[str, dict[int, torch.UntypedStorage]] = defaultdict(dict)
-    at = ""  # the block that computes; '' is outside of all
+    own = {id(tensor.untyped_storage()): tensor for tensor in (*module.parameters(), *module.buffers())}
+    inputs: Storages = {}
+    kept: dict[str, Storages] = defaultdict(dict)  # by block; '' is outside of all
 
-    def note(into: dict[int, torch.UntypedStorage], tensor: Tensor) -> None:
+    def note(into: Storages, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in storages:
+        if id(storage) not in own:
             into[id(storage)] = storage
-
-    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal at
-        at = name
-        apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
-
-    def leave(*_: Any) -> None:
-        nonlocal at
-        at = ""
-
-    def keep(tensor: Tensor) -> Tensor:
-        note(kept[at], tensor)
         return tensor
 
-    for name, block in blocks:
-        block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-        block.register_forward_hook(leave)
+    def inside(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
+        with saved_tensors_hooks(partial(note, kept[name]), _same):
+            return forward(*args, **kwargs)
+
+    for name in blocks:
+        block = module.get_submodule(name)
+        block.forward = partial(inside, name, block.forward)
     indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with FAKE, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context():
+    with FAKE, saved_tensors_hooks(partial(note, kept[""]), _same), precision.train_step_context():
         module.training_step(batch, 0) if indexed else module.training_step(batch)
     outside = kept.pop("", {})
     always = {**outside, **inputs}
@@ -102,23 +92,30 @@ def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def first_batch(module: LightningModule, data: LightningDataModule | None, streams: bool = False) -> Any:
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def first_batch(module: LightningModule, data: LightningDataModule | None, dry: bool) -> Any:
     """Returns the first micro-batch as `training_step` gets it, on the CPU. The run's own loaders don't move.
 
-    `data`: set up; None: the module has its loaders itself. `streams`: may begin to read what can only be read once.
+    `dry`: there is no fit, the data is yet to be set up, and what can only be read once may be read.
     """
+    if dry and data is not None:
+        data.prepare_data()
+        data.setup("fit")
     source: Any = module if data is None else copy.copy(data)
     if data is not None:  # what a data module notes of a first batch is not noted in itself
         containers = {name: value for name, value in vars(data).items() if isinstance(value, (set, list, dict))}
         vars(source).update({name: copy.copy(value) for name, value in containers.items()})
-    return transferred(_first(source.train_dataloader(), streams), module, source, torch.device("cpu"))
+    return transferred(_first(source.train_dataloader(), dry), module, source, torch.device("cpu"))
 
 
-def _first(loader: Any, streams: bool) -> Any:
+def _first(loader: Any, dry: bool) -> Any:
     if isinstance(loader, (dict, list, tuple)):
-        return apply_to_collection(loader, DataLoader, _first, streams)
+        return apply_to_collection(loader, DataLoader, _first, dry)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        if not streams:
+        if not dry:
             raise NotImplementedError("the training loader can only be read from its beginning")
     elif loader.batch_size is not None:  # in the dataset's order: a sampler's generator belongs to the run
         loader = DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn)

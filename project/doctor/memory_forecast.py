@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Wanted = int | Literal["auto"]
 
+_ON_HOST = " (host)"  # in the memory of a GPU's host
 _USABLE = 0.95  # of a device's memory: the rest goes to its driver, to libraries, and into gaps
 _WIDE = 150  # columns, where no terminal says how many there are
 _HOST = 8  # ranks on a host, where the YAML doesn't say
@@ -89,16 +90,9 @@ def layout_of(strategy: Strategy, exact: bool) -> Layout:
     """Returns how ranks share a network with this strategy, whatever their number."""
     if not isinstance(strategy, Sharded):
         return Layout(exact=exact)
-    return Layout(
-        shard=strategy.shard,
-        per_host=strategy.num_processes,
-        shared_by=strategy.shared_by,
-        param_dtype=DTYPES[strategy.param_dtype],
-        reduce_dtype=DTYPES[strategy.reduce_dtype],
-        checkpoint_activations=strategy.checkpoint_activations,
-        cpu_offload=strategy.cpu_offload,
-        exact=exact,
-    )
+    types = DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype]
+    others = strategy.checkpoint_activations, strategy.cpu_offload, exact
+    return Layout(1, strategy.shard, strategy.num_processes, strategy.shared_by, *types, *others)
 
 
 @dataclass(frozen=True)
@@ -107,36 +101,35 @@ class Forecast:
 
     layout: Layout
     figures: dict[str, int | None]
-    on_host: frozenset[str]
-    """What lies in the memory of a GPU's host."""
+    marks: dict[str, str]
 
     @property
     def total(self) -> int:
         """Returns the bytes on the device, of what is known."""
-        return sum(number or 0 for name, number in self.figures.items() if name not in self.on_host)
+        return sum(number or 0 for name, number in self.figures.items() if self.marks.get(name) != _ON_HOST)
 
     @property
     def texts(self) -> dict[str, str]:
-        marks = dict.fromkeys(self.on_host, " (host)") | ({"gradients": " *"} if self.layout.waits else {})
         texts = {
-            name: "not known" if number is None else in_bytes(number) + marks.get(name, "")
+            name: "not known" if number is None else in_bytes(number) + self.marks.get(name, "")
             for name, number in self.figures.items()
         }
         return texts | {"total": (">= " if None in self.figures.values() else "") + in_bytes(self.total)}
 
 
 class Forecaster:
-    """Forecasts for one network, with or without memory, however ranks share it. `batch` makes a micro-batch, on the host."""
+    """Forecasts for the run's network, with or without memory, however ranks share it. `dry`: as in `first_batch`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, batch: Callable[[], Any]) -> None:
+    def __init__(self, trainer: Trainer, dry: bool) -> None:
         strategy, self.precision, self.device = trainer.strategy, trainer.precision_plugin, trainer.strategy.root_device
+        module, self.data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self.averages = sum(isinstance(callback, WeightAveraging) for callback in callbacks)
         self.module = copy_like(module, lambda tensor: tensor.detach().to("meta"), self.device)
         self.precision.convert_module(self.module)
         self.blocks = blocks_of(self.module, strategy.blocks if isinstance(strategy, Sharded) else None)
         self.unknown: list[str] = []
-        self.batch = self._try("activations", batch)
+        self.batch = self._try("activations", lambda: first_batch(module, self.data, dry))
         self._states = self._try("optimiser", self._optimizer_states)
         self._kept = cache(lambda dtype: self._try("activations", lambda: self._activations(dtype)))
 
@@ -169,13 +162,12 @@ class Forecaster:
 
     def _activations(self, dtype: torch.dtype | None) -> tuple[int, int]:
         """Returns the bytes that a micro-batch keeps, without and with checkpoints; parameters are computed with as `dtype`."""
-        kinds = {True: dtype, False: None}
-        module = copy_like(
-            self.module, lambda tensor: fake(tensor, self.device, kinds[isinstance(tensor, nn.Parameter)]), self.device
-        )
+
+        def like(tensor: Tensor) -> Tensor:
+            return fake(tensor, self.device, dtype if isinstance(tensor, nn.Parameter) else None)
+
         batch = apply_to_collection(self.precision.convert_input(self.batch), Tensor, fake, self.device, dtype)
-        blocks = [(name, module.get_submodule(name)) for name, _ in self.blocks]
-        return activations(module, blocks, batch, self.precision.train_step_context)
+        return activations(copy_like(self.module, like, self.device), [name for name, _ in self.blocks], batch, self.precision)
 
     def forecast(self, layout: Layout) -> Forecast:
         """Returns what one rank holds where ranks share the network like that."""
@@ -193,8 +185,9 @@ class Forecaster:
             "activations": kept and kept[layout.sharded and layout.checkpoint_activations],
             "other": buffers + self.averages * (held + buffers),
         }
-        on_host = {"parameters", "optimiser"} | ({"gradients"} if not layout.waits else set())
-        return Forecast(layout, figures, frozenset(on_host if layout.sharded and layout.cpu_offload and on_gpu else ()))
+        offloaded = layout.sharded and layout.cpu_offload and on_gpu
+        marks = dict.fromkeys(("parameters", "gradients", "optimiser"), _ON_HOST) if offloaded else {}
+        return Forecast(layout, figures, marks | ({"gradients": " *"} if layout.waits else {}))
 
     def _gathered(self, layout: Layout) -> int:
         """Returns the most that is whole at once: when the root is gathered, in a block, or at the root's end."""
@@ -218,16 +211,15 @@ class Forecaster:
             most = root + 2 * largest + backward
         return max(most, 2 * root, root_gradients + root_sent)
 
-    def accumulation(self, layout: Layout, data: Any, global_batch: int | None, wanted: Wanted) -> int:
+    def accumulation(self, layout: Layout, global_batch: int | None, wanted: Wanted) -> int:
         """Returns the micro-batches of a step; raises a UserError where there can be no such step."""
         count, rest = divmod(layout.ranks, layout.shared_by)
         if rest:
             raise UserError(f"{layout.ranks} ranks are no multiple of tensor_parallel={layout.shared_by}. HINT: take one.")
-        if isinstance(data, ImageData):
-            keys = "data.global_batch_size data.batch_size"
-            return accumulation(data.global_batch_size, data.batch_size, count, wanted, keys)
-        samples = samples_of(self.batch)
-        return accumulation(global_batch if samples else None, samples, count, wanted, "trainer.global_batch_size batch_size")
+        keys, sizes = "trainer.global_batch_size batch_size", (global_batch, samples_of(self.batch))
+        if isinstance(self.data, ImageData):
+            keys, sizes = "data.global_batch_size data.batch_size", (self.data.global_batch_size, self.data.batch_size)
+        return accumulation(sizes[0] if sizes[1] else None, sizes[1], count, wanted, keys)
 
     def notes(self, *layouts: Layout) -> list[str]:
         """Returns what there is to know about the figures."""
@@ -276,11 +268,10 @@ def _room(device: torch.device, ranks_here: int) -> tuple[int | None, str]:
 
 def report(trainer: Trainer, global_batch: int | None, wanted: Wanted, exact: bool) -> None:
     """Logs what each rank is about to hold, and a warning where its device has less."""
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     try:
-        forecaster = Forecaster(trainer, module, lambda: first_batch(module, data))
+        forecaster = Forecaster(trainer, dry=False)
         layout = replace(layout_of(trainer.strategy, exact), ranks=trainer.world_size)
-        layout = replace(layout, accumulation=forecaster.accumulation(layout, data, global_batch, wanted))
+        layout = replace(layout, accumulation=forecaster.accumulation(layout, global_batch, wanted))
         forecast = forecaster.forecast(layout)
         fits, verdict = forecaster.verdict(forecast)
     except Exception as error:  # a line less is no reason not to train
@@ -304,37 +295,24 @@ def on_meta(class_type: Callable[..., Result], *args: Any, **kwargs: Any) -> Res
         return made
 
 
-def dry_run(
-    trainer: Trainer,
-    module: LightningModule,
-    data: LightningDataModule | None,
-    ranks: str,
-    global_batch: int | None,
-    wanted: Wanted,
-    exact: bool,
-) -> list[Forecast]:
+def dry_run(trainer: Trainer, ranks: str, global_batch: int | None, wanted: Wanted, exact: bool) -> list[Forecast]:
     """Shows what each rank of a fit would hold, trains nothing, and returns the table's rows.
 
-    The Trainer has been attached to module and data, as for a fit on one rank. `ranks`: numbers of ranks, as in "8,64".
+    Module and data have been attached to the Trainer, as for a fit on one rank. `ranks`: numbers of ranks, as in "8,64".
     """
-
-    def batch() -> Any:
-        if data is not None:
-            data.prepare_data()
-            data.setup("fit")
-        return first_batch(module, data, streams=True)
-
+    module, strategy = trainer.lightning_module, trainer.strategy
     on_meta(module.configure_model)
     on_meta(module.setup, "fit")
-    strategy, settings = trainer.strategy, trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
-    forecaster, layout = Forecaster(trainer, module, batch), layout_of(strategy, exact)
-    devices = _devices(settings.get("devices"), forecaster.device)
+    settings: Any = trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
+    forecaster, layout = Forecaster(trainer, dry=True), layout_of(strategy, exact)
+    given, here = settings.get("devices"), torch.cuda.device_count() if forecaster.device.type == "cuda" else 1
+    devices = len(given) if isinstance(given, (list, tuple)) else int(given) if str(given).isdigit() else here
     rows, refused = list[Forecast](), list[str]()
     for count in numbers(ranks, devices * int(settings.get("num_nodes") or 1)):
-        here = min(count, devices if devices > 1 else _HOST)
-        row = replace(layout, shard=layout.shard or "full", ranks=count, per_host=here)
+        per_host = min(count, devices if devices > 1 else _HOST)
+        row = replace(layout, shard=layout.shard or "full", ranks=count, per_host=per_host)
         try:
-            row = replace(row, accumulation=forecaster.accumulation(row, data, global_batch, wanted))
+            row = replace(row, accumulation=forecaster.accumulation(row, global_batch, wanted))
         except UserError as error:
             refused.append(f"{count:,} ranks: {str(error).partition(' HINT:')[0]}")
         rows.append(forecaster.forecast(row))
@@ -366,15 +344,6 @@ def _table(rows: Sequence[Forecast]) -> Table:
         who = [f"{layout.ranks:,}", f"{hosts:,}", f"sharded, {layout.shard}"] if layout.shard else ["any", "", "ddp"]
         table.add_row(*who, *row.texts.values())
     return table
-
-
-def _devices(wanted: Any, device: torch.device) -> int:
-    """Returns the number of devices of each host, as `trainer.devices` gives it."""
-    if isinstance(wanted, (list, tuple)):
-        return len(wanted)
-    if str(wanted).isdigit():
-        return int(wanted)
-    return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def numbers(text: str, here: int) -> list[int]:
