@@ -30,9 +30,8 @@ Storages = dict[int, torch.UntypedStorage]
 def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a tensor alike without memory. `dtype`: of floating-point numbers, if not their own."""
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    size, stride = tensor.size(), tensor.stride()
     with FAKE:
-        return torch.empty_strided(size, stride, dtype=kind, device=device)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
 
 
 def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device: torch.device) -> LightningModule:
@@ -44,7 +43,7 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
         memo[id(parameter)] = nn.Parameter(like(parameter), parameter.requires_grad)
     copied = copy.deepcopy(module, memo)
     trainer, kind = copy.copy(module.trainer), type(module.trainer)
-    steps = max(trainer.max_steps, 1)  # schedules depend on them; Lightning would open the data to count them
+    steps = trainer.max_steps if trainer.max_steps > 0 else 1000  # schedules want them; Lightning would open the data to count
     trainer.__class__ = type(kind.__name__, (kind,), {"estimated_stepping_batches": steps})
     copied.trainer = trainer
     for part in copied.modules():
@@ -61,26 +60,27 @@ def activations(module: LightningModule, blocks: Sequence[str], batch: Any, prec
     """
     if not module.automatic_optimization:
         raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
-    own = {id(tensor.untyped_storage()): tensor for tensor in (*module.parameters(), *module.buffers())}
+    own = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    not_counted = {id(storage) for storage in own}
     inputs: Storages = {}
     kept: dict[str, Storages] = defaultdict(dict)  # by block; '' is outside of all
 
     def note(into: Storages, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in own:
+        if id(storage) not in not_counted:
             into[id(storage)] = storage
         return tensor
 
     def inside(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
-        with saved_tensors_hooks(partial(note, kept[name]), _same):
+        with saved_tensors_hooks(partial(note, kept[name]), lambda tensor: tensor):
             return forward(*args, **kwargs)
 
     for name in blocks:
         block = module.get_submodule(name)
         block.forward = partial(inside, name, block.forward)
     indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    with FAKE, saved_tensors_hooks(partial(note, kept[""]), _same), precision.train_step_context():
+    with FAKE, saved_tensors_hooks(partial(note, kept[""]), lambda tensor: tensor), precision.train_step_context():
         module.training_step(batch, 0) if indexed else module.training_step(batch)
     outside = kept.pop("", {})
     always = {**outside, **inputs}
@@ -90,10 +90,6 @@ def activations(module: LightningModule, blocks: Sequence[str], batch: Any, prec
 
 def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def first_batch(module: LightningModule, data: LightningDataModule | None, dry: bool) -> Any:
