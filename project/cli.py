@@ -33,7 +33,7 @@ from project.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sect
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, run_config, strangers
 from project.data import ImageData
 from project.doctor.findings import verdict
-from project.doctor.foretelling import modules_on_paper
+from project.doctor.memory_forecast import on_meta
 from project.engines.command import command
 from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
 from project.export.export import SETTINGS, exportable
@@ -190,7 +190,7 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         if self.dry:
-            add_instantiator(modules_on_paper, nn.Module)
+            add_instantiator(on_meta, nn.Module)
         elif self._is_built_by_rank_0():
             assert isinstance(self.parser, Parser)
             self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)

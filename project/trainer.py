@@ -51,11 +51,10 @@ from project.cluster.rendezvous import Rendezvous, store_on_loopback
 from project.config_files import RUNS
 from project.data import ImageData
 from project.doctor.doctor import examine
-from project.doctor.dry_run import Row
 from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
-from project.doctor.foretelling import foretell
+from project.doctor.memory_forecast import Forecast, dry_run, report
 from project.engines.kubernetes import written
 from project.engines.manifest import Engine, Wanted, claim_of, image_of, pods, refuse_odd_batches, root_of
 from project.engines.manifest import name as name_of
@@ -319,7 +318,7 @@ class Trainer(TypedTrainer):
                     "trainer.strategy=sharded has each rank write its part of a checkpoint into one folder, and "
                     "trainer.shared_folder=false has none. HINT: put the runs where all hosts see them."
                 )
-            self.strategy.exact = exact
+            self.strategy.exact, self.strategy.before_sharding = exact, self._report_memory
             self.strategy.refuse_other_settings(gradient_compression, on_cpu(accelerator))
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
@@ -501,11 +500,11 @@ class Trainer(TypedTrainer):
             raise SystemExit(1) from None
         return list(findings)
 
-    def dry_run(self, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = "") -> list[Row]:
+    def dry_run(self, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = "") -> list[Forecast]:
         """Says what each rank of a fit would hold, and trains nothing. The rows of its table, in bytes.
 
         Args:
-            model: the model of the run; one made by `made_on_paper` takes no memory.
+            model: the model of the run; one built under `torch.device("meta")` takes no memory.
             datamodule: its data, for a micro-batch.
             ranks: numbers of ranks, as in "8,64,1024"; none is needed. By default the settings' number.
         """
@@ -514,10 +513,13 @@ class Trainer(TypedTrainer):
         self.strategy.connect(model)
         self._as_for_a_fit(model, datamodule)
         try:
-            return foretell(self, model, datamodule, ranks, self._wanted_global_batch, wanted, self._exact)
+            return dry_run(self, ranks, self._wanted_global_batch, wanted, self._exact)
         finally:
             self._wanted_accumulation = loaders.wanted = wanted
             self.training = False
+
+    def _report_memory(self) -> None:
+        report(self, self._wanted_global_batch, self._wanted_accumulation, self._exact)
 
     def export(
         self,

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -22,6 +21,7 @@ from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
 from project.doctor.examination import ExaminedRun
 from project.survive.checkpoints import Checkpoints
+from project.train.activations import transferred
 from project.train.micro_batch import samples_of
 
 
@@ -48,17 +48,11 @@ class _ModelAndData:
         else:
             yield from loaders
 
-    def _on_device(self, batch: Any) -> Any:
-        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-            owner = self.model if is_overridden(hook, self.model, LightningModule) else self.data
-            batch = getattr(owner, hook)(batch, *((self.device,) if hook.startswith("transfer") else ()), 0)
-        return batch
-
     def compute(self, samples: int) -> None:
         if not self.model.automatic_optimization:
             raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
         if self._batch is None:
-            self._batch = self._on_device(next(iter(self.batches())))
+            self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
         many = samples_of(self._batch)
         batch = self._batch
         if samples != many:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from project.train.held import in_bytes as in_bytes
 from project.untrusted import printable, write_text
 
 _WIDE = 150  # columns, where no terminal says how many there are
@@ -57,6 +56,15 @@ def row(
         [{"rank": rank, "host": hosts[rank]} for rank in ranks],
         dict(figures),
     )
+
+
+def in_bytes(number: float) -> str:
+    """Returns a number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"
 
 
 def verdict(findings: Sequence[Finding]) -> Verdict:

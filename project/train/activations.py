@@ -1,98 +1,129 @@
-"""What the forward pass of a micro-batch keeps for the backward pass: reckoned on paper, block by block."""
+"""Counts what the forward pass of a micro-batch keeps for the backward pass, with a copy of the module that has no memory.
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+The copy computes with torch's fake tensors, which stay on the device that they stand for: autocast, and the kernel that an
+attention takes, follow from it, and with them what is kept.
+"""
+
+import copy
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import DataLoader, IterableDataset
 
-from project.train.blocks import Named
-from project.train.on_paper import paper
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # the only one: fake tensors of two can't be used together
 
-Kept = dict[int, Any]
-"""Storages by their identity; held here, so that none is mistaken for one that is gone."""
-
-
-@dataclass(frozen=True)
-class Activations:
-    """In bytes."""
-
-    kept: int
-    """All that is kept."""
-    checkpointed: int
-    """Where only what goes into a block is kept, and one block at a time is computed again."""
+Storages = dict[int, torch.UntypedStorage]
+"""By identity; kept here, so that none is mistaken for one that is gone."""
 
 
-def activations(
-    module: LightningModule, blocks: Named, batch: Any, context: Callable[[], AbstractContextManager[Any]]
-) -> Activations:
-    """Of `training_step`. What belongs to parameters and buffers is not counted; each storage is counted once.
+def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor alike without memory. `dtype`: of floating-point numbers, if not their own."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with FAKE:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
 
-    `blocks`: of this module. `context`: that of the precision.
+
+def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device: torch.device) -> LightningModule:
+    """Returns a copy with other tensors, which computes on the device and leaves no trace in the module."""
+    # What is neither parameter nor buffer, where the module was built on the meta device.
+    plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor) and value.is_meta]
+    memo: dict[int, Any] = {id(tensor): like(tensor) for tensor in (*plain, *module.buffers())}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(like(parameter), parameter.requires_grad)
+    copied = copy.deepcopy(module, memo)
+    trainer, kind = copy.copy(module.trainer), type(module.trainer)
+    steps = trainer.max_steps if trainer.max_steps > 0 else 1000  # schedules want them; Lightning would open the data to count
+    trainer.__class__ = type(kind.__name__, (kind,), {"estimated_stepping_batches": steps})
+    copied.trainer = trainer
+    for part in copied.modules():
+        if "_device" in vars(part):  # Lightning's modules and torchmetrics' metrics, which make tensors there
+            part.__dict__["_device"] = device
+    for name in ("log", "log_dict"):  # nothing is trained
+        copied.__dict__[name] = lambda *args, **kwargs: None
+    return copied.train()
+
+
+def activations(module: LightningModule, blocks: Sequence[str], batch: Any, precision: Precision) -> tuple[int, int]:
+    """Returns the bytes that `training_step` keeps: as it is, and where only what goes into a block is kept and one block at a
+    time is computed again. Each storage counts once, those of parameters and buffers don't. `module` and `batch` are fake.
     """
     if not module.automatic_optimization:
         raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise NotImplementedError("the module takes its batches by itself, which it can't outside of a fit")
-    seen = _Seen(module)
-    hooks = []
-    for name, block in blocks:
-        hooks.append(block.register_forward_pre_hook(partial(seen.enters, name), with_kwargs=True))
-        hooks.append(block.register_forward_hook(seen.leaves))
-    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    try:
-        with paper(), torch.autograd.graph.saved_tensors_hooks(seen.keep, _same), context():
-            module.training_step(batch, 0) if indexed else module.training_step(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen.counted()
+    own = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    not_counted = {id(storage) for storage in own}
+    inputs: Storages = {}
+    kept: dict[str, Storages] = defaultdict(dict)  # by block; '' is outside of all
 
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Seen:
-    def __init__(self, module: LightningModule) -> None:
-        self._held: Kept = {}
-        for one in (*module.parameters(), *module.buffers()):
-            self._note(self._held, one)
-        self._outside: Kept = {}
-        self._inputs: Kept = {}
-        self._inside: dict[str, Kept] = {}
-        self._at: str | None = None
-
-    def _note(self, kept: Kept, tensor: Tensor) -> None:
+    def note(into: Storages, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in self._held or kept is self._held:
-            kept[id(storage)] = storage
-
-    def enters(self, name: str, block: Any, args: Any, kwargs: Any) -> None:
-        self._at = name
-        apply_to_collection([args, kwargs], Tensor, partial(self._note, self._inputs))
-
-    def leaves(self, *_: Any) -> None:
-        self._at = None
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self._note(self._outside if self._at is None else self._inside.setdefault(self._at, {}), tensor)
+        if id(storage) not in not_counted:
+            into[id(storage)] = storage
         return tensor
 
-    def counted(self) -> Activations:
-        everything = {**self._outside}
-        for one in self._inside.values():
-            everything |= one
-        always = {**self._outside, **self._inputs}
-        again = [{at: storage for at, storage in one.items() if at not in always} for one in self._inside.values()]
-        return Activations(_bytes(everything), _bytes(always) + max(map(_bytes, again), default=0))
+    def inside(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
+        with saved_tensors_hooks(partial(note, kept[name]), lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    for name in blocks:
+        block = module.get_submodule(name)
+        block.forward = partial(inside, name, block.forward)
+    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    with FAKE, saved_tensors_hooks(partial(note, kept[""]), lambda tensor: tensor), precision.train_step_context():
+        module.training_step(batch, 0) if indexed else module.training_step(batch)
+    outside = kept.pop("", {})
+    always = {**outside, **inputs}
+    again = [_bytes({key: inside[key] for key in inside.keys() - always.keys()}) for inside in kept.values()]
+    return _bytes(ChainMap(outside, *kept.values())), _bytes(always) + max(again, default=0)
 
 
-def _bytes(kept: Mapping[int, Any]) -> int:
-    return sum(storage.nbytes() for storage in kept.values())
+def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def first_batch(module: LightningModule, data: LightningDataModule | None, dry: bool) -> Any:
+    """Returns the first micro-batch as `training_step` gets it, on the CPU. The run's own loaders don't move.
+
+    `dry`: there is no fit, the data is yet to be set up, and what can only be read once may be read.
+    """
+    if dry and data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    source: Any = module if data is None else copy.copy(data)
+    if data is not None:  # what a data module notes of a first batch is not noted in itself
+        containers = {name: value for name, value in vars(data).items() if isinstance(value, (set, list, dict))}
+        vars(source).update({name: copy.copy(value) for name, value in containers.items()})
+    return transferred(_first(source.train_dataloader(), dry), module, source, torch.device("cpu"))
+
+
+def _first(loader: Any, dry: bool) -> Any:
+    if isinstance(loader, (dict, list, tuple)):
+        return apply_to_collection(loader, DataLoader, _first, dry)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if not dry:
+            raise NotImplementedError("the training loader can only be read from its beginning")
+    elif loader.batch_size is not None:  # in the dataset's order: a sampler's generator belongs to the run
+        loader = DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn)
+    else:
+        loader = copy.copy(loader)
+        loader.num_workers, loader.pin_memory = 0, False
+    return next(iter(loader))
+
+
+def transferred(batch: Any, module: LightningModule, data: Any, device: torch.device) -> Any:
+    """Returns a micro-batch as the hooks of the module, or those of its data, bring it to the device."""
+    for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        owner = module if is_overridden(hook, module, LightningModule) else data
+        batch = getattr(owner, hook)(batch, *((device,) if hook.startswith("transfer") else ()), 0)
+    return batch

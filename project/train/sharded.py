@@ -5,10 +5,11 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from project.cluster.environment import limits
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.train.blocks import Named, blocks_of
-from project.train.foretold import room, tell
-from project.train.held import Shard, Sharing
 from project.train.layout import usual_order
 from project.train.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
 from project.train.recompute import recompute
@@ -47,8 +47,9 @@ from project.train.unspreadable import (
 
 log = logging.getLogger(__name__)
 
+Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 _SPARE = 12
@@ -96,6 +97,8 @@ class Sharded(ShardedCheckpoints):
         self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
         self.exact = False
         """Gradients stay whole on each rank, for sums that are exact (train/exact_gradients.py)."""
+        self.before_sharding: Callable[[], None] | None = None
+        """Reports on rank 0 of a fit what each rank will hold, before anything is spread."""
         self.layouts: dict[str, torch.memory_format] = {}
         """The memory format of weights that layers compute with in another order than the default one, by name."""
         self._before_values = ExitStack()
@@ -167,8 +170,8 @@ class Sharded(ShardedCheckpoints):
             refuse_pruning(trainer)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = averages(trainer)
-            if training and self.is_global_zero:
-                tell(trainer, self.blocks, self.sharing(self.world_size))
+            if training and self.is_global_zero and self.before_sharding is not None:
+                self.before_sharding()
             self._agree(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
             self._tell(self._spread(self.model, plan))
@@ -177,7 +180,7 @@ class Sharded(ShardedCheckpoints):
             self._keep_freed_memory(self.model)
         else:  # and its end has brought it back to the host
             self._move(self.model)
-        self.root = Root(self.model, self.shard == "gradients", _DTYPES[self.param_dtype], self.cpu_offload)
+        self.root = Root(self.model, self.shard == "gradients", DTYPES[self.param_dtype], self.cpu_offload)
         self.root.reduce(not self.exact)
         if self._shared_layers:
             self._state = self.model.state_dict()
@@ -233,9 +236,9 @@ class Sharded(ShardedCheckpoints):
 
     def _keep_freed_memory(self, model: nn.Module) -> None:
         """Keeps freed memory on a CPU, where there is room for as much as DDP holds: steps are faster by a quarter."""
-        if self.root_device.type == "cpu" and (has := room(self.root_device, self.num_processes)) is not None:
+        if self.root_device.type == "cpu" and (left := limits(Path("."))["memory"]) is not None:
             whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-            keep_freed_memory(large=_SPARE * whole <= has)
+            keep_freed_memory(large=_SPARE * whole <= left // self.num_processes)
 
     def _begin_alike(self, block: nn.Module) -> None:
         """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
@@ -251,21 +254,6 @@ class Sharded(ShardedCheckpoints):
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
-
-    def sharing(self, ranks: int) -> Sharing:
-        """Returns how so many ranks share a network, as train/held.py takes it."""
-        return Sharing(
-            ranks,
-            self.shard,
-            per_host=self.num_processes,
-            shared_by=self.shared_by,
-            param_dtype=_DTYPES[self.param_dtype],
-            reduce_dtype=_DTYPES[self.reduce_dtype],
-            checkpoint_activations=self.checkpoint_activations,
-            cpu_offload=self.cpu_offload,
-            exact=self.exact,
-            on_gpu=self.root_device.type != "cpu",
-        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -287,7 +275,7 @@ class Sharded(ShardedCheckpoints):
         return self._mesh[names[:-1]] if self._shared_layers else self._mesh
 
     def _settings(self) -> dict[str, Any]:
-        param, reduce = _DTYPES[self.param_dtype], _DTYPES[self.reduce_dtype]
+        param, reduce = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
         return {
             "mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),

@@ -59,7 +59,7 @@ def test_what_others_hold_of_a_gpu_is_not_counted_on(gpu: Cli, tmp_path: Path) -
         STANDIN_OTHERS_GIB="7.5",
     )
     assert run.code == 0, run.output
-    assert "Its device has 512 MiB (7.5 GiB of 8.0 GiB are held by others)." in run.output
+    assert "fits a device like the one here (512 MiB each; 7.5 GiB of 8.0 GiB are held by others)." in run.output
 
 
 @pytest.mark.skipif(find_spec("pynvml") is not None, reason="it is there")
