@@ -94,7 +94,6 @@ TO_BE_REPLACED = {
     *(f"train/{name}.py" for name in ("deferred", "replayed", "materialize", "spread", "own_part")),
     *(f"train/{name}.py" for name in ("held", "activations", "on_paper", "foretold", "optimizer_state", "first_batch")),
     *("doctor/dry_run.py", "survive/together.py", "survive/agent.py", "survive/hang/leaving.py", "early_start.py"),
-    *(f"engines/ray/{file.name}" for file in (PACKAGE / "engines/ray").glob("*.py")),
 }
 """Parts that a library or a simpler way is to take the place of: their words go with them."""
 
