@@ -31,7 +31,12 @@ from project.errors import UserError
 from project.untrusted import read_yaml
 
 _KNOWN = ("samples", "seed", "metric", "mode", "together", "stop_early", "keys")
-_DRAWN = ("uniform", "loguniform", "randint", "choice")
+_DRAWN = {
+    "uniform": "[LOW, HIGH]",
+    "loguniform": "[LOW, HIGH], both greater than 0",
+    "randint": "[LOW, HIGH], whole numbers",
+    "choice": "a list of values",
+}
 _TAKEN = ("run", "resume", "config", "base", "ckpt_path", "sweep", "trial")
 
 
@@ -123,16 +128,12 @@ def _check(key: str, value: Any) -> None:
         raise UserError(
             f"{key} has {value!r}. HINT: a list of values, or one of {', '.join(_DRAWN)}, as in {{loguniform: [0.01, 1]}}"
         )
-    numbers = isinstance(ends, list) and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
-    if way == "choice":
-        if not isinstance(ends, list) or not ends:
-            raise UserError(f"{key}: choice takes a list of values, and not {ends!r}.")
-    elif not numbers or len(ends) != 2 or ends[0] > ends[1]:
-        raise UserError(f"{key}: {way} takes [LOW, HIGH], and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not")
-    elif way == "loguniform" and ends[0] <= 0:
-        raise UserError(f"{key}: loguniform takes numbers greater than 0, and not {ends!r}.")
-    elif way == "randint" and not all(isinstance(end, int) for end in ends):
-        raise UserError(f"{key}: randint takes whole numbers, and not {ends!r}.")
+    kinds = {"choice": (object,), "randint": (int,)}.get(way, (int, float))
+    right = isinstance(ends, list) and bool(ends) and all(isinstance(end, kinds) for end in ends)
+    if way != "choice":
+        right = right and len(ends) == 2 and -math.inf < ends[0] <= ends[1] < math.inf and bool not in map(type, ends)
+    if not right or (way == "loguniform" and ends[0] <= 0):
+        raise UserError(f"{key}: {way} takes {_DRAWN[way]}, and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not")
 
 
 def _draw(rng: random.Random, drawn: dict[str, list[Any]]) -> Any:

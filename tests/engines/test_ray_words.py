@@ -188,3 +188,13 @@ def test_a_rank_gets_the_variables_of_torchrun_and_the_gpus_of_its_host(fit):
     odd = fit.layout(["a", "a", "b"], ["0", "1", "0"])
     assert [odd[1][name] for name in names] == ["0", "1", "1", "3", "1"]
     assert "CUDA_VISIBLE_DEVICES" not in fit.layout(["a"], [""])[0]
+
+
+def test_of_the_trials_that_came_as_far_one_in_three_continues():
+    pytest.importorskip("ray")
+    from project.engines.ray.search import _lags
+
+    rungs: dict[int, list[float]] = {}
+    assert [_lags(rungs, 1, loss, 1, 3) for loss in (1.0, 0.5, 2.0, 0.4)] == [False, False, True, False]
+    assert not _lags(rungs, 2, 9.0, 1, 3)  # rungs are after 1, 3, 9, ... validations
+    assert [_lags(rungs, 3, loss, 1, 3) for loss in (1.0, 2.0)] == [False, True]

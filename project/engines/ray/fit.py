@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from project.engines.ray.cluster import last_line, say
@@ -24,9 +24,8 @@ STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIG
 """Exit codes of a run that was stopped, and saved."""
 _MOST = 3  # starts in a row without a new checkpoint
 _LAST_WORDS = 10.0  # seconds that ranks have to end by themselves when another has failed: to say which it was, and to save
-_PATIENCE = 30.0  # seconds without room for the workers, after which the user hears of it
 _SHRINK = 20.0  # seconds without room for the workers, after which an elastic run takes fewer
-_EVERY = 30.0  # seconds from one look for more room to the next
+_EVERY = 30  # seconds from one look for more room to the next
 _ANSWER = 60.0  # seconds for Ray to start the actors
 # These variables of the driver go to the ranks. Not PROJECT_NODE and PROJECT_IMAGE: the ranks may be on other nodes.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "WANDB_", "MLFLOW_", "PYTHONHASHSEED", "OMP_")
@@ -35,9 +34,8 @@ _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "WANDB_", "MLFLOW_", "PYTHO
 def passed_on(grace: float) -> dict[str, str]:
     """Returns what the ranks have of this process's environment."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    return environment | {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace:g}"
-    }  # the training warns of a checkpoint that takes longer
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f"{grace:g}"  # the training warns of a checkpoint that takes longer
+    return environment
 
 
 def resources(options: argparse.Namespace) -> dict[str, float]:
@@ -113,6 +111,9 @@ class Start:
 class Fit:
     """The driver of a training. `signals` grows by each signal that this process receives."""
 
+    patience = 30.0
+    """Seconds without room for the workers, after which the user is told."""
+
     def __init__(self, options: argparse.Namespace, signals: Sequence[int]) -> None:
         self._options, self._signals = options, signals
         self._needs = resources(options)
@@ -126,7 +127,7 @@ class Fit:
             if len(newest) > _MOST and len(set(newest[-_MOST - 1 :])) == 1:
                 why = f"it was started {_MOST} times and came to no new checkpoint"
                 hint = "the lines above say why; checkpoints.every_n_minutes saves more often"
-                say("ERROR", f"The run is not started again: {why}. HINT: {hint}.")
+                self.say("ERROR", f"The run is not started again: {why}. HINT: {hint}.")
                 return start.failure()
             start = Start()
             try:
@@ -136,15 +137,25 @@ class Fit:
             if (code := start.end(self._signals)) is not None:
                 return code
             if start.moved and not start.lost and set(start.codes.values()) <= {*STOPPED, TRY_AGAIN}:
-                say("INFO", f"Ray starts the workers again: {start.moved}.")
+                self.say("INFO", f"Ray starts the workers again: {start.moved}.")
                 continue
             failures += 1
             if 0 <= most < failures:
                 why = f"{start.cause()}; so many failures: {failures} (--max-failures {most})"
-                say("ERROR", f"The run is not started again: {why}.")
+                self.say("ERROR", f"The run is not started again: {why}.")
                 return start.failure()
-            say("WARNING", f"Ray starts the workers again (failure {failures} of {most}): {start.cause()}.")
+            self.say("WARNING", f"Ray starts the workers again (failure {failures} of {most}): {start.cause()}.")
         return 128 + self._signals[0]
+
+    def say(self, level: str, text: str) -> None:
+        """Prints a line of the driver's own."""
+        say(level, text)
+
+    def show(self, descriptor: int, text: bytes) -> None:
+        """Prints what a rank has printed."""
+        stream = sys.stdout if descriptor == 1 else sys.stderr
+        stream.buffer.write(text)
+        stream.flush()
 
     def _room(self) -> int:
         """Returns how many workers the hosts could take, within what is wanted."""
@@ -168,33 +179,31 @@ class Fit:
                 remove_placement_group(group)
                 count -= 1
                 group, since = self._group(count), now
-            if now > began + _PATIENCE and not warned:
+            if now > began + self.patience and not warned:
                 warned, free = True, ray.available_resources()
                 each = ", ".join(f"{value:g} {name}" for name, value in self._needs.items())
                 rest = ", ".join(f"{free.get(name, 0):g} {name}" for name in self._needs)
-                say("WARNING", f"Ray has no room yet for {count} worker(s) with {each} each; free in all: {rest}. Waiting.")
+                why = f"Ray has no room yet for {count} worker(s) with {each} each; free in all: {rest}"
+                self.say("WARNING", f"{why}. Waiting.")
+        remove_placement_group(group)
         return None
 
     def _train(self, group: PlacementGroup, start: Start) -> None:
         """Starts a rank in each bundle, and watches them until all have ended, or are to be ended."""
-        start.hosts = ["an unknown host"] * group.bundle_count
-        cpus, gpus = self._needs.get("CPU", 0), self._needs.get("GPU", 0)
-        bundles = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(group.bundle_count)]
-        actor = ray.remote(num_cpus=cpus, num_gpus=gpus)(Supervisor)
-        actors = [actor.options(scheduling_strategy=bundle).remote() for bundle in bundles]
+        nodes_of, count = placement_group_table(group)["bundles_to_node_id"], group.bundle_count
+        bundles = sorted(range(count), key=lambda bundle: str(nodes_of[bundle]))  # a node's ranks side by side
+        nodes, start.hosts = [nodes_of[bundle] for bundle in bundles], ["an unknown host"] * count
+        actor = ray.remote(num_cpus=self._needs.get("CPU", 0), num_gpus=self._needs.get("GPU", 0))(Supervisor)
+        strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
+        actors = [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         try:
             places = ray.get([supervisor.place.remote() for supervisor in actors], timeout=_ANSWER)
-            first = [place.node for place in places].index
-            pairs = sorted(
-                zip(places, actors, strict=True), key=lambda pair: first(pair[0].node)
-            )  # a node's ranks side by side
-            places, actors = [place for place, _ in pairs], [supervisor for _, supervisor in pairs]
-            nodes, start.hosts = [place.node for place in places], [place.host for place in places]
+            start.hosts = [place.host for place in places]
             counts = {host: start.hosts.count(host) for host in start.hosts}
-            each = ", ".join(f"{host} x {count}" if count > 1 else host for host, count in counts.items())
-            say("INFO", f"Ray: {len(actors)} worker{'s' * (len(actors) > 1)} on {each}")
-            meeting = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
-            common = {**passed_on(self._options.grace), "TORCHELASTIC_RUN_ID": self._options.name, **meeting}
+            each = ", ".join(f"{host} x {many}" if many > 1 else host for host, many in counts.items())
+            self.say("INFO", f"Ray: {count} worker{'s' * (count > 1)} on {each}")
+            common = passed_on(self._options.grace) | {"TORCHELASTIC_RUN_ID": self._options.name}
+            common |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
             variables = layout(nodes, [place.gpus for place in places])
             starts = [
                 supervisor.start.remote(self._options.words, common | own, nodes.count(node), self._options.cwd)
@@ -209,7 +218,8 @@ class Fit:
     def _watch(self, actors: list["ray.actor.ActorHandle"], nodes: list[str], start: Start) -> None:
         """Passes signals on, until all ranks have ended, or have had the time that they may take."""
         polls = {supervisor.poll.remote(): rank for rank, supervisor in enumerate(actors)}
-        passed, deadline, grows = [0] * len(actors), float("inf"), time.monotonic() + _EVERY
+        passed, deadline, looks = [0] * len(actors), float("inf"), 0
+        began = time.monotonic()
         stops: list[int] = []
         while polls and time.monotonic() < deadline:
             for answer in ray.wait(list(polls), timeout=0.5)[0]:
@@ -218,26 +228,24 @@ class Fit:
                     signals = [*stops, *self._signals]
                     polls[actors[rank].poll.remote(signals[passed[rank] :])] = rank
                     passed[rank] = len(signals)
-            if not (stops or self._signals or start.codes or start.lost):
-                start.moved = self._moves(nodes, start.hosts, time.monotonic() > grows)
+            if time.monotonic() > began + looks and not (stops or self._signals or start.codes or start.lost):
+                looks += 1  # a look each second: Ray is asked over the network
+                start.moved = self._moves(nodes, start.hosts, looks % _EVERY == 0)
                 stops = [signal.SIGTERM] if start.moved else []
-                grows += _EVERY * (time.monotonic() > grows)
             if deadline == float("inf") and (stops or self._signals):
                 deadline = time.monotonic() + self._options.grace
             elif deadline == float("inf") and (start.lost or any(start.codes.values())):
                 deadline = time.monotonic() + _LAST_WORDS
 
     def _read(self, answer: "ray.ObjectRef", rank: int, start: Start) -> bool:
-        """Prints what a rank has printed; returns whether it still runs, or else notes how it ended."""
+        """Shows what a rank has printed; returns whether it still runs, or else notes how it ended."""
         try:
             lines, code = ray.get(answer)
         except ray.exceptions.RayError as error:
             start.lost[rank] = last_line(error)
             return False
         for descriptor, text in lines:
-            stream = sys.stdout if descriptor == 1 else sys.stderr
-            stream.buffer.write(text)
-            stream.flush()
+            self.show(descriptor, text)
         if code is not None:
             start.codes[rank] = code
         return code is None

@@ -6,25 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import ray
 import ray.util
 
 from project.cluster.cores import cores
 
 _TURN = 0.5  # seconds that `poll` waits for output
 _PIECE = 1 << 16
-_KEPT = 20  # lines that the process printed last
 
 
 class Place(NamedTuple):
-    """A place of a rank: Ray's name of the node, the host's name and address, a free port, and the GPUs of the actor."""
+    """A place of a rank: the host's name and address, a free port, and the GPUs of the actor."""
 
-    node: str
     host: str
     address: str
     port: int
@@ -32,16 +28,16 @@ class Place(NamedTuple):
 
 
 class Supervisor:
-    """An actor of Ray's above a rank, or a part of a trial. Ray runs its methods one after the other, in one thread: when Ray
-    ends the actor, the kernel kills the rank (see survive/orphans.py).
+    """An actor of Ray's above a rank. Ray runs its methods one after the other, in one thread: when Ray ends the actor, the
+    kernel kills the rank (survive/orphans.py).
     """
 
     def place(self) -> Place:
         """Returns where this actor is."""
-        node, gpus = ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
         with socket.socket() as listener:
             listener.bind(("", 0))
-            return Place(node, socket.gethostname(), ray.util.get_node_ip_address(), listener.getsockname()[1], gpus)
+            port, gpus = listener.getsockname()[1], os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            return Place(socket.gethostname(), ray.util.get_node_ip_address(), port, gpus)
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], ranks: int, cwd: str) -> None:
         """Starts the process with this on top of the actor's environment; `ranks` share the host's cores."""
@@ -57,7 +53,7 @@ class Supervisor:
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._unfinished, self._tail = {1: b"", 2: b""}, deque[str](maxlen=_KEPT)
+        self._unfinished = {1: b"", 2: b""}
         self._pipes = selectors.DefaultSelector()
         for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
             assert pipe is not None
@@ -77,11 +73,4 @@ class Supervisor:
             whole, newline, self._unfinished[key.data] = (self._unfinished[key.data] + piece).rpartition(b"\n")
             if newline:
                 lines.append((key.data, whole + newline))
-                self._tail.extend(whole.decode(errors="replace").splitlines())
         return lines, None if events else code
-
-    def why(self) -> str:
-        """Returns the process's last error, without its time, or else its last line."""
-        errors = [line.partition(" ERROR ")[2].strip() for line in self._tail if " ERROR " in line]
-        lines = errors or [*self._tail] or ["it printed nothing"]
-        return lines[-1]

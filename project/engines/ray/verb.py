@@ -58,7 +58,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     add("--gpus", type=_from(0, float), metavar="N", help="GPUs for each worker (1 if the cluster has any)")
     add("--max-failures", type=_from(-1), default=3, metavar="N", help="restarts after failures; -1: any number (3)")
     add("--address", default=os.environ.get("RAY_ADDRESS"), metavar="HOST:PORT", help="of a Ray cluster, or auto (RAY_ADDRESS)")
-    add("--storage", metavar="PATH", help="with --tune: Ray's folder, which all hosts see (beside the runs)")
+    add("--storage", help=argparse.SUPPRESS)  # of command lines from when Ray kept notes
     add("--placement", choices=places, default="PACK", help="how Ray places the workers (PACK)")
     add("--grace", type=_from(0, float), default=grace, metavar="SECONDS", help="from a signal to SIGKILL (300)")
     add("--tune", metavar="SPACE.yaml", help="a search: docs/ray.md")
@@ -75,7 +75,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         config = Path(option(rest, "-c", "--config") or "fit").stem
         rest += ["--run", f"{config}-{datetime.now():%Y%m%d-%H%M%S}"]
     options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
-    options.folder = (_root(rest) / RUNS / options.name).absolute()
+    options.root = _root(rest).absolute()
+    options.folder = options.root / RUNS / options.name
     return options
 
 
