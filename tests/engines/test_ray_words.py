@@ -195,6 +195,7 @@ def test_of_the_trials_that_came_as_far_one_in_three_continues():
     from project.engines.ray.search import _lags
 
     rungs: dict[int, list[float]] = {}
-    assert [_lags(rungs, 1, loss, 1, 3) for loss in (1.0, 0.5, 2.0, 0.4)] == [False, False, True, False]
-    assert not _lags(rungs, 2, 9.0, 1, 3)  # rungs are after 1, 3, 9, ... validations
-    assert [_lags(rungs, 3, loss, 1, 3) for loss in (1.0, 2.0)] == [False, True]
+    assert [_lags(rungs, (1, 3), 1, loss) for loss in (1.0, 0.5, 2.0, 0.4)] == [False, False, True, False]
+    assert not _lags(rungs, (1, 3), 2, 9.0)  # rungs are after 1, 3, 9, ... validations
+    assert [_lags(rungs, (1, 3), 3, loss) for loss in (1.0, 2.0)] == [False, True]
+    assert not _lags(rungs, None, 1, 9.0)

@@ -20,6 +20,7 @@ from project.sweep import Sweep, flag
 from project.watch.curves import Events
 
 _TURN = 0.5  # seconds from one look at the trials' curves to the next
+_AT_ONCE = 256  # trials that are trained, or wait for room, where the sweep sets no limit: each takes a thread here
 _KEPT = 20  # lines of what a trial printed last
 
 
@@ -30,14 +31,15 @@ class Trial(Fit):
 
     patience = math.inf
 
-    def __init__(self, options: argparse.Namespace, name: str, folder: Path, words: Sequence[str]) -> None:
-        self.name, self.folder, self.signals = name, folder, list[int]()
-        own = vars(options) | {"name": name, "folder": folder, "words": [*words, "--run", name]}
+    def __init__(self, options: argparse.Namespace, number: int | str, root: Path, words: Sequence[str]) -> None:
+        self.name, self.signals = f"{options.name}-{number}", list[int]()
+        self.folder = root / RUNS / self.name
+        own = vars(options) | {"name": self.name, "folder": self.folder, "words": [*words, "--run", self.name]}
         super().__init__(argparse.Namespace(**own), self.signals)
         self.values: dict[int, float] = {}
         """The metric by step."""
         self.failed = False
-        self._events, self._tail = Events(folder), deque[str](maxlen=_KEPT)
+        self._events, self._tail = Events(self.folder), deque[str](maxlen=_KEPT)
 
     def say(self, level: str, text: str) -> None:
         """Prints what is more than information, with the trial's name."""
@@ -76,54 +78,52 @@ def search(options: argparse.Namespace, sweep: Sweep, signals: Sequence[int]) ->
     words, metric = without(options.words, "--run"), sweep.metric
     if option(words, "--checkpoints.monitor") is None:
         words += [f"--checkpoints.monitor={metric}", f"--checkpoints.mode={sweep.mode}"]  # the best one is kept
-    names = [f"{options.name}-{number}" for number in range(1, len(sweep.trials) + 1)]
-    own = [[*words, *sweep.words(number)] for number in range(1, len(names) + 1)]
     every = [flag(key, value) for key, values in sweep.extremes.items() for value in values]
     _try_words(options, [*words, *every, *sweep.words(1)], signals)
-    trials = [Trial(options, name, options.folder.with_name(name), line) for name, line in zip(names, own, strict=True)]
+    numbers = range(1, len(sweep.trials) + 1)
+    trials = [Trial(options, number, options.root, [*words, *sweep.words(number)]) for number in numbers]
     say("INFO", f"Ray: {len(trials)} trials of {options.name}, by {metric} ({sweep.mode})")
     sign, passed = (1 if sweep.mode == "min" else -1), 0
     rungs: dict[int, list[float]] = {}
-    with ThreadPoolExecutor(sweep.together or len(trials)) as pool:
+    with ThreadPoolExecutor(sweep.together or min(len(trials), _AT_ONCE)) as pool:
         running = {trial: pool.submit(trial.run) for trial in trials}
         while running:
             time.sleep(_TURN)
-            new, passed = signals[passed:], len(signals)
+            new = signals[passed:]
+            passed += len(new)
             for trial, run in list(running.items()):
                 trial.signals += new
                 ended = run.done()  # before its curve is read
                 for step, value in trial.validations(metric):
                     say("INFO", f"{trial.name}  step {step}  {metric} {value:.4f}")
-                    if (
-                        sweep.stop_early
-                        and not trial.signals
-                        and _lags(rungs, len(trial.values), sign * value, *sweep.stop_early)
-                    ):
+                    if not trial.signals and _lags(rungs, sweep.stop_early, len(trial.values), sign * value):
                         trial.signals.append(signal.SIGTERM)  # it saves, and another search or fit of this name resumes it
                 if ended:
                     del running[trial]
                     trial.end(run.result(), metric)
     rated = [
-        (sign * value, at, step)
-        for at, trial in enumerate(trials)
+        (sign * value, number, step)
+        for number, trial in zip(numbers, trials, strict=True)
         for step, value in trial.values.items()
         if not (trial.failed or math.isnan(value))
     ]
     if rated:
-        value, at, step = min(rated)
-        best = trials[at]
+        value, number, step = min(rated)
+        best = trials[number - 1]
         checkpoints = sorted(best.folder.glob("checkpoints/step-*.ckpt"))
         say("INFO", f"best        {best.name}: {metric} {sign * value:.4f} at step {step}")
-        say("INFO", f"keys        {' '.join(sweep.words(at + 1))}")
+        say("INFO", f"keys        {' '.join(sweep.words(number))}")
         exact = [file for file in checkpoints if file.name.startswith(f"step-{step:09d}")]
         say("INFO", f"checkpoint  {[best.folder, *checkpoints, *exact][-1]}")
     failed = not rated or any(trial.failed for trial in trials)
     return 128 + signals[0] if signals else int(failed)
 
 
-def _lags(rungs: dict[int, list[float]], validations: int, loss: float, after: int, factor: int) -> bool:
+def _lags(rungs: dict[int, list[float]], rule: tuple[int, int] | None, validations: int, loss: float) -> bool:
     """Returns whether a trial is not among the best 1/factor of those that came to this rung before (asynchronous halving)."""
-    rung = after
+    if rule is None:
+        return False
+    rung, factor = rule
     while rung < validations:
         rung *= factor
     if rung > validations:
@@ -138,9 +138,9 @@ def _try_words(options: argparse.Namespace, words: Sequence[str], signals: Seque
     """Has one step and one validation taken where a trial would run, with all values that a key may have."""
     once = argparse.Namespace(**vars(options) | {"max_failures": 0})
     options.root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.root) as root:  # which all hosts see
+    with tempfile.TemporaryDirectory(prefix=".trying-", dir=options.root) as root:  # all hosts see it
         extra = [f"--trainer.default_root_dir={root}", "--trainer.fast_dev_run=true"]
-        trial = Trial(once, f"{options.name}-trying", Path(root, RUNS, f"{options.name}-trying"), [*words, *extra])
+        trial = Trial(once, "trying", Path(root), [*words, *extra])
         with ThreadPoolExecutor(1) as pool:
             run = pool.submit(trial.run)
             while not run.done():
