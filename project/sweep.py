@@ -20,7 +20,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,27 +30,14 @@ from project.config_files import checked, find, option, without
 from project.errors import UserError
 from project.untrusted import read_yaml
 
-_DRAWN: dict[str, Callable[[random.Random, list[Any]], Any]] = {
-    "uniform": lambda rng, ends: _short(rng.uniform(*ends)),
-    "loguniform": lambda rng, ends: _short(math.exp(rng.uniform(*map(math.log, ends)))),
-    "randint": lambda rng, ends: rng.randint(*ends),
-    "choice": lambda rng, values: rng.choice(values),
+_KNOWN = ("samples", "seed", "metric", "mode", "together", "stop_early", "keys")
+_DRAWN = {
+    "uniform": "[LOW, HIGH]",
+    "loguniform": "[LOW, HIGH], both greater than 0",
+    "randint": "[LOW, HIGH], whole numbers",
+    "choice": "a list of values",
 }
 _TAKEN = ("run", "resume", "config", "base", "ckpt_path", "sweep", "trial")
-
-
-def _short(number: float) -> float:
-    """Rounds a number so that it can be read, and typed."""
-    return float(f"{number:.4g}")
-
-
-@dataclass(frozen=True)
-class StopEarly:
-    """The settings of ASHA: of the trials that came as far, only one in `factor` continues."""
-
-    after: int = 1
-    """Validations that each trial may make."""
-    factor: int = 3
 
 
 @dataclass(frozen=True)
@@ -61,11 +48,13 @@ class Sweep:
     trials: list[dict[str, Any]]
     extremes: dict[str, list[Any]]
     """The values of each key that tell whether it can have them all."""
-    metric: str | None = None
-    mode: str = "max"
-    together: int | None = None
-    """At most so many trials at once; None: as many as there are places."""
-    stop_early: StopEarly | None = None
+    metric: str
+    """Empty where the file names none."""
+    mode: str
+    together: int | None
+    """At most so many trials at once; None: as many as there is room for."""
+    stop_early: tuple[int, int] | None
+    """ASHA: after so many validations, of the trials that came as far only one in so many continues."""
 
     def words(self, number: int) -> list[str]:
         """Returns the flags of trial `number`; the first is 1."""
@@ -86,81 +75,76 @@ def read_sweep(file: str) -> Sweep:
         content = read_yaml(find(file, None))
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    known = ("samples", "seed", "metric", "mode", "together", "stop_early", "keys")
-    if not isinstance(content, Mapping) or not isinstance(content.get("keys"), Mapping) or not content["keys"]:
-        raise UserError(
-            f"{file}: a sweep says under 'keys' which values keys of the YAML are to have. HINT: see configs/sweeps/lr.yaml"
-        )
-    if unknown := [str(key) for key in content if key not in known]:
-        raise UserError(f"{file}: a sweep has no {', '.join(unknown)}. HINT: it has {', '.join(known)}")
-    if content.get("mode", "max") not in ("max", "min"):
-        raise UserError(f"{file}: mode is max or min, and not {content['mode']!r}.")
-    samples, seed = _whole(file, "samples", content.get("samples", 1)), content.get("seed", 0)
-    together = _whole(file, "together", content["together"]) if content.get("together") is not None else None
-    if taken := [str(key) for key in content["keys"] if str(key).split(".")[0] in _TAKEN]:
-        raise UserError(f"{file}: {taken[0]} can't be tried: each trial has its own, or all have the same.")
-    trials = _trials(file, content["keys"], samples, seed)
-    extremes = {key: value if isinstance(value, list) else next(iter(value.values())) for key, value in content["keys"].items()}
-    metric, mode = content.get("metric"), content.get("mode", "max")
-    return Sweep(file, trials, extremes, metric, mode, together, _stop_early(file, content.get("stop_early", True)))
+    try:
+        return _sweep(file, content)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
-def _trials(file: str, keys: Mapping[str, Any], samples: int, seed: Any) -> list[dict[str, Any]]:
-    """Returns the keys of each trial."""
+def _sweep(file: str, content: Any) -> Sweep:
+    keys = content.get("keys") if isinstance(content, dict) else None
+    if not isinstance(keys, dict) or not keys:
+        raise UserError("a sweep says under 'keys' which values keys of the YAML are to have. HINT: see configs/sweeps/lr.yaml")
+    if unknown := [str(key) for key in content if key not in _KNOWN]:
+        raise UserError(f"a sweep has no {', '.join(unknown)}. HINT: it has {', '.join(_KNOWN)}")
+    samples, mode, early = content.get("samples", 1), content.get("mode", "max"), content.get("stop_early", True)
+    if mode not in ("max", "min"):
+        raise UserError(f"mode is max or min, and not {mode!r}.")
+    if not isinstance(early, (bool, dict, type(None))) or (isinstance(early, dict) and not early.keys() <= {"after", "factor"}):
+        raise UserError(f"stop_early is true, false, or {{after: VALIDATIONS, factor: N}}, and not {early!r}.")
+    after, factor = ({"after": 1, "factor": 3} | (early if isinstance(early, dict) else {})).values()
+    together = content.get("together")
+    numbers = (("samples", samples, 1), ("stop_early.after", after, 1), ("stop_early.factor", factor, 2))
+    for name, value, least in (*numbers, ("together", 1 if together is None else together, 1)):
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is a number from {least} on, and not {value!r}.")
+    for key, value in keys.items():
+        _check(str(key), value)
+    if samples > 1 and all(isinstance(value, list) for value in keys.values()):
+        raise UserError(f"samples={samples}, and no key is drawn. HINT: leave samples out; each value of a list has its trial.")
     lists = {key: value for key, value in keys.items() if isinstance(value, list)}
-    drawn = {key: _drawn(file, key, value) for key, value in keys.items() if not isinstance(value, list)}
-    if empty := [key for key, values in lists.items() if not values]:
-        raise UserError(f"{file}: {empty[0]} has no values.")
-    if samples > 1 and not drawn:
+    combinations = [values for _ in range(samples) for values in itertools.product(*lists.values())]
+    trials = []
+    for number, values in enumerate(combinations, 1):
+        listed = dict(zip(lists, values, strict=True))
+        # A generator for each key and trial: another key, or one more sample, keeps what is drawn already.
+        draws = {key: random.Random(f"{content.get('seed', 0)} {key} {number}") for key in keys}
+        trials.append({key: listed[key] if key in listed else _draw(draws[key], keys[key]) for key in keys})
+    extremes = {key: value if key in lists else next(iter(value.values())) for key, value in keys.items()}
+    stop_early = (after, factor) if early or early == {} else None
+    return Sweep(file, trials, extremes, content.get("metric") or "", mode, together, stop_early)
+
+
+def _check(key: str, value: Any) -> None:
+    """Refuses a key, or values of it, that can't be."""
+    if key.split(".")[0] in _TAKEN:
+        raise UserError(f"{key} can't be tried: each trial has its own, or all have the same.")
+    if isinstance(value, list):
+        if not value:
+            raise UserError(f"{key} has no values.")
+        return
+    way, ends = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", value)
+    if way not in _DRAWN:
         raise UserError(
-            f"{file}: samples={samples}, and no key is drawn. HINT: leave samples out; each value of a list has its trial."
+            f"{key} has {value!r}. HINT: a list of values, or one of {', '.join(_DRAWN)}, as in {{loguniform: [0.01, 1]}}"
         )
-    trials: list[dict[str, Any]] = []
-    for _, combination in itertools.product(range(samples), itertools.product(*lists.values())):
-        number = len(trials) + 1
-        chosen = dict(zip(lists, combination, strict=True))
-        # Of its own for each key and trial: another key, or one more sample, leaves what there is.
-        chosen |= {key: draw(random.Random(f"{seed} {key} {number}")) for key, draw in drawn.items()}
-        trials.append({key: chosen[key] for key in keys})
-    return trials
+    kinds = {"choice": (object,), "randint": (int,)}.get(way, (int, float))
+    right = isinstance(ends, list) and bool(ends) and all(isinstance(end, kinds) for end in ends)
+    if way != "choice":
+        right = right and len(ends) == 2 and -math.inf < ends[0] <= ends[1] < math.inf and bool not in map(type, ends)
+    if not right or (way == "loguniform" and ends[0] <= 0):
+        raise UserError(f"{key}: {way} takes {_DRAWN[way]}, and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not")
 
 
-def _whole(file: str, name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{file}: {name} is a number from {least} on, and not {value!r}.")
-    return value
-
-
-def _stop_early(file: str, wanted: Any) -> StopEarly | None:
-    if wanted in (None, False):
-        return None
-    given = {} if wanted is True else wanted
-    if not isinstance(given, dict) or not given.keys() <= {"after", "factor"}:
-        raise UserError(f"{file}: stop_early is true, false, or {{after: VALIDATIONS, factor: N}}, and not {wanted!r}.")
-    after, factor = given.get("after", 1), given.get("factor", 3)
-    return StopEarly(_whole(file, "stop_early.after", after), _whole(file, "stop_early.factor", factor, 2))
-
-
-def _drawn(file: str, key: str, value: Any) -> Callable[[random.Random], Any]:
-    ways = ", ".join(_DRAWN)
-    if not isinstance(value, Mapping) or len(value) != 1 or (way := str(next(iter(value)))) not in _DRAWN:
-        raise UserError(
-            f"{file}: {key} has {value!r}. HINT: a list of values, or one of {ways}, as in {{loguniform: [0.01, 1]}}"
-        )
-    ends = next(iter(value.values()))
-    numbers = isinstance(ends, list) and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
+def _draw(rng: random.Random, drawn: dict[str, list[Any]]) -> Any:
+    """Returns a value, rounded so that it can be read, and typed."""
+    ((way, ends),) = drawn.items()
     if way == "choice":
-        if not isinstance(ends, list) or not ends:
-            raise UserError(f"{file}: {key}: choice takes a list of values, and not {ends!r}.")
-    elif not numbers or len(ends) != 2 or ends[0] > ends[1]:
-        raise UserError(
-            f"{file}: {key}: {way} takes [LOW, HIGH], and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not"
-        )
-    elif way == "loguniform" and ends[0] <= 0:
-        raise UserError(f"{file}: {key}: loguniform takes numbers greater than 0, and not {ends!r}.")
-    elif way == "randint" and not all(isinstance(end, int) for end in ends):
-        raise UserError(f"{file}: {key}: randint takes whole numbers, and not {ends!r}.")
-    return lambda rng: _DRAWN[way](rng, ends)
+        return rng.choice(ends)
+    if way == "randint":
+        return rng.randint(*ends)
+    number = rng.uniform(*ends) if way == "uniform" else math.exp(rng.uniform(*map(math.log, ends)))
+    return float(f"{number:.4g}")
 
 
 def with_trial(argv: list[str]) -> list[str]:

@@ -92,7 +92,6 @@ NO_NAMES = {
 NO_SENTENCE = re.compile(r"(Of|What|And|As|With|Into|Who|In which)\b")
 TO_BE_REPLACED = {
     *("survive/agent.py", "survive/hang/leaving.py", "early_start.py"),
-    *(f"engines/ray/{file.name}" for file in (PACKAGE / "engines/ray").glob("*.py")),
 }
 """Parts that a library or a simpler way is to take the place of: their words go with them."""
 

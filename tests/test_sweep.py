@@ -57,11 +57,13 @@ def test_what_is_drawn_stays_when_keys_and_samples_are_added(tmp_path):
         ("keys: {a: []}", "a has no values"),
         ("keys: {a: 3}", "a has 3. HINT: a list"),
         ("keys: {a: {normal: [0, 1]}}", "one of uniform, loguniform, randint, choice"),
-        ("keys: {a: {uniform: [1, 0]}}", r"uniform takes \[LOW, HIGH\]"),
+        ("keys: {a: {uniform: [1, 0]}}", r"uniform takes \[LOW, HIGH\], and not \[1, 0\]"),
+        ("keys: {a: {uniform: [0, .inf]}}", r"uniform takes \[LOW, HIGH\]"),
+        ("keys: {a: {uniform: [0, true]}}", r"uniform takes \[LOW, HIGH\]"),
         ("keys: {a: {uniform: [1e-3, 1]}}", "1.0e-3 is a number in YAML, 1e-3 is not"),
         ("keys: {a: {loguniform: [0, 1]}}", "greater than 0"),
         ("keys: {a: {randint: [0, 1.5]}}", "whole numbers"),
-        ("keys: {a: {choice: 3}}", "choice takes a list"),
+        ("keys: {a: {choice: 3}}", "choice takes a list of values, and not 3"),
     ],
 )
 def test_what_is_wrong_with_a_sweep_is_said(tmp_path, text, said):

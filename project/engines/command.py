@@ -1,7 +1,6 @@
 """Builds a container's command line: configs that are not in the image travel with the manifest."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -20,30 +19,28 @@ def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     words: list[str] = []
     configs: dict[str, str] = {}
-    skip = False
-    for argument, following in pairwise([*argv, ""]):
-        if skip:
-            skip = False
-            continue
+    rest = iter(argv)
+    for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag in ("-c", "--config"):
-            words.append(_config(Path(value or following), configs))
+            words.append(_config(Path(value or next(rest)), configs))
         elif flag.removeprefix("--") not in _OWN:
             words.append(argument)
-            continue
-        skip = not equals
+        elif not equals:
+            next(rest, None)
     return words, configs
 
 
 def _config(path: Path, configs: dict[str, str]) -> str:
     if path.resolve().parent in _IN_IMAGE:
         return f"--config=configs/{path.name}"
-    if not re.fullmatch(r"[-._a-zA-Z0-9]+", path.name) or configs.get(path.name) not in (None, path.read_text()):
+    text = path.read_text()
+    if not re.fullmatch(r"[-._a-zA-Z0-9]+", path.name) or configs.get(path.name) not in (None, text):
         raise UserError(
             f"{path} travels with the manifest, under its name. HINT: another one, of letters, digits, '-', '.' and '_'."
         )
-    configs[path.name] = path.read_text()
-    bases = (yaml.safe_load(configs[path.name]) or {}).get("base") or []
+    configs[path.name] = text
+    bases = (yaml.safe_load(text) or {}).get("base") or []
     for base in [bases] if isinstance(bases, str) else bases:
         beside = (path.parent / base).resolve()
         if beside.is_file() and beside.parent not in _IN_IMAGE and base != beside.name:

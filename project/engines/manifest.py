@@ -14,9 +14,7 @@ log = logging.getLogger(__name__)
 Engine = Literal["k8s", "trainjob"]
 
 APP = Path("/app")  # the code in the image, and where a run is started
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST = 48  # of 63 letters; the pods add to it: '-node-0-1234' and more
-_DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
+_LONGEST = 48  # of 63 letters of a run's name; the pods add to it: '-node-0-1234' and more
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Wanted:
     """Of a pod."""
     image: str
     claim: str | None
-    """Of the volume that there is for the runs; None: one is asked for."""
+    """Of an existing volume for the runs; None: the manifest makes one."""
     words: list[str]
     """After `python -m project fit`, but for the run's name."""
     configs: dict[str, str]
@@ -53,33 +51,35 @@ class Wanted:
         return self.root / "lightning_logs"
 
 
+def _match(pattern: str, value: str, text: str) -> str:
+    """Returns the value if it matches; else a user is told so."""
+    if re.fullmatch(pattern, value, re.ASCII) is None:
+        raise UserError(text)
+    return value
+
+
 def pods(nodes: str, engine: Engine) -> tuple[int, int]:
     """Returns the least and the most number of pods: '4' or '2:4'."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", nodes)
-    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-        raise UserError(f"--nodes {nodes}: a number of pods, or MIN:MAX. HINT: --nodes 4, or --nodes 2:4.")
-    if match[2] and engine == "trainjob":
+    wrong = f"--nodes {nodes}: a number of pods, or MIN:MAX. HINT: --nodes 4, or --nodes 2:4."
+    least, colon, most = _match(r"[1-9]\d*(:\d+)?", nodes, wrong).partition(":")
+    if colon and engine == "trainjob":
         raise UserError(
             f"--nodes {nodes}: a TrainJob's number of pods is fixed (Kubeflow Trainer v2 has no elastic jobs). HINT: "
             "--engine k8s, whose pods come and go; or one number."
         )
-    return int(match[1]), int(match[2] or match[1])
+    if int(most or least) < int(least):
+        raise UserError(wrong)
+    return int(least), int(most or least)
 
 
 def name(run: str) -> str:
     """Returns the run's name, if pods and services can have it, too."""
-    if not _LABEL.fullmatch(run) or len(run) > _LONGEST:
-        raise UserError(
-            f"The run's name {run!r} can't be that of a Kubernetes service: small letters, digits and '-', a letter first, at "
-            f"most {_LONGEST}. HINT: --run {_nearest(run)}"
-        )
-    return run
-
-
-def _nearest(run: str) -> str:
-    """Returns the nearest name that pods and services can have."""
-    plain = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST].strip("-").lstrip("0123456789-")
-    return plain or "nightly"
+    nearest = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST].strip("-").lstrip("0123456789-") or "nightly"
+    return _match(
+        rf"(?=.{{1,{_LONGEST}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", run,
+        f"The run's name {run!r} can't be that of a Kubernetes service: small letters, digits and '-', a letter first, at most "
+        f"{_LONGEST}. HINT: --run {nearest}",
+    )  # fmt: skip
 
 
 def image_of(image: str | None) -> str:
@@ -89,9 +89,11 @@ def image_of(image: str | None) -> str:
             "Nothing says which image the pods are to run. HINT: --image REPOSITORY@sha256:DIGEST; docs/containers.md says how "
             "to build one."
         )
-    if not re.fullmatch(r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", image):
-        raise UserError(f"--image {image}: that is no image's name. HINT: REPOSITORY@sha256:DIGEST, the digest's 64 digits.")
-    if not _DIGEST.fullmatch(image):
+    _match(
+        r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", image,
+        f"--image {image}: that is no image's name. HINT: REPOSITORY@sha256:DIGEST, the digest's 64 digits.",
+    )  # fmt: skip
+    if "@" not in image:
         log.warning(
             "--image %s has no digest: pods that are started later may run other code, in the same run. HINT: "
             "REPOSITORY@sha256:DIGEST, which the push has printed.",
@@ -102,20 +104,17 @@ def image_of(image: str | None) -> str:
 
 def claim_of(claim: str | None) -> str | None:
     """Returns the volume claim's name, if it is a valid one."""
-    if claim is not None and (len(claim) > 253 or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim)):
-        raise UserError(f"--claim {claim!r}: no claim can be called so. HINT: small letters, digits, '-' and '.', 253 at most.")
-    return claim
+    wrong = f"--claim {claim!r}: no claim can be called so. HINT: small letters, digits, '-' and '.', 253 at most."
+    return None if claim is None else _match(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", claim, wrong)
 
 
 def root_of(folder: str | Path | None) -> Path:
     """Returns the folder in the container in which lightning_logs lies, if a volume can be mounted there."""
-    root = Path(APP, folder or ".")
-    if ".." in root.parts or not re.fullmatch(r"/[-\w./]*", str(root), re.ASCII):
-        raise UserError(
-            f"trainer.default_root_dir={str(folder)!r}: no volume can be put there in a container. HINT: a path of letters, "
-            "digits, '-', '_' and '.', without '..'."
-        )
-    return root
+    wrong = (
+        f"trainer.default_root_dir={str(folder)!r}: no volume can be put there in a container. HINT: a path of letters, "
+        "digits, '-', '_' and '.', without '..'."
+    )
+    return Path(_match(r"(?!.*/\.\.(/|$))/[-\w./]*", str(APP / (folder or ".")), wrong))
 
 
 def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str, shared_by: int = 1) -> None:
@@ -130,17 +129,14 @@ def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: in
         return
     at_once = micro_batch * max(1, wanted.processes // shared_by)
     counts = range(wanted.least, wanted.most + 1)
-    odd = [count for count in counts if global_batch % (at_once * count)]
+    odd = [str(count) for count in counts if global_batch % (at_once * count)]
     if not odd:
         return
+    fitting = [str(count) for count in range(1, global_batch // at_once + 1) if global_batch % (at_once * count) == 0]
+    numbers = f"--nodes of {', '.join(fitting)} can" if fitting else "no number of them can"
     shares = math.lcm(*(at_once * count for count in counts))
-    fitting = [
-        count for count in range(1, global_batch // at_once + 1)
-        if global_batch % (at_once * count) == 0
-    ]  # fmt: skip
-    numbers = f"--nodes of {', '.join(map(str, fitting))} can" if fitting else "no number of them can"
     raise UserError(
-        f"{' or '.join(map(str, odd))} pod(s) of {wanted.processes} process(es) with micro-batches of {micro_batch} can't make "
+        f"{' or '.join(odd)} pod(s) of {wanted.processes} process(es) with micro-batches of {micro_batch} can't make "
         f"a global batch of {global_batch}; {numbers}. HINT: choose one of these, or set {key}="
         f"{max(1, round(global_batch / shares)) * shares}."
     )

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,19 +38,25 @@ class Needs:
 
 def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
     """Returns the needs of a pod; `run` is as the doctor sees it, with `processes` those of a pod."""
-    sample = _sample_bytes(run)
+    shm, activations, sample, why = _SHM_UNKNOWN, 0, None, "its samples can't be counted"
+    try:
+        fingerprint = run.fingerprint()
+        run.micro_batch, run.workers = run.sizes()
+        sample = int(fingerprint["train"]["bytes"]) if fingerprint else None
+    except Exception as error:  # whatever somebody's data does where its files are missing; it is not fetched for this
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
     if sample is None:
         log.warning(
-            "/dev/shm and memory are guessed: %s. Make this manifest where the data is, for better ones.",
-            in_bytes(_SHM_UNKNOWN),
-        )
-        shm = _SHM_UNKNOWN
+            "The data can't be looked at here: %s. So /dev/shm and memory are guessed: %s. Make this manifest where the data "
+            "is, for better ones.",
+            why, in_bytes(shm),
+        )  # fmt: skip
     else:
         shm = _SHM_ALWAYS + 2 * run.shared_memory_needed(sample)
+        activations = 0 if wanted.gpus else _activations(run)
     # The doctor reckons with one number that the optimiser keeps for each weight; Adam keeps two.
     checkpoint = run.checkpoint_bytes + run.gradient_bytes
     state = 0 if wanted.gpus else checkpoint + run.gradient_bytes
-    activations = _activations(run) if sample is not None and not wanted.gpus else 0
     rank = (_PROCESS_GPU if wanted.gpus else _PROCESS) + state + 2 * activations + run.workers * _WORKER
     memory = run.processes * rank + checkpoint + shm  # a checkpoint is written from a copy; /dev/shm counts as memory
     seconds = _STEP + 3 * checkpoint / _DISK_SPEED  # what is written before it, it itself, and it is read back
@@ -69,19 +74,8 @@ def _rounded(number: float) -> int:
     return math.ceil(number / _GIB) * _GIB
 
 
-def _sample_bytes(run: ExaminedRun) -> int | None:
-    """Returns the bytes of a sample; None if the data is not here: it is not fetched for this."""
-    try:
-        fingerprint = run.fingerprint()
-        run.micro_batch, run.workers = run.sizes()
-    except Exception as error:  # whatever somebody's data does where its files are missing
-        log.warning("The data can't be looked at here: %s", str(error).strip().partition("\n")[0] or type(error).__name__)
-        return None
-    return int(fingerprint["train"]["bytes"]) if fingerprint else None
-
-
 def _activations(run: ExaminedRun) -> int:
-    """Returns the bytes that a micro-batch leaves between the forward and the backward pass."""
+    """Returns the bytes that a micro-batch keeps between the forward and the backward pass."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -89,9 +83,8 @@ def _activations(run: ExaminedRun) -> int:
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, same):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             run.compute(run.micro_batch)
     except Exception as error:  # a module that takes its steps by itself, say
         log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", error)

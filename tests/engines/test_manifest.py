@@ -297,18 +297,6 @@ def test_what_lies_in_scripts_is_what_kubernetes_takes(file):
     assert schema_errors(manifest.replace("restartPolicy", "restartsPolicy"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["k8s", "trainjob"])
-def test_what_is_written_for_a_config_of_ones_own_is_what_kubernetes_takes(folder, engine):
-    (folder / "mine.yaml").write_text("# mine: 'quoted'\nbase: configs/ddp.yaml\ntrainer:\n  max_epochs: 2\n\n")
-    words = ("--config=mine.yaml", "--run=other", "--nodes=2", f"--engine={engine}", "--claim=shared", "--gpus=0")
-    manifest = text(folder, *words)
-    assert schema_errors(manifest) == []
-    check_job(documents(manifest))
-    (files,) = [one for one in job_of(documents(manifest))["spec"]["template"]["spec"]["volumes"] if "configMap" in one]
-    assert files["configMap"]["name"] == documents(manifest)["ConfigMap"]["metadata"]["name"]
-
-
 def write_anew() -> None:
     """The manifests in scripts/k8s, after a change of the texts."""
     for file, words in FILES.items():

@@ -1,12 +1,10 @@
-"""What the verb `ray` understands and decides without Ray: its words, and what follows a start that ended."""
+"""What the verb `ray` understands, and what follows a start that ended."""
 
 import subprocess
 import sys
 
 import pytest
 
-from project.engines.ray.fit import _waits, passed_on
-from project.engines.ray.ledger import MOST, Ledger
 from project.engines.ray.verb import main, read
 from tests.conftest import ROOT, environment
 
@@ -16,32 +14,31 @@ DDP = ("fit", "--config", "configs/ddp.yaml")
 def test_words_of_ray_and_words_of_the_training(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    asked = read([*DDP, "--workers", "3", "--min-workers=2", "--trainer.max_epochs", "4"])
-    assert (asked.workers, asked.least, asked.address) == (3, 2, None)
-    assert asked.run.startswith("ddp-")
-    assert asked.words == [*DDP, "--trainer.max_epochs", "4", "--run", asked.run]
-    asked = read([*DDP, "--run=it", "--trainer.default_root_dir=elsewhere", "--address=h1:6379"])
-    assert asked.words == [*DDP, "--run=it", "--trainer.default_root_dir=elsewhere"]
-    assert asked.checkpoints == tmp_path / "elsewhere/lightning_logs/it/checkpoints"
-    assert asked.address == "h1:6379"
+    options = read([*DDP, "--workers", "3", "--min-workers=2", "--trainer.max_epochs", "4"])
+    assert (options.workers, options.min_workers, options.address) == (3, 2, None)
+    assert options.name.startswith("ddp-")
+    assert options.words == [*DDP, "--trainer.max_epochs", "4", "--run", options.name]
+    options = read([*DDP, "--run=it", "--trainer.default_root_dir=elsewhere", "--address=h1:6379"])
+    assert options.words == [*DDP, "--run=it", "--trainer.default_root_dir=elsewhere"]
+    assert options.folder == tmp_path / "elsewhere/lightning_logs/it"
+    assert options.address == "h1:6379"
 
 
 def test_a_trial_of_a_sweep_is_watched_under_the_name_that_it_has(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asked = read([*DDP, f"--sweep={ROOT}/configs/sweeps/lr.yaml", "--trial=2", "--run=it"])
-    assert asked.run == "it-2"
-    assert asked.checkpoints == tmp_path / "lightning_logs/it-2/checkpoints"
-    assert asked.words[3:5] == ["--run", "it-2"]
-    assert "--data.global_batch_size=128" in asked.words
-    assert not [word for word in asked.words if word.startswith(("--sweep", "--trial"))]
+    options = read([*DDP, f"--sweep={ROOT}/configs/sweeps/lr.yaml", "--trial=2", "--run=it"])
+    assert options.name == "it-2"
+    assert options.folder == tmp_path / "lightning_logs/it-2"
+    assert options.words[3:5] == ["--run", "it-2"]
+    assert "--data.global_batch_size=128" in options.words
+    assert not [word for word in options.words if word.startswith(("--sweep", "--trial"))]
 
 
-def test_where_the_driver_is_does_not_go_to_the_workers(monkeypatch, tmp_path):
+def test_where_the_driver_is_does_not_go_to_the_workers(fit, monkeypatch):
     """They may be on other nodes, in other images."""
-    monkeypatch.chdir(tmp_path)
     for name in ("PROJECT_NODE", "PROJECT_IMAGE", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "said")
-    passed = passed_on(read([*DDP]))
+    passed = fit.passed_on(300)
     assert passed["NCCL_DEBUG"] == "said"
     assert not {"PROJECT_NODE", "PROJECT_IMAGE"} & passed.keys()
 
@@ -49,12 +46,12 @@ def test_where_the_driver_is_does_not_go_to_the_workers(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workers=0"], "--workers is a number from 1 on"),
+        (["--workers=0"], "--workers: a number from 1 on, not 0"),
         (["--workers=2", "--min-workers=3"], "--min-workers 3 is more than --workers 2"),
         (["--tune=sweep.yaml", "--workers=2", "--min-workers=1"], "--min-workers is not for --tune"),
         (["--tune=sweep.yaml", "--sweep=sweep.yaml"], "give one of them"),
-        (["--gpus=-1"], "--gpus is a number from 0 on"),
-        (["--max-failures=-2"], "--max-failures is a number from 0 on"),
+        (["--gpus=-1"], "--gpus: a number from 0 on, not -1"),
+        (["--max-failures=-2"], "--max-failures: a number from -1 on, not -2"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, said, capsys):
@@ -67,7 +64,6 @@ def test_words_that_make_no_sense_are_refused(words, said, capsys):
 def test_the_driver_loads_neither_torch_nor_lightning():
     code = (
         "import sys; from project.engines.ray.verb import read; read(['fit', '--config', 'configs/ddp.yaml']);"
-        "import project.engines.ray.ledger, project.engines.ray.fit, project.engines.ray.search;"
         "print(sorted({'torch', 'lightning', 'ray'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -109,113 +105,97 @@ def test_a_search_needs_to_know_what_decides(tmp_path, capsys):
 # What follows a start ------------------------------------------------------------------------------------------------
 
 
-def started(failures: int = 3, ranks: int = 2) -> Ledger:
-    ledger = Ledger(failures)
-    assert ledger.begins("first", [f"h{rank + 1}" for rank in range(ranks)], "none")
-    return ledger
+@pytest.fixture
+def fit():
+    pytest.importorskip("ray")
+    from project.engines.ray import fit
 
-
-def ends(ledger: Ledger, *codes: int) -> bool:
-    for rank, code in enumerate(codes):
-        ledger.ends(rank, code)
-    assert ledger.decides
-    return ledger.decide()
+    return fit
 
 
 @pytest.mark.parametrize(
-    ("codes", "again", "code"),
+    ("codes", "signals", "code"),
     [
-        ((0, 0, 0), False, 0),
-        ((143, 143, 143), False, 143),  # somebody told it to stop
-        ((130, 130, 75), True, None),
-        ((2, 2, 2), False, 2),  # a wrong key is as wrong the next time
-        ((75, 75, -9), True, None),
-        ((1, 75, 75), True, None),
+        ((0, 0, 0), (), 0),
+        ((143, 143, 143), (), 143),  # somebody stopped it
+        ((143, 143), (15,), 143),
+        ((), (15,), 143),
+        ((130, 130, 75), (), None),
+        ((2, 2, 2), (), 2),  # a wrong key is as wrong the next time
+        ((75, 75, -9), (), None),
+        ((75, 75), (), None),
     ],
 )
-def test_what_is_no_failure_is_not_tried_again(codes, again, code):
-    ledger = started(ranks=3)
-    assert ends(ledger, *codes) is again
-    assert ledger.code == code
+def test_what_is_no_failure_is_not_tried_again(fit, codes, signals, code):
+    start = fit.Start(["h1", "h2", "h3"], dict(enumerate(codes)))
+    start.hosts = start.hosts[: len(codes)] or start.hosts
+    assert start.end(signals) == code
 
 
-def test_after_so_many_failures_the_exit_code_is_the_ranks_own():
-    ledger = started(failures=1)
-    assert ends(ledger, 75, -9) is True
-    assert "failure 1 of 1): rank 1 on h2: SIGKILL" in ledger.said[-1][1]
-    assert ledger.begins("second", ["h1", "h2"], "step-000000003.ckpt")
-    assert ends(ledger, 75, -9) is False
-    assert ledger.code == 75
+def runs(fit, tmp_path, monkeypatch, *starts, failures=3):
+    """The exit code of a run whose starts end so, with what it prints of them; the last one again and again."""
+    options = read([*DDP, f"--max-failures={failures}", "--run=it", f"--trainer.default_root_dir={tmp_path}"])
+    (options.folder / "checkpoints").mkdir(parents=True)
+    driver, left = fit.Fit.__new__(fit.Fit), list(starts)
+    driver._options, driver._signals = options, []
+
+    def train(group, start):
+        ended, saved = left.pop(0) if len(left) > 1 else left[0]
+        vars(start).update(vars(ended))
+        if saved:
+            (options.folder / f"checkpoints/step-{len(left):09d}.ckpt").touch()
+
+    said = []
+    monkeypatch.setattr(driver, "_place", object)
+    monkeypatch.setattr(driver, "_train", train)
+    monkeypatch.setattr(fit, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(fit, "say", lambda level, text: said.append(text))
+    return driver.run(), said
 
 
-def test_a_host_that_is_taken_away_is_no_failure():
-    ledger = started(failures=0)
-    assert ledger.start is not None
-    ledger.start.preempted = "h2"
-    assert ends(ledger, 143, 143) is True
-    assert ledger.failures == 0
+def test_after_so_many_failures_the_exit_code_is_the_ranks_own(fit, tmp_path, monkeypatch):
+    killed = fit.Start(["h1", "h2"], {0: 75, 1: -9})
+    code, said = runs(fit, tmp_path, monkeypatch, (killed, False), failures=1)
+    assert code == 75
+    assert said == [
+        "Ray starts the workers again (failure 1 of 1): rank 1 on h2: SIGKILL.",
+        "The run is not started again: rank 1 on h2: SIGKILL; so many failures: 2 (--max-failures 1).",
+    ]
 
 
-def test_the_user_wants_an_end():
-    ledger = started()
-    ledger.asked = 15
-    assert ends(ledger, 143, 143) is False
-    assert ledger.code == 143
-    assert not ledger.begins("second", ["h1"], "none")
+def test_a_host_that_is_taken_away_is_no_failure_and_one_that_is_lost_is_named(fit, tmp_path, monkeypatch):
+    moved = fit.Start(["h1", "h2"], {0: 143, 1: 143}, moved="h2 is taken away")
+    lost = fit.Start(["h1", "h2"], {0: 75}, {1: "its node has died"})
+    code, said = runs(fit, tmp_path, monkeypatch, (moved, True), (lost, False), failures=0)
+    assert code == 75
+    assert said[0] == "Ray starts the workers again: h2 is taken away."
+    assert "rank 1 on h2 is lost: its node has died; so many failures: 1" in said[1]
 
 
-@pytest.mark.parametrize(("codes", "code"), [({}, 75), ({0: 0}, 75), ({0: 143}, 143), ({0: 75}, 75)])
-def test_a_rank_that_says_nothing_has_not_ended_well(codes, code, monkeypatch):
-    """Its host was lost, and Ray has ended the others."""
-    monkeypatch.setattr("project.engines.ray.ledger.LAST_WORDS", 0.0)
-    ledger = started(failures=0)
-    assert ledger.start is not None
-    for rank, one in codes.items():
-        ledger.ends(rank, one)
-    ledger.start.gone, ledger.start.failed_at = True, 1.0
-    assert ledger.decides
-    assert ledger.decide() is False
-    assert ledger.code == code
+def test_starts_that_come_to_no_new_checkpoint_come_to_an_end(fit, tmp_path, monkeypatch):
+    failed = fit.Start(["h1"], {0: 1})
+    code, said = runs(fit, tmp_path, monkeypatch, (failed, True), (failed, False), failures=-1)
+    assert code == 1
+    assert len(said) == 5
+    assert "started 3 times and came to no new checkpoint" in said[-1]
 
 
-def test_who_is_lost_is_named_with_what_ray_says_of_it():
-    """And not those that Ray has ended for it."""
-    ledger = started()
-    assert ledger.start is not None
-    ledger.start.gone, ledger.start.failed_at, ledger.start.lost = True, -1e9, {1: "its node has died"}
-    assert ledger.decides
-    assert ledger.decide() is True
-    told = f"(failure 1 of 3): rank 1 on {ledger.start.hosts[1]} is lost: its node has died."
-    assert ledger.said[-1] == ("WARNING", f"Ray starts the workers again {told}")
+def test_a_rank_gets_the_variables_of_torchrun_and_the_gpus_of_its_host(fit):
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    alike = fit.layout(["a", "a", "b", "b"], ["0", "1", "0", "1"])
+    assert [rank["RANK"] for rank in alike] == ["0", "1", "2", "3"]
+    assert [alike[2][name] for name in names] == ["0", "2", "1", "2", "0,1"]
+    odd = fit.layout(["a", "a", "b"], ["0", "1", "0"])
+    assert [odd[1][name] for name in names] == ["0", "1", "1", "3", "1"]
+    assert "CUDA_VISIBLE_DEVICES" not in fit.layout(["a"], [""])[0]
 
 
-@pytest.mark.parametrize(
-    ("free", "told"),
-    [
-        ({"CPU": 2.0, "memory": 1e9}, "Ray has no place for 2 to 3 workers with 2 CPU each; free are: 2 CPU."),
-        ({"memory": 1e9}, "Ray has no place for 2 to 3 workers with 2 CPU each; free are: none."),
-        ({"CPU": 4.0}, "Ray has not started 2 to 3 workers with 2 CPU each yet, though 4 CPU are free: "),
-    ],
-)
-def test_why_no_worker_has_been_started(free, told):
-    asked = read([*DDP, "--workers=3", "--min-workers=2"])
-    assert _waits(asked, {"CPU": 2.0}, free).startswith(told)
+def test_of_the_trials_that_came_as_far_one_in_three_continues():
+    pytest.importorskip("ray")
+    from project.engines.ray.search import _lags
 
-
-def test_workers_that_vanished_are_a_failure():
-    ledger = started(failures=0)
-    ledger.ends(0, 75)
-    assert not ledger.begins("second", ["h1"], "none")
-    assert ledger.code == 75
-    assert "the worker on h2 vanished" in ledger.said[-1][1]
-
-
-def test_starts_that_come_to_no_new_checkpoint_come_to_an_end():
-    ledger = started(failures=100)
-    for number in range(1, MOST):
-        assert ends(ledger, 75, -9) is True
-        assert ledger.begins(f"start {number}", ["h1", "h2"], "none")
-    assert ends(ledger, 75, -9) is True
-    assert not ledger.begins("one more", ["h1", "h2"], "none")
-    assert ledger.code == 75
-    assert f"started {MOST} times and came to no new checkpoint" in ledger.said[-1][1]
+    rungs: dict[int, list[float]] = {}
+    assert [_lags(rungs, (1, 3), 1, loss) for loss in (1.0, 0.5, 2.0, 0.4)] == [False, False, True, False]
+    assert not _lags(rungs, (1, 3), 2, 9.0)  # rungs are after 1, 3, 9, ... validations
+    assert [_lags(rungs, (1, 3), 3, loss) for loss in (1.0, 2.0)] == [False, True]
+    assert not _lags(rungs, None, 1, 9.0)

@@ -1,1 +1,1 @@
-"""Ray: it places the workers, starts them again, and searches. Nothing here is imported unless somebody says `ray`."""
+"""Ray places a run's ranks on hosts, starts them again after a failure, and searches: the verb `ray`."""

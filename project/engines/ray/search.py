@@ -1,109 +1,152 @@
-"""A search under Ray Tune: every trial is a run of its own, with a name, and its keys are flags of the same command."""
+"""A search: every trial of a sweep is a training of its own, and those that lag behind are stopped early (ASHA)."""
 
-import logging
+import argparse
 import math
-from collections.abc import Mapping
-from typing import Any
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from project.config_files import option, without
-from project.engines.ray.fit import Noted, beside, passed_on, say
-from project.engines.ray.local import connected
-from project.engines.ray.verb import Asked
+import numpy as np
+
+from project.config_files import RUNS, option, without
+from project.engines.ray.cluster import say
+from project.engines.ray.fit import STOPPED, Fit, shown
 from project.errors import UserError
-from project.sweep import Sweep, flag, read_sweep
+from project.sweep import Sweep, flag
+from project.watch.curves import Events
 
-_FAR = 10**9  # validations: a trial ends by its YAML, not by ASHA
-
-
-def search(asked: Asked) -> int:
-    """Tries all, and says which was the best. The exit code: 1 where a trial failed for good."""
-    assert asked.search is not None
-    sweep = read_sweep(str(asked.search))
-    if sweep.metric is None:
-        raise UserError(
-            f"{asked.search} does not say what the trials are compared by. HINT: metric: val/acc, and mode: max or min"
-        )
-    noted = Noted()
-    noted.listen()
-    with connected(asked.address, math.ceil(asked.workers * asked.cpus)) as ray:
-        noted.listen()
-        from project.engines.ray.places import resources
-
-        needs = {name: value * asked.workers for name, value in resources(ray, asked).items()}
-        told = described(asked, sweep)
-        _try_it(ray, told, passed_on(asked), sweep, needs, noted)
-        return _search(asked, sweep, told, needs, noted)
+_TURN = 0.5  # seconds from one look at the trials' curves to the next
+_AT_ONCE = 256  # trials that are trained, or wait for room, where the sweep sets no limit: each takes a thread here
+_KEPT = 20  # lines of what a trial printed last
 
 
-def described(asked: Asked, sweep: Sweep) -> dict[str, Any]:
-    """What a trial has to know of its search. Tune writes it down beside the runs, for all to read: so no environment is in it,
-    which may have the keys of a service.
+class Trial(Fit):
+    """A run of its own in a folder of its own. Where it is resumed, the search is given all that it has logged before, too. So
+    what the search decides does not depend on which trial was killed, and when.
     """
-    words = without(asked.words, "--run")  # trials have names of their own
-    if asked.workers > 1:
-        words.append(f"--trainer.devices={asked.workers}")  # a trial's ranks are on one host, as plain Python starts them
+
+    patience = math.inf
+
+    def __init__(self, options: argparse.Namespace, number: int | str, root: Path, words: Sequence[str]) -> None:
+        self.name, self.signals = f"{options.name}-{number}", list[int]()
+        self.folder = root / RUNS / self.name
+        own = vars(options) | {"name": self.name, "folder": self.folder, "words": [*words, "--run", self.name]}
+        super().__init__(argparse.Namespace(**own), self.signals)
+        self.values: dict[int, float] = {}
+        """The metric by step."""
+        self.failed = False
+        self._events, self._tail = Events(self.folder), deque[str](maxlen=_KEPT)
+
+    def say(self, level: str, text: str) -> None:
+        """Prints what is more than information, with the trial's name."""
+        if level != "INFO":
+            say(level, f"{self.name}  {text}")
+
+    def show(self, stream: int, text: bytes) -> None:
+        """Keeps what the trial has printed last."""
+        self._tail.extend(text.decode(errors="replace").splitlines())
+
+    def validations(self, metric: str) -> Iterator[tuple[int, float]]:
+        """Yields the step and the metric of each new validation; a resumed run may log one again."""
+        for point in self._events.scalars(metric) if metric in self._events.read() else ():
+            if point.step not in self.values:
+                self.values[point.step] = point.value
+                yield point.step, point.value
+
+    def why(self, code: int) -> str:
+        """Returns the trial's own last error, without its time, or else its last line."""
+        errors = [line.partition(" ERROR ")[2].strip() for line in self._tail if " ERROR " in line]
+        return f"{[*(self._tail or ['it printed nothing']), *errors][-1]} ({shown(code)})"
+
+    def end(self, code: int, metric: str) -> None:
+        """Prints how the trial has ended."""
+        stopped = bool(code in STOPPED and self.signals)
+        self.failed = not (stopped or (code == 0 and self.values))
+        if self.failed:
+            why = self.why(code) if code else f"the run has ended, and has not logged {metric}"
+            say("ERROR", f"{self.name} failed: {why}")
+        elif self.values:
+            say("INFO", f"{self.name}  ends after step {max(self.values)}")
+
+
+def search(options: argparse.Namespace, sweep: Sweep, signals: Sequence[int]) -> int:
+    """Trains all trials, and prints which was the best; returns 1 where a trial failed for good."""
+    words, metric = without(options.words, "--run"), sweep.metric
     if option(words, "--checkpoints.monitor") is None:
-        words += [f"--checkpoints.monitor={sweep.metric}", f"--checkpoints.mode={sweep.mode}"]  # the best one is kept
-    return {
-        **{"words": words, "run": asked.run, "folder": str(asked.folder.parent), "cwd": str(asked.cwd)},
-        **{"flags": [sweep.words(number + 1) for number in range(len(sweep.trials))], "workers": asked.workers},
-        **{"metric": sweep.metric, "grace": asked.grace},
-    }
-
-
-def _try_it(
-    ray: Any, told: Mapping[str, Any], environment: dict[str, str], sweep: Sweep, needs: Mapping[str, float], noted: Noted
-) -> None:
-    """Before anything starts: one step and one validation, where a trial would run, with all values that a key may have."""
-    from project.engines.ray.trial import tried
-
+        words += [f"--checkpoints.monitor={metric}", f"--checkpoints.mode={sweep.mode}"]  # the best one is kept
     every = [flag(key, value) for key, values in sweep.extremes.items() for value in values]
-    words = [*told["words"], *every, *sweep.words(1), "--trainer.fast_dev_run=true", f"--run={told['run']}-trying"]
-    task = ray.remote(tried).options(num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0))
-    answer = task.remote(dict(told), environment, words)
-    while not ray.wait([answer], timeout=0.5)[0]:
-        if noted.numbers:
-            raise SystemExit(128 + noted.numbers[0])
-    if wrong := ray.get(answer):
-        raise UserError(f"The search can't begin: {wrong}")
+    _try_words(options, [*words, *every, *sweep.words(1)], signals)
+    numbers = range(1, len(sweep.trials) + 1)
+    trials = [Trial(options, number, options.root, [*words, *sweep.words(number)]) for number in numbers]
+    say("INFO", f"Ray: {len(trials)} trials of {options.name}, by {metric} ({sweep.mode})")
+    sign, passed = (1 if sweep.mode == "min" else -1), 0
+    rungs: dict[int, list[float]] = {}
+    with ThreadPoolExecutor(sweep.together or min(len(trials), _AT_ONCE)) as pool:
+        running = {trial: pool.submit(trial.run) for trial in trials}
+        while running:
+            time.sleep(_TURN)
+            new = signals[passed:]
+            passed += len(new)
+            for trial, run in list(running.items()):
+                trial.signals += new
+                ended = run.done()  # before its curve is read
+                for step, value in trial.validations(metric):
+                    say("INFO", f"{trial.name}  step {step}  {metric} {value:.4f}")
+                    if not trial.signals and _lags(rungs, sweep.stop_early, len(trial.values), sign * value):
+                        trial.signals.append(signal.SIGTERM)  # it saves, and another search or fit of this name resumes it
+                if ended:
+                    del running[trial]
+                    trial.end(run.result(), metric)
+    rated = [
+        (sign * value, number, step)
+        for number, trial in zip(numbers, trials, strict=True)
+        for step, value in trial.values.items()
+        if not (trial.failed or math.isnan(value))
+    ]
+    if rated:
+        value, number, step = min(rated)
+        best = trials[number - 1]
+        checkpoints = sorted(best.folder.glob("checkpoints/step-*.ckpt"))
+        say("INFO", f"best        {best.name}: {metric} {sign * value:.4f} at step {step}")
+        say("INFO", f"keys        {' '.join(sweep.words(number))}")
+        exact = [file for file in checkpoints if file.name.startswith(f"step-{step:09d}")]
+        say("INFO", f"checkpoint  {[best.folder, *checkpoints, *exact][-1]}")
+    failed = not rated or any(trial.failed for trial in trials)
+    return 128 + signals[0] if signals else int(failed)
 
 
-def _search(asked: Asked, sweep: Sweep, told: dict[str, Any], needs: dict[str, float], noted: Noted) -> int:
-    from ray import tune
-    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+def _lags(rungs: dict[int, list[float]], rule: tuple[int, int] | None, validations: int, loss: float) -> bool:
+    """Returns whether a trial is not among the best 1/factor of those that came to this rung before (asynchronous halving)."""
+    if rule is None:
+        return False
+    rung, factor = rule
+    while rung < validations:
+        rung *= factor
+    if rung > validations:
+        return False
+    before = rungs.setdefault(validations, [])
+    lags = bool(before and loss > np.nanquantile(before, 1 / factor))
+    before.append(loss)
+    return lags
 
-    from project.engines.ray.news import News, Until
-    from project.engines.ray.trial import Trial
 
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    early = sweep.stop_early
-    scheduler = (
-        ASHAScheduler(time_attr="training_iteration", max_t=_FAR, grace_period=early.after, reduction_factor=early.factor)
-        if early
-        else FIFOScheduler()
-    )
-    news = News(told, sweep)
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(Trial, environment=passed_on(asked)), needs),
-        param_space={"number": tune.grid_search(list(range(1, len(sweep.trials) + 1))), "search": told},
-        tune_config=tune.TuneConfig(
-            metric=sweep.metric, mode=sweep.mode, scheduler=scheduler, max_concurrent_trials=sweep.together,
-            trial_dirname_creator=lambda trial: f"trial-{trial.config['number']:05d}",
-        ),
-        run_config=tune.RunConfig(
-            name=f"{asked.run}-ray", storage_path=asked.storage or str(asked.folder.parent), verbose=0, callbacks=[news],
-            stop=Until(noted.numbers), failure_config=tune.FailureConfig(max_failures=asked.failures),
-        ),
-    )  # fmt: skip
-    say("INFO", f"Ray: {len(sweep.trials)} trials of {asked.run}, by {sweep.metric} ({sweep.mode})")
-    thread, failed = beside(tuner.fit)
-    while thread.is_alive():
-        thread.join(0.5)  # Python runs the handlers of signals in between
-    if failed:
-        raise UserError(f"The search came to an end: {failed[0]}")
-    best = news.best()
-    for line in best:
-        say("INFO", line)
-    if noted.numbers:
-        return 128 + noted.numbers[0]
-    return int(bool(news.failed) or not best)
+def _try_words(options: argparse.Namespace, words: Sequence[str], signals: Sequence[int]) -> None:
+    """Has one step and one validation taken where a trial would run, with all values that a key may have."""
+    once = argparse.Namespace(**vars(options) | {"max_failures": 0})
+    options.root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".trying-", dir=options.root) as root:  # all hosts see it
+        extra = [f"--trainer.default_root_dir={root}", "--trainer.fast_dev_run=true"]
+        trial = Trial(once, "trying", Path(root), [*words, *extra])
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(trial.run)
+            while not run.done():
+                time.sleep(_TURN)
+                trial.signals[:] = signals
+    if signals:
+        raise SystemExit(128 + signals[0])
+    if code := run.result():
+        raise UserError(f"The search can't begin: {trial.why(code)}")

@@ -1,140 +1,102 @@
-"""python -m project ray fit --config configs/ddp.yaml --workers 2: Ray starts the training, and looks after it.
+"""The verb `ray`: reads its flags, connects to Ray, and has a training or a search started there.
 
-Loads neither torch nor, before the words are read, Ray.
+Loads neither torch nor, before the flags are read, Ray.
 """
 
 import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from project.config_files import RUNS, checked, documents, expand, option
+from project.engines.ray.cluster import connected, listen
 from project.errors import UserError
-from project.sweep import with_trial
-
-_ABOUT = (
-    "Ray starts the training, and looks after it: on the cluster at --address or RAY_ADDRESS, else on one of its own on this "
-    "machine. All other words are those of 'python -m project fit'."
-)
-_PLACES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line wants."""
-
-    words: list[str]
-    """The child's: fit, and all that is not Ray's; with the name of the run."""
-    run: str
-    checkpoints: Path
-    workers: int
-    least: int
-    cpus: float
-    gpus: float | None
-    """For each worker; None: one where the cluster has any."""
-    failures: int
-    address: str | None
-    storage: str | None
-    placement: str
-    grace: float
-    search: Path | None
-    cwd: Path
-
-    @property
-    def folder(self) -> Path:
-        """The run's."""
-        return self.checkpoints.parent
+from project.sweep import read_sweep, with_trial
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs it, and returns the exit code: the training's."""
+    """Runs the training or the search, and returns the exit code."""
+    signals: list[int] = []
     try:
-        asked = read(words)
-        if asked.search is not None:
-            from project.engines.ray.search import search
+        options = read(words)
+        sweep = read_sweep(options.tune) if options.tune else None
+        if sweep and not sweep.metric:
+            raise UserError(
+                f"{options.tune} does not say what the trials are compared by. HINT: metric: val/acc, and mode: max or min"
+            )
+        listen(signals)
+        with connected(options.address, math.ceil(options.workers * options.cpus)):
+            listen(signals)  # Ray sets handlers of its own when it is connected
+            if sweep:
+                from project.engines.ray.search import search
 
-            return search(asked)
-        from project.engines.ray.fit import fit
+                return search(options, sweep, signals)
+            from project.engines.ray.fit import Fit
 
-        return fit(asked)
+            return Fit(options, signals).run()
     except UserError as error:
         print(f"ERROR   {error}", file=sys.stderr)
         return 2
 
 
-def read(words: Sequence[str]) -> Asked:
-    """The command line, where it makes sense."""
-    parser = argparse.ArgumentParser("python -m project ray", description=_ABOUT, allow_abbrev=False)
-    parser.add_argument("verb", choices=("fit",), help="what to run")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many ranks; with --tune, of each trial (1)")
-    parser.add_argument("--min-workers", type=int, metavar="N", help="go on with so few, where there are no more places")
-    parser.add_argument("--cpus", type=float, default=1.0, metavar="N", help="CPUs that Ray sets aside for each worker (1)")
-    parser.add_argument("--gpus", type=float, metavar="N", help="GPUs for each worker (1 if the cluster has any)")
-    parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="starts after failures; -1: any number (3)")
-    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster, or auto (RAY_ADDRESS)")
-    parser.add_argument(
-        "--storage", metavar="PATH", help="where Ray keeps its notes; all hosts see it (ray/ in the run's folder)"
-    )
-    parser.add_argument("--placement", choices=_PLACES, default="PACK", help="how Ray places the workers (PACK)")
-    parser.add_argument(
-        "--grace", type=float, metavar="SECONDS", help="from a signal to SIGKILL: what a checkpoint may take (300)"
-    )
-    parser.add_argument("--tune", metavar="SPACE.yaml", help="a search: docs/ray.md")
-    given, rest = parser.parse_known_args(words)
-    if given.tune and option(rest, "--sweep") is not None:
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """Returns Ray's flags, the words that are left for `python -m project` (`words`), and the run's `name` and `folder`."""
+    parser = argparse.ArgumentParser(
+        "python -m project ray", allow_abbrev=False,
+        description="Ray starts the training and restarts it after a failure: on the cluster at --address or RAY_ADDRESS, else "
+        "on one of its own on this machine. All other words are those of 'python -m project fit'.",
+    )  # fmt: skip
+    add, places = parser.add_argument, ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    grace = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    add("verb", choices=("fit",), help="what to run")
+    add("--workers", type=_from(1), default=1, metavar="N", help="ranks; with --tune, of each trial (1)")
+    add("--min-workers", type=_from(1), metavar="N", help="continue with so few ranks where there is no room for more")
+    add("--cpus", type=_from(0, float), default=1.0, metavar="N", help="CPUs that Ray sets aside for each worker (1)")
+    add("--gpus", type=_from(0, float), metavar="N", help="GPUs for each worker (1 if the cluster has any)")
+    add("--max-failures", type=_from(-1), default=3, metavar="N", help="restarts after failures; -1: any number (3)")
+    add("--address", default=os.environ.get("RAY_ADDRESS"), metavar="HOST:PORT", help="of a Ray cluster, or auto (RAY_ADDRESS)")
+    add("--storage", help=argparse.SUPPRESS)  # of command lines from when Ray kept notes
+    add("--placement", choices=places, default="PACK", help="how Ray places the workers (PACK)")
+    add("--grace", type=_from(0, float), default=grace, metavar="SECONDS", help="from a signal to SIGKILL (300)")
+    add("--tune", metavar="SPACE.yaml", help="a search: docs/ray.md")
+    options, rest = parser.parse_known_args(words)
+    if options.storage is not None:
+        print("WARNING --storage has no effect: Ray keeps no notes of a run.", file=sys.stderr)
+    if options.tune and option(rest, "--sweep") is not None:
         parser.error("--tune trains all trials of a sweep, and --sweep one: give one of them")
-    rest = with_trial(["fit", *rest])[1:]  # here, as the run's name has the trial's number
-    given.workers = _number(parser, "--workers", given.workers, 1)
-    least = _number(parser, "--min-workers", given.min_workers or given.workers, 1)
-    if least > given.workers:
-        parser.error(f"--min-workers {least} is more than --workers {given.workers}")
-    if given.tune and given.min_workers:
+    if options.tune and options.min_workers:
         parser.error("--min-workers is not for --tune: a trial has as many ranks from its beginning to its end")
-    for name in ("cpus", "gpus"):
-        if (value := getattr(given, name)) is not None and not (value >= 0 and math.isfinite(value)):
-            parser.error(f"--{name} is a number from 0 on, not {value:g}")
-    if given.max_failures < -1:
-        parser.error("--max-failures is a number from 0 on, or -1 for any number")
-    grace = given.grace if given.grace is not None else float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
-    name = option(rest, "--run") or f"{_stem(rest)}-{datetime.now():%Y%m%d-%H%M%S}"
-    rest = rest if option(rest, "--run") else [*rest, "--run", name]
-    return Asked(
-        words=["fit", *rest],
-        run=checked(name),
-        checkpoints=(_root(rest) / RUNS / name / "checkpoints").absolute(),
-        workers=given.workers,
-        least=least,
-        cpus=given.cpus,
-        gpus=given.gpus,
-        failures=given.max_failures,
-        address=given.address or os.environ.get("RAY_ADDRESS"),
-        storage=given.storage,
-        placement=given.placement,
-        grace=grace,
-        search=Path(given.tune) if given.tune else None,
-        cwd=Path.cwd(),
-    )
+    options.min_workers = options.min_workers or options.workers
+    if options.min_workers > options.workers:
+        parser.error(f"--min-workers {options.min_workers} is more than --workers {options.workers}")
+    rest = with_trial(["fit", *rest])
+    if option(rest, "--run") is None:
+        config = Path(option(rest, "-c", "--config") or "fit").stem
+        rest += ["--run", f"{config}-{datetime.now():%Y%m%d-%H%M%S}"]
+    options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
+    options.root = _root(rest).absolute()
+    options.folder = options.root / RUNS / options.name
+    return options
 
 
-def _number(parser: argparse.ArgumentParser, name: str, value: int, least: int) -> int:
-    if value < least:
-        parser.error(f"{name} is a number from {least} on, not {value}")
-    return value
+def _from(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Returns a reader of finite numbers that are not less than `least`."""
 
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"a number from {least} on, not {text}")
+        return value
 
-def _stem(words: list[str]) -> str:
-    return Path(option(words, "-c", "--config") or "fit").stem
+    return number
 
 
 def _root(words: list[str]) -> Path:
-    """Where runs land: trainer.default_root_dir, as the words and the configs have it."""
-    if (flag := option(words, "--trainer.default_root_dir")) is not None:
-        return Path(flag)
-    trainers: list[Any] = [one["trainer"] for one in documents(expand(words)) if isinstance(one.get("trainer"), dict)]
-    found = next((one["default_root_dir"] for one in reversed(trainers) if one.get("default_root_dir")), None)
-    return Path(found or ".")
+    """Returns trainer.default_root_dir, as the flags and the configs have it."""
+    sections = [content.get("trainer") for content in documents(expand(words))]
+    roots = [section.get("default_root_dir") for section in sections if isinstance(section, dict)]
+    roots.append(option(words, "--trainer.default_root_dir"))
+    return Path(([root for root in roots if root] or ["."])[-1])
