@@ -264,6 +264,11 @@ def longest(shares: Mapping[str, float]) -> str:
     return f"{shares[name]:.0%} {name.replace('_', ' ')}"
 
 
+def of_the_module(tag: str) -> bool:
+    """Returns whether the module has logged a curve."""
+    return not tag.startswith(OURS) and tag not in ("epoch", SKIPPED, "train/fp16_skipped_steps")
+
+
 def date(time: float) -> str:
     """Returns the text of a time, in this machine's time zone."""
     return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"

@@ -41,42 +41,34 @@ def _held(trainer: Trainer, module: LightningModule) -> list[str]:
         "buffers": module.buffers(),
         "states of the optimisers": [value for state in states for value in state.values() if isinstance(value, Tensor)],
     }
-    known: set[int] = set()  # addresses: several tensors may be views of one memory
+    known: set[int] = set()
     lines = [f"rank {trainer.global_rank}, step {trainer.global_step}, {trainer.strategy.root_device}"]
-    for name, tensors in kinds.items():
-        bytes_ = 0
-        for tensor in tensors:
-            if (at := _address(tensor)) and at not in known:
-                known.add(at)
-                bytes_ += tensor.untyped_storage().nbytes()
-        lines.append(f"{_mb(bytes_)}  {name}")
-    lines += _others(known)
+    lines += [f"{_mb(sum(_bytes(tensor, known) for tensor in tensors))}  {name}" for name, tensors in kinds.items()]
+    # What autograd keeps for the backward pass is not among the tensors that Python knows.
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for tensor in gc.get_objects():
+        if type(tensor) is Tensor and (size := _bytes(tensor, known)):
+            kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+            sizes[kind] += size
+            counts[kind] += 1
+    lines.append(f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:")
+    lines += [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_SHOWN)]
     if trainer.strategy.root_device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(abbreviated=True)]
     return lines
 
 
-def _others(known: set[int]) -> list[str]:
-    """Lists the tensors that Python knows; what autograd keeps for the backward pass is not among them."""
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for tensor in gc.get_objects():
-        if type(tensor) is not Tensor or not (at := _address(tensor)) or at in known:
-            continue
-        known.add(at)
-        kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-        sizes[kind] += tensor.untyped_storage().nbytes()
-        counts[kind] += 1
-    lines = [f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:"]
-    return lines + [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_SHOWN)]
-
-
-def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's memory; 0 where it has none of its own."""
+def _bytes(tensor: Tensor, known: set[int]) -> int:
+    """Returns the bytes of a tensor's memory; 0 where it has none of its own, or its address is known already."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        address = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, or on no device
         return 0
+    if not address or address in known:
+        return 0
+    known.add(address)
+    return tensor.untyped_storage().nbytes()
 
 
 def _mb(bytes_: float) -> str:

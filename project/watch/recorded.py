@@ -4,7 +4,7 @@ was computed, and how much of the communication ran beside the computing.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch.profiler import DeviceType
@@ -18,35 +18,9 @@ _WIDTH = 60  # characters of an operator's name
 _SEEN = 1000  # bytes a step: less is 0 in the table
 
 
-@dataclass(frozen=True)
-class Event:
-    """An event of a profile, with the time that it took."""
-
-    name: str
-    start: float
-    end: float
-    self_time: float
-    """Without what it called; microseconds."""
-    allocated: float
-    """Bytes, likewise; 0 where that was not recorded."""
-    kind: str
-    """'range': one of ours; 'computing': on the device that computes; 'communication'; 'other'."""
-
-
-def events_of(profiled: Iterable[Any], on_gpu: bool) -> list[Event]:
-    """Converts the events of torch's profiler."""
-    events = []
-    for event in profiled:
-        device = event.device_type == DeviceType.CUDA
-        span = event.time_range.start, event.time_range.end
-        spent = span[1] - span[0] if device else event.self_cpu_time_total
-        bytes_ = event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage
-        events.append(Event(event.name, *span, spent, max(0, bytes_), _kind(event, device, on_gpu)))
-    return events
-
-
-def _kind(event: Any, device: bool, on_gpu: bool) -> str:
-    name = event.name.lower()
+def _kind(event: Any, on_gpu: bool) -> str:
+    """Returns 'range' (one of ours), 'computing' (on the device that computes), 'communication' or 'other'."""
+    name, device = event.name.lower(), event.device_type == DeviceType.CUDA
     if event.is_user_annotation and not event.is_async:  # what it spans is counted by itself
         return "range" if name.startswith(RANGE) and not device else "other"
     if name.startswith("gloo:") or (device and "nccl" in name):
@@ -54,7 +28,7 @@ def _kind(event: Any, device: bool, on_gpu: bool) -> str:
     return "computing" if device == on_gpu and not event.is_async and not name.startswith("c10d::") else "other"
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def _union(spans: Iterable[Span]) -> list[Span]:
     """Returns spans of the same time, without overlaps, in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -65,81 +39,71 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def length(spans: Iterable[Span]) -> float:
+def _length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def shared(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """Returns how long both run at once; each comes without overlaps."""
-    return length(some) + length(others) - length(union([*some, *others]))
-
-
-def gaps(spans: Sequence[Span], start: float, end: float) -> list[Span]:
-    """Returns the parts of a time that the spans leave."""
-    edges = [start, *(edge for span in spans for edge in span), end]
-    return [(left, right) for left, right in zip(edges[::2], edges[1::2], strict=True) if right > left]
-
-
-def lines(events: Sequence[Event], steps: int, on_gpu: bool) -> list[str]:
-    """Returns the table, for people. `steps`: how many were recorded."""
-    ranges = [event for event in events if event.kind == "range"]
+def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
+    """Returns the table, for people. `profiled`: the events of torch's profiler; `steps`: how many were recorded."""
+    by_kind: dict[str, list[Any]] = {"range": [], "computing": [], "communication": [], "other": []}
+    for event in profiled:
+        by_kind[_kind(event, on_gpu)].append(event)
+    ranges = [event.time_range for event in by_kind["range"]]
     if not ranges:
         return ["Nothing was recorded."]
-    start, end = min(event.start for event in ranges), max(event.end for event in ranges)
+    start, end = min(span.start for span in ranges), max(span.end for span in ranges)
     if on_gpu:  # it is behind the host
-        end = max([end, *(event.end for event in events if event.kind in ("computing", "communication") and event.start < end)])
-    whole = end - start
-    device = "GPU" if on_gpu else "CPU"
-    events = [event for event in events if event.end > start and event.start < end]
+        busy = [event.time_range for event in by_kind["computing"] + by_kind["communication"]]
+        end = max([end, *(span.end for span in busy if span.start < end)])
+    whole, device = end - start, "GPU" if on_gpu else "CPU"
+    for kind, some in by_kind.items():
+        by_kind[kind] = [event for event in some if event.time_range.end > start and event.time_range.start < end]
     spent: Counter[str] = Counter()
-    for event in ranges:
-        spent[event.name.removeprefix(RANGE)] += event.end - event.start  # type: ignore[assignment]
-    if (between := whole - length(union((event.start, event.end) for event in ranges))) > 0:
-        spent["between steps"] += between  # type: ignore[assignment]
-    summary = [
-        f"{_ms(whole / steps)} a step: "
-        + ", ".join(f"{name} {time / whole:.0%}" for name, time in spent.most_common() if time / whole >= 0.005)
-    ]
-
-    def busy(kind: str) -> list[Span]:
-        return union((max(event.start, start), min(event.end, end)) for event in events if event.kind == kind)
-
-    computing, communicating = busy("computing"), busy("communication")
-    idle = gaps(computing, start, end)
-    longest = max(idle, key=lambda span: span[1] - span[0], default=(start, start))
-    where = next((event.name for event in ranges if event.start <= longest[0] < event.end), "between steps").removeprefix(RANGE)
-    summary.append(
-        f"The {device} computes nothing for {length(idle) / whole:.0%} of the time; the longest gap is "
-        f"{_ms(longest[1] - longest[0])}" + f", in {where}"
+    for event in by_kind["range"]:
+        spent[event.name.removeprefix(RANGE)] += event.time_range.end - event.time_range.start
+    spent["between steps"] += whole - _length(_union((span.start, span.end) for span in ranges))
+    shares = ", ".join(f"{name} {time / whole:.0%}" for name, time in spent.most_common() if time / whole >= 0.005)
+    computing, communicating = (
+        _union((max(event.time_range.start, start), min(event.time_range.end, end)) for event in by_kind[kind])
+        for kind in ("computing", "communication")
     )
+    edges = [start, *(edge for span in computing for edge in span), end]
+    idle = list(zip(edges[::2], edges[1::2], strict=True))
+    longest = max(idle, key=lambda span: span[1] - span[0])
+    within = (event.name for event in by_kind["range"] if event.time_range.start <= longest[0] < event.time_range.end)
+    summary = [
+        f"{_ms(whole / steps)} a step: {shares}",
+        f"The {device} computes nothing for {_length(idle) / whole:.0%} of the time; the longest gap is "
+        f"{_ms(longest[1] - longest[0])}, in {next(within, 'between steps').removeprefix(RANGE)}",
+    ]
     if communicating:
-        took, beside = length(communicating), shared(communicating, computing)
+        took, alone = _length(communicating), _length(_union([*communicating, *computing])) - _length(computing)
         summary.append(
-            f"Communication goes on for {_ms(took / steps)} a step, {beside / took:.0%} of it beside computing; for "
-            f"{(took - beside) / whole:.0%} of the time nothing else goes on"
+            f"Communication goes on for {_ms(took / steps)} a step, {1 - alone / took:.0%} of it beside computing; for "
+            f"{alone / whole:.0%} of the time nothing else goes on"
         )
-    return [*summary, "", *_table(events, steps, whole, device), *_allocations(events, steps)]
+    operators = by_kind["computing"] + by_kind["communication"]
+    return [*summary, "", *_table(operators, steps, whole, device), *_allocations([*chain(*by_kind.values())], steps, on_gpu)]
 
 
-def _table(events: Sequence[Event], steps: int, whole: float, device: str) -> list[str]:
+def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list[str]:
     """Lists the operators that take most of the time by themselves."""
     times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
+    calls = Counter(event.name for event in events)
     for event in events:
-        if event.kind in ("computing", "communication"):
-            times[event.name] += event.self_time  # type: ignore[assignment]
-            calls[event.name] += 1
+        span = event.time_range.end - event.time_range.start
+        times[event.name] += span if event.device_type == DeviceType.CUDA else event.self_cpu_time_total
     rows = [f"{f'Operators, by their own {device} time':<{_WIDTH}} {'calls a step':>12} {'time a step':>13} {'share':>8}"]
     for name, time in times.most_common(_SHOWN):
         rows.append(f"{_short(name)} {calls[name] / steps:>12.5g} {_ms(time / steps):>13} {time / whole:>8.1%}")
     return rows
 
 
-def _allocations(events: Sequence[Event], steps: int) -> list[str]:
+def _allocations(events: Sequence[Any], steps: int, on_gpu: bool) -> list[str]:
     """Lists the operators that ask for most memory, given back or not."""
     sizes: Counter[str] = Counter()
     for event in events:
-        sizes[event.name] += event.allocated  # type: ignore[assignment]
+        sizes[event.name] += max(0, event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage)
     largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size / steps >= _SEEN]
     header = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
     return [*header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
