@@ -37,10 +37,7 @@ class Asked:
     @staticmethod
     def of(text: str) -> "Asked":
         """Returns the request that a file holds; an empty file requests what is the default."""
-        try:
-            request = parse_json(text) if text.strip() else {}
-        except ValueError as error:
-            raise UserError(f"It is not JSON: {error}.") from error
+        request = parse_json(text) if text.strip() else {}
         if not isinstance(request, dict) or not request.keys() <= {"steps", "ranks", "memory"}:
             raise UserError(f"It says {printable(text.strip(), 100)}, and what it may say is memory, ranks, steps.")
         return Asked(**request)

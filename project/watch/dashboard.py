@@ -149,11 +149,9 @@ class Dashboard(Callback):
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
         tensors = {f"weights/{name}": parameter.detach() for name, parameter in module.named_parameters()}
-        tensors |= {
-            f"gradients/{name}": parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
-        }
-        for name, values in tensors.items():
-            if values.isfinite().all():  # TensorBoard's writer can't count others
+        gradients = {f"gradients/{name}": parameter.grad for name, parameter in module.named_parameters()}
+        for name, values in {**tensors, **gradients}.items():
+            if values is not None and values.isfinite().all():  # TensorBoard's writer can't count others
                 for board in boards(trainer):
                     board.experiment.add_histogram(name, values, self._step)
 

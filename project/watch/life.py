@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Life(Callback):
         """Returns the commit and the image, and warns where a resumed run has different ones."""
         if not trainer.is_global_zero:
             return {}
-        now = {"commit": _commit(), "image": named if (named := image()) != "none" else None}
+        now = {"commit": _commit(), "image": None if image() == "none" else image()}
         before = lives_of(Path(trainer.default_root_dir) / FILE)
         for name, value in now.items():
             # A run of a version that did not write it down has no such entry.
@@ -111,18 +112,13 @@ def _signal(exception: BaseException) -> str | None:
     """Returns the name of the signal that an end follows from."""
     if isinstance(exception, KeyboardInterrupt):
         return "SIGINT"
-    code = exception.code if isinstance(exception, SystemExit) else None
-    known = {128 + number: signal.Signals(number).name for number in signal.valid_signals() if number in {*signal.Signals}}
-    return known.get(code) if isinstance(code, int) else None
+    known = {128 + number: number.name for number in signal.Signals}
+    return known.get(exception.code) if isinstance(exception, SystemExit) and isinstance(exception.code, int) else None
 
 
 def _commit() -> str | None:
     """Returns the commit of the working directory, with a plus sign if something is changed; else of the project's own code."""
-    git = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, timeout=5)
-        commit = done.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):  # in most images there is no git
-        commit = ""
-    commit = commit or code.commit()
-    return commit if commit != "none" else None
+    git, known = ("git", "describe", "--always", "--dirty=+", "--exclude=*"), ""
+    with suppress(OSError, subprocess.TimeoutExpired):  # in most images there is no git
+        known = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
+    return None if (commit := known or code.commit()) == "none" else commit

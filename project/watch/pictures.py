@@ -5,27 +5,35 @@ dict with `image` and `label`, or a pair of these. Where nothing of the kind is 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional as F
 
-from project.cluster.group import Group
 from project.train.data_ranks import data_ranks
 from project.train.loop import add_callback, remove_callback
-from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import boards
 
 log = logging.getLogger(__name__)
 
 _MISTAKES, _INPUTS = 16, 16  # images
-_NONE = 2**62  # more classes than there can be
+SIDE = 64
+"""Pixels of a thumbnail."""
+_LINE = 12  # pixels of a line of text
+_LETTERS = 18  # in a line below a tile
+_ACROSS = 8  # tiles
+MOST = 400
+"""Classes of a confusion matrix that can be looked at."""
+_LARGEST = 800  # pixels of it, about
+_LETTER = 7  # pixels
+_GRID = (225, 225, 225)
+Picture = Any  # an array (height, width, 3) of bytes
 _COLUMNS = 5  # of what is known of a mistake: loss, label, guess, confidence, sample
 
 
@@ -51,26 +59,14 @@ def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
         board.experiment.add_image(tag, picture, step, dataformats="HWC")
 
 
-@dataclass
-class Worst:
-    """The mistakes with the largest losses so far; tensors on the device."""
-
-    facts: Tensor
-    images: Tensor
-
-    def with_more(self, facts: Tensor, images: Tensor) -> "Worst":
-        facts, images = torch.cat([self.facts, facts]), torch.cat([self.images, images])
-        best = facts[:, 0].topk(min(_MISTAKES, len(facts))).indices
-        return Worst(facts[best], images[best])
-
-
 class Evaluated:
     """The results of one loader's batches so far, on the device, and without a wait for it."""
 
     def __init__(self) -> None:
         self.classes = 0
         self.counts: Tensor | None = None  # (labels, guesses)
-        self.worst: Worst | None = None
+        self.facts = torch.empty(0, _COLUMNS)  # of the mistakes with the largest losses
+        self.images = torch.empty(0, 3, SIDE, SIDE, dtype=torch.uint8)
 
     def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
         """Adds a batch. A label that is no class (-100, say) counts nowhere."""
@@ -90,74 +86,43 @@ class Evaluated:
             self.counts.view(-1).scatter_add_(0, labels * classes + guesses, fits.long())
         losses = F.cross_entropy(logits, labels, reduction="none")
         losses = losses.where(fits & (guesses != labels), -1.0).nan_to_num(-1.0)  # what is right is no mistake
-        numbers = (
-            samples.to(losses) if isinstance(samples, Tensor) and samples.shape == losses.shape else torch.zeros_like(losses)
-        )
+        known = isinstance(samples, Tensor) and samples.shape == losses.shape
+        numbers = samples.to(losses) if known else torch.zeros_like(losses)
         facts = torch.stack([losses, labels.to(losses), guesses.to(losses), confidence, numbers], 1)
         few = losses.topk(min(_MISTAKES, len(losses))).indices
-        facts, small = facts[few], thumbnails(images[few])
-        self.worst = Worst(facts, small) if self.worst is None else self.worst.with_more(facts, small)
+        facts, small = (
+            torch.cat([self.facts.to(facts), facts[few]]),
+            torch.cat([self.images.to(few.device), thumbnails(images[few])]),
+        )
+        worst = facts[:, 0].topk(min(_MISTAKES, len(facts))).indices
+        self.facts, self.images = facts[worst], small[worst]
 
-    def of_all(self, ranks: int, group: Any) -> bool:
+    def join(self, gathered: Callable[[Any], list[Any]]) -> bool:
         """Joins the results of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
-        if ranks == 1:
-            if self.worst is None:
-                return False
-            places = _order(self.worst.facts)
-            self.worst = Worst(self.worst.facts.cpu()[places], self.worst.images.cpu()[places])
-            self.counts = None if self.counts is None else self.counts.cpu()
-            return True
-        extremes = torch.tensor([self.classes, -self.classes or -_NONE])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        most, least = int(extremes[0]), -int(extremes[1])
-        if not most or least != most:
+        counts = None if self.counts is None else self.counts.cpu().to_sparse()
+        brought = gathered((self.classes, counts, self.facts.cpu(), self.images.cpu()))
+        known = [results for results in brought if results[0]]
+        if len({classes for classes, *_ in known}) != 1:
             return False
-        if most <= MOST:
-            counts = torch.zeros(most, most, dtype=torch.long) if self.counts is None else self.counts.cpu()
-            dist.all_reduce(counts, group=group)
-            self.counts = counts
-        self.classes, self.worst = most, _worst_of_all(self.worst, ranks, group)
+        _, all_counts, facts, images = zip(*known, strict=True)
+        self.classes = known[0][0]
+        self.counts = None if all_counts[0] is None else torch.stack([counts.to_dense() for counts in all_counts]).sum(0)
+        rows = torch.cat(facts).tolist()
+        # The worst first; of several that are as bad, by the sample: the same on any number of ranks.
+        order = sorted(range(len(rows)), key=lambda index: (-rows[index][0], rows[index][4], rows[index][1:4]))[:_MISTAKES]
+        self.facts, self.images = torch.cat(facts)[order], torch.cat(images)[order]
         return True
-
-
-def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
-    """Gathers the losses of all ranks, then the images of the worst: each rank adds its own."""
-    own_facts = torch.full((_MISTAKES, _COLUMNS), -1.0)
-    if worst is not None:
-        own_facts[: len(worst.facts)] = worst.facts.cpu()
-    rows = [torch.empty_like(own_facts) for _ in range(ranks)]
-    dist.all_gather(rows, own_facts, group=group)
-    facts = torch.cat(rows)
-    places = _order(facts)[:_MISTAKES]
-    images = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.uint8)
-    first = dist.get_rank(group) * _MISTAKES
-    for at, place in enumerate(places):
-        if worst is not None and 0 <= place - first < len(worst.images):
-            images[at] = worst.images[place - first].cpu()
-    dist.all_reduce(images, group=group)
-    return Worst(facts[places], images)
-
-
-def _order(facts: Tensor) -> list[int]:
-    """Returns the order, the worst first; of several that are as bad, by the sample: the same on any number of ranks."""
-    rows = facts.tolist()
-    return sorted(range(len(rows)), key=lambda index: (-rows[index][0], rows[index][4], rows[index][1:4]))
 
 
 class Pictures(Callback):
     """Draws a grid of what the network is trained on when a run begins, and at each validation the rest."""
 
     def __init__(self) -> None:
-        self._group = Group()
         self._seen: dict[int, Evaluated] = {}  # by loader
         self._wanted = self._failed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wanted = bool(boards(trainer))
-        if self._wanted and trainer.world_size > 1 and dist.get_backend() != "gloo":
-            ranks = data_ranks(trainer)
-            # On the host, as `Throughput` does.
-            self._group.make(members=ranks.members() if ranks.shared_by > 1 else None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
@@ -197,8 +162,7 @@ class Pictures(Callback):
             return
         for loader in range(len(trainer.num_val_batches)):
             evaluated = self._seen.pop(loader, None) or Evaluated()
-            ranks = data_ranks(trainer)
-            if evaluated.of_all(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
+            if evaluated.join(data_ranks(trainer).gathered) and trainer.is_global_zero:
                 self._show(trainer, evaluated, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
 
     @staticmethod
@@ -207,23 +171,18 @@ class Pictures(Callback):
         names = names if names and len(names) == evaluated.classes else [str(number) for number in range(evaluated.classes)]
         if evaluated.counts is not None:
             show(trainer, f"val/confusion{suffix}", confusion(evaluated.counts, names), trainer.global_step)
-        assert evaluated.worst is not None
-        mistakes = [row for row in evaluated.worst.facts.tolist() if row[0] > 0]
+        mistakes = [row for row in evaluated.facts.tolist() if row[0] > 0]
         if mistakes:
             texts = [
                 [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
                 for _, label, guess, confidence, _ in mistakes
             ]
-            show(trainer, f"val/mistakes{suffix}", tiles(evaluated.worst.images[: len(mistakes)], texts), trainer.global_step)
+            show(trainer, f"val/mistakes{suffix}", tiles(evaluated.images[: len(mistakes)], texts), trainer.global_step)
 
 
 def _names(trainer: Trainer) -> Sequence[str] | None:
     """Returns the names of the classes, of a data module that has a list of `class_names`."""
-    try:
-        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
-    except Exception as error:  # a property of somebody's
-        log.debug("The names of the classes can't be told: %s", error)
-        return None
+    names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
 
 
@@ -245,3 +204,76 @@ class FirstBatch(Callback):
         texts = [[names[number] if 0 <= number < len(names) else str(number)] for number in numbers]
         if texts:
             show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)
+
+
+# Drawing -------------------------------------------------------------------------------------------------------------
+
+
+def thumbnails(images: Tensor) -> Tensor:
+    """Returns bytes (images, 3, SIDE, SIDE), each from its darkest to its brightest value, whatever it was normalised to."""
+    images = images.detach().float()
+    channels = images.shape[1]
+    images = images[:, :3] if channels >= 3 else images[:, :1].expand(-1, 3, -1, -1)
+    if images.shape[-2:] != (SIDE, SIDE):
+        larger = max(images.shape[-2:]) > SIDE
+        images = F.interpolate(images, (SIDE, SIDE), mode="area" if larger else "nearest")
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    return ((images - low) / (high - low).clamp_min(1e-12) * 255).round().nan_to_num(0).to(torch.uint8)
+
+
+def tiles(images: Tensor, texts: Sequence[Sequence[str]]) -> Picture:
+    """Draws a grid of thumbnails, each with its lines below it."""
+    lines = max(map(len, texts), default=0)
+    width, height = 2 * SIDE, 2 * SIDE + lines * _LINE + 4
+    across = min(_ACROSS, len(images))
+    down = -(-len(images) // across)
+    picture = Image.new("RGB", (across * width, down * height), "white")
+    pen = ImageDraw.Draw(picture)
+    for number, (image, text) in enumerate(zip(images, texts, strict=True)):
+        left, top = number % across * width, number // across * height
+        tile = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+        picture.paste(tile.resize((width - 4, 2 * SIDE - 4), Image.Resampling.NEAREST), (left + 2, top + 2))
+        for line, words in enumerate(text):
+            pen.text((left + 3, top + 2 * SIDE + line * _LINE), shortened(words), fill="black")
+    return np.asarray(picture)
+
+
+def shortened(words: str, most: int = _LETTERS) -> str:
+    return words if len(words) <= most else words[: most - 1] + "~"
+
+
+def confusion(counts: Tensor, names: Sequence[str]) -> Picture:
+    """Draws the guesses for each class in a row, as dark as their share of it, with the numbers where there is room."""
+    classes = len(counts)
+    cell = max(2, min(36, _LARGEST // classes))
+    shares = (counts.double() / counts.sum(1, keepdim=True).clamp_min(1)).numpy()
+    light = (255 * (1 - shares)).round().astype(np.uint8)
+    full = np.full_like(light, 255)
+    # What is right is blue, and what is not is red.
+    right = np.eye(classes, dtype=bool)
+    colours = np.stack([np.where(right, light, full), light, np.where(right, full, light)], 2)
+    cells = np.repeat(np.repeat(colours, cell, 0), cell, 1)
+    if cell > 4:
+        cells[::cell], cells[:, ::cell] = _GRID, _GRID
+    room = 8 + max(len(shortened(name)) for name in names) * _LETTER if cell >= _LINE else 0
+    top = room + _LINE + 4
+    picture = Image.new("RGB", (max(room + len(cells), 28 * _LETTER), top + len(cells)), "white")
+    picture.paste(Image.fromarray(cells), (room, top))
+    pen = ImageDraw.Draw(picture)
+    pen.text((2, 2), "rows: labels, columns: guesses", fill="black")
+    for row in range(classes if room else 0):
+        middle = row * cell + cell // 2 - 6
+        pen.text((2, top + middle), shortened(names[row]), fill="black")
+        beside = Image.new("RGB", (room, _LINE), "white")
+        ImageDraw.Draw(beside).text((4, 0), shortened(names[row]), fill="black")
+        picture.paste(beside.rotate(90, expand=True), (room + middle, _LINE + 2))
+        for column in counts[row].nonzero().flatten().tolist() if cell >= 30 else ():
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            pen.text((room + column * cell + 3, top + middle), _short(int(counts[row, column])), fill=colour)
+    return np.asarray(picture)
+
+
+def _short(count: int) -> str:
+    if count >= 10**6:
+        return f"{count // 10**6}M"
+    return f"{count // 1000}k" if count >= 10**4 else str(count)

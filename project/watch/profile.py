@@ -18,7 +18,7 @@ from project.errors import UserError
 from project.train.loop import add_callback
 from project.untrusted import read_text, shortened
 from project.watch.asked import FILE, FOLDER, Asked
-from project.watch.memory import ran_out, write_held
+from project.watch.recorded import ran_out, write_held
 from project.watch.recording import Recording, StepRanges
 
 log = logging.getLogger(__name__)

@@ -16,19 +16,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from project.train.allocator import note_doings
 from project.train.loop import fetching, fetching_now, remove_callback
 from project.untrusted import make_folder, replacing, write_text
-from project.watch.memory import write_held
-from project.watch.recorded import RANGE, lines
+from project.watch.recorded import RANGE, lines, write_held
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
 
 class StepRanges(Callback):
-    """Names the parts of each step, for torch's profiler or for Nsight Systems.
-
-    Args:
-        nvtx: for Nsight Systems.
-    """
+    """Names the parts of each step, for torch's profiler or (`nvtx`) for Nsight Systems."""
 
     def __init__(self, nvtx: bool = False) -> None:
         self._nvtx = nvtx
@@ -87,14 +82,9 @@ class StepRanges(Callback):
 
 
 class Recording(StepRanges):
-    """A callback of all ranks until the recording is over; ranks that are not recorded wait for the ones that are.
+    """Records steps from the `first` on, which the step before it warms up for, with their `memory`, into a folder.
 
-    Args:
-        first: the number of the first step; the one before it warms the profiler up.
-        steps: how many.
-        ranks: that are recorded.
-        memory: what each operator allocates, too, and what the memory holds at the end.
-        folder: for what is recorded.
+    It is a callback of all ranks until the recording is over; ranks that are not recorded wait for the ones that are.
     """
 
     def __init__(self, first: int, steps: int, ranks: Sequence[int], memory: bool, folder: Path) -> None:
