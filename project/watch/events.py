@@ -74,14 +74,13 @@ class LoggedAgain:
     """The values that a resumed run had logged before its checkpoint, and logs a second time."""
 
     def __init__(self, logged: Sequence[tuple[int, str, float]] = ()) -> None:
-        self._left = Counter((number, tag) for number, tag, _ in logged)
+        self._left: Counter[tuple[int | None, str]] = Counter((number, tag) for number, tag, _ in logged)
 
     def has(self, step: int | None, tag: str) -> bool:
         """Returns whether this value was logged already; each is reported once."""
-        if not self._left or step is None or not self._left[step, tag]:
-            return False
-        self._left[step, tag] -= 1
-        return True
+        if logged := self._left[step, tag] > 0:
+            self._left[step, tag] -= 1
+        return logged
 
 
 class Events(TakesMeasurements, TensorBoardLogger):

@@ -109,12 +109,11 @@ def _wandb(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logge
     if "name" not in words and "WANDB_NAME" not in os.environ:
         words["name"] = name
     logger = Wandb(**words)
-    if rank == 0 and not ({"id", "version"} & words.keys() or "WANDB_RUN_ID" in os.environ):
-        known = _ids(folder).get(place)
-        if known is None:
-            _keep(folder, place, known := secrets.token_hex(4))  # before it can be lost
-        logger = Wandb(**words | {"id": known})
-    return place, logger
+    if rank > 0 or {"id", "version"} & words.keys() or "WANDB_RUN_ID" in os.environ:
+        return place, logger
+    if (known := _ids(folder).get(place)) is None:
+        _keep(folder, place, known := secrets.token_hex(4))  # before it can be lost
+    return place, Wandb(**words | {"id": known})
 
 
 def _mlflow(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:

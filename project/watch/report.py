@@ -179,7 +179,7 @@ def _of_ranks(history: History) -> dict[str, list[Line]]:
     charts: dict[str, list[Line]] = {}
     for start, title in _OF_RANKS.items():
         named = [(tag, *tag.removeprefix(start).split(".", 1)) for tag in history.curves if tag.startswith(start)]
-        by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal()))
+        by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal() and len(rank) < 10))
         charts[title] = [
             Line(f"rank {rank}, {'.'.join(host)}", _over_steps(history.curves[tag]), colour)
             for colour, (rank, host, tag) in enumerate(by_rank)
