@@ -1,17 +1,19 @@
 """The verb `profile`: `python -m project profile RUN` asks a run, here or elsewhere, to record some steps, and shows them."""
 
 import argparse
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import printable, read_end
+from project.untrusted import printable, read_end, write_text
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
@@ -58,7 +60,7 @@ def _ask(folder: Path, request: Asked) -> int:
         raise UserError(f"Somebody asks already, and has had no answer yet. HINT: to take that back, remove {folder / FILE}.")
     before = _tables(folder)
     try:
-        request.put(folder)
+        write_text(folder / FILE, json.dumps(asdict(request)))
     except OSError as error:
         raise UserError(f"The word can't be put into the run's folder: {error}.") from error
     try:

@@ -10,9 +10,8 @@ from pathlib import Path
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.compared import compared
 from project.watch.history import FILE, History, held, read_history
-from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
+from project.watch.report import PAGE, SUMMARY, compared, facts, refuse_nothing, write
 from project.watching import ended
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."

@@ -56,12 +56,9 @@ def _answer(names: Sequence[str]) -> int:
 def _verdicts(names: Sequence[str]) -> list[Verdict]:
     folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
-    verdicts = [_of_one(run) for run in runs]
-    if len(runs) > 1:
-        verdicts = [verdict for verdict in verdicts if not verdict.same]  # a run that is the same as itself is no news here
-    for folder, other in zip(folders[1:], runs[1:], strict=True):
-        verdicts.append(_of_two(runs[0], other, folders[0], folder))
-    return verdicts
+    # Where several are compared, it matters of one alone only if it is not the same as itself.
+    verdicts = [verdict for verdict in map(_of_one, runs) if len(runs) == 1 or not verdict.same]
+    return verdicts + [_of_two(runs[0], other, folders[0], folder) for folder, other in zip(folders[1:], runs[1:], strict=True)]
 
 
 def _of_one(run: Recorded) -> Verdict:
@@ -97,11 +94,11 @@ def _with_states(recorded: Recorded, other: Recorded, folder: Path, other_folder
     line = f"  Compared: {', '.join(filter(None, (steps, str(compared))))}."
     if not compared.firsts:
         return Verdict(True, [*verdict.lines, line])
-    lines = [
+    first = (
         f"{recorded.name} and {other.name} are not the same, though all weights and losses of their steps are. What differs:"
-    ]
-    lines += [f"  After step {first.step}, {first}. {_CAUSES[first.kind]}" for first in compared.firsts]
-    return Verdict(False, [*lines, line], (taken.start, other_taken.start))
+    )
+    differences = [f"  After step {entry.step}, {entry}. {_CAUSES[entry.kind]}" for entry in compared.firsts]
+    return Verdict(False, [first, *differences, line], (taken.start, other_taken.start))
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

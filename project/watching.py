@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
@@ -78,7 +77,9 @@ class Look:
     def __call__(self) -> tuple[str, str]:
         """Returns the state of the run, and a line about it."""
         newest = {
-            tag: Point(event.step, event.value, event.wall_time) for tag in self._events.read() if (event := self._newest(tag))
+            tag: Point(event.step, event.value, event.wall_time)
+            for tag in self._events.read()
+            for event in self._events.scalars(tag)[-1:]
         }
         lives = lives_of(self.folder / FILE, [(point.time, point.step) for point in newest.values()])
         if not lives:
@@ -92,15 +93,11 @@ class Look:
         parts += [f"{tag} {number(newest[tag].value)}" for tag in _METRICS if tag in newest]
         if (speed := newest.get("speed/samples_per_s")) and speed.time >= life.time:
             parts.append(f"{speed.value:,.0f} samples/s")
-            shares = {name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}
-            parts.append(longest(shares))
+            parts.append(longest({name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}))
         parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
         if state == "going on":
             parts += _left(life, of)
         return state, "  ".join([*parts, f"{state}: {life.why.rstrip('.')}" if life.why else state])
-
-    def _newest(self, tag: str) -> Any:
-        return next(iter(self._events.scalars(tag)[-1:]), None)
 
     def _silent(self) -> float:
         """Returns the seconds since anything was written."""

@@ -16,11 +16,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from project.watch.charts import Line, Mark, chart
-from project.watch.compared import compared, differences, scaling
+from project.watch.charts import Chart, Line, Mark
 from project.watch.dashboard import _LAYOUT
 from project.watch.history import PHASES, read_history
-from project.watch.report import page
+from project.watch.report import _PAGES, compared, differences, page, scaling
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
@@ -263,12 +262,14 @@ def test_a_login_node_does_not_wait_for_torch():
 
 
 def test_charts_of_what_is_odd():
-    odd = chart("<loss>", [Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])], "steps", [Mark(2, "x")])
+    drawn = _PAGES.get_template("page.html").module.chart
+    odd = drawn(
+        Chart("<loss>", [Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])], "steps", [Mark(2, "x")])
+    )
     assert "&lt;loss&gt;" in odd
     assert odd.count("&times;") == 2
     assert "nan " not in odd.split("data-chart")[1].split(">", 1)[1].replace("<title>nan", "")
-    assert chart("nothing", [], "steps") == ""
-    many = chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])], "steps")
+    many = drawn(Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])]))
     assert len(many) < 60_000
 
 

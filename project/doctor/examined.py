@@ -23,6 +23,7 @@ from project.doctor.examination import ExaminedRun
 from project.survive.checkpoints import Checkpoints
 from project.train.activations import transferred
 from project.train.micro_batch import samples_of
+from project.typed import typed
 
 
 class _ModelAndData:
@@ -105,9 +106,9 @@ def examined_run(
     trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
 ) -> ExaminedRun:
     """Returns the facts about a run that the doctor needs. `processes`: those on this host."""
-    configuration: dict[str, Any] = trainer.configuration  # type: ignore[attr-defined]
+    configuration = typed(trainer).configuration
     pair = _ModelAndData(trainer, model, data)
-    kept = next((callback for callback in trainer.callbacks if isinstance(callback, Checkpoints)), None)  # type: ignore[attr-defined]
+    kept = next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
     weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
     gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
     return ExaminedRun(
@@ -117,7 +118,7 @@ def examined_run(
         processes=processes,
         device=pair.device,
         folder=folder,
-        shared=trainer.shared_folder,  # type: ignore[attr-defined]
+        shared=typed(trainer).shared_folder,
         environment=of_this_rank(pair.device, configuration),
         configuration=configuration,
         sizes=pair.sizes,

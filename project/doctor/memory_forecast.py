@@ -36,6 +36,7 @@ from project.train.batching import accumulation
 from project.train.blocks import blocks_of
 from project.train.micro_batch import samples_of
 from project.train.sharded import DTYPES, Shard, Sharded
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class Forecaster:
 
     def __init__(self, trainer: Trainer, dry: bool) -> None:
         strategy, self.precision, self.device = trainer.strategy, trainer.precision_plugin, trainer.strategy.root_device
-        module, self.data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        module, self.data = trainer.lightning_module, typed(trainer).datamodule
+        callbacks: list[Any] = typed(trainer).callbacks
         self.averages = sum(isinstance(callback, WeightAveraging) for callback in callbacks)
         self.module = copy_like(module, lambda tensor: tensor.detach().to("meta"), self.device)
         self.precision.convert_module(self.module)
@@ -303,7 +304,7 @@ def dry_run(trainer: Trainer, ranks: str, global_batch: int | None, wanted: Want
     module, strategy = trainer.lightning_module, trainer.strategy
     on_meta(module.configure_model)
     on_meta(module.setup, "fit")
-    settings: Any = trainer.configuration.get("trainer", {})  # type: ignore[attr-defined]
+    settings = typed(trainer).configuration.get("trainer", {})
     forecaster, layout = Forecaster(trainer, dry=True), layout_of(strategy, exact)
     given, here = settings.get("devices"), torch.cuda.device_count() if forecaster.device.type == "cuda" else 1
     devices = len(given) if isinstance(given, (list, tuple)) else int(given) if str(given).isdigit() else here

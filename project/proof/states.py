@@ -16,7 +16,7 @@ from torch import Tensor
 from project.survive.files import checkpoints_in, step_of
 from project.survive.reading import SafeCheckpointIO
 from project.watch.curves import Events
-from project.watch.page import of_the_module
+from project.watch.history import of_the_module
 
 # What says where and when a run ran, or follows from what is compared.
 _ASIDE = {

@@ -6,9 +6,7 @@ No heavy imports: this reads two files and needs no PyTorch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from project.watch.fingerprint_file import Recorded, Start, Taken
-
-_SHOWN = 5  # names
+from project.watch.fingerprint_file import Recorded, Start, Taken, listed
 
 
 @dataclass
@@ -167,18 +165,16 @@ def _tensors(names: Sequence[str], checksums: bytes, other_checksums: bytes, run
     differing = [name for name, checksum, other in zip(names, checksums, other_checksums, strict=False) if checksum != other]
     if not differing:
         return "Which tensors differ is not known."
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    text = f"{len(differing)} of {len(names)} tensors differ: {', '.join(differing[:_SHOWN])}{more}."
+    text = f"{len(differing)} of {len(names)} tensors differ: {listed(differing)}."
     owner = differing[0].rpartition(".")[0]
     kinds = [name for _, records in run.starts for step in records for name, _ in step.modules if name.startswith(f"{owner} (")]
     return f"{text} The first belongs to {kinds[0]}." if kinds else text
 
 
 def _other_names(recorded: Recorded, other: Recorded) -> str:
-    recorded_names, other_names = recorded.starts[0][0].names, other.starts[0][0].names
+    names, other_names = ({*run.starts[0][0].names} for run in (recorded, other))
     parts = []
-    for run, names, others in ((recorded, recorded_names, other_names), (other, other_names, recorded_names)):
-        if left := [name for name in names if name not in set(others)]:
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-            parts.append(f"only {run.name} has {', '.join(left[:_SHOWN])}{more}")
+    for run, others in ((recorded, other_names), (other, names)):
+        if left := [name for name in run.starts[0][0].names if name not in others]:
+            parts.append(f"only {run.name} has {listed(left)}")
     return "; ".join(parts) or "their tensors stand in another order"

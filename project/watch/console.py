@@ -7,10 +7,10 @@ import logging
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,6 +24,7 @@ from project.cluster.place import host
 from project.train.data_ranks import data_ranks
 from project.train.micro_batch import micro_batch
 from project.train.position import planned_steps
+from project.typed import typed
 from project.untrusted import open_to_append, printable
 from project.watch.history import longest
 from project.watch.throughput import Throughput
@@ -146,27 +147,12 @@ class RankLogs(Callback):
         log.debug("%s is rank %d of %d", host(), trainer.global_rank, trainer.world_size)
 
 
-@dataclass
-class Count:
-    """The progress of a fit, under the names that a tqdm bar has for it."""
-
-    trainer: Trainer
-
-    @property
-    def n(self) -> int:
-        return self.trainer.global_step
-
-    @property
-    def total(self) -> int | None:
-        return planned_steps(self.trainer)
-
-
 class Progress(ProgressBar):
     """A bar where there is a terminal, otherwise a line every ten seconds; a line for each validation; a summary."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._on = True
+        self.is_enabled = True
         self._bars: Bars | None = None
         self._bar = TaskID(0)
         self._line = self._speed_since = 0.0
@@ -180,22 +166,19 @@ class Progress(ProgressBar):
     """Steps from one update of the bar to the next, as Lightning's bars have it."""
 
     @property
-    def train_progress_bar(self) -> Count:
-        return Count(self.trainer)
-
-    @property
-    def is_enabled(self) -> bool:
-        return self._on
+    def train_progress_bar(self) -> SimpleNamespace:
+        """Returns the progress of a fit, under the names that a tqdm bar has for it."""
+        return SimpleNamespace(n=self.trainer.global_step, total=planned_steps(self.trainer))
 
     @property
     def is_disabled(self) -> bool:
-        return not self._on
+        return not self.is_enabled
 
     def disable(self) -> None:
-        self._on = False
+        self.is_enabled = False
 
     def enable(self) -> None:
-        self._on = True
+        self.is_enabled = True
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +187,7 @@ class Progress(ProgressBar):
         self._pace_from = None
         self._line = self._speed_since = self._resumed_at = time.monotonic()
         console = Console(stderr=True)
-        if trainer.is_global_zero and self._on and console.is_terminal:
+        if trainer.is_global_zero and self.is_enabled and console.is_terminal:
             self._bars = Bars(
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(bar_width=30),
@@ -238,13 +221,10 @@ class Progress(ProgressBar):
         metrics = trainer.progress_bar_metrics
         names = [*(name for name in ("train/loss", "train/acc") if name in metrics), *metrics]
         shown = [f"{name.removeprefix('train/')} {_short(metrics[name])}" for name in dict.fromkeys(names)]
-        if groups := [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
-            shown.append(f"lr {groups[0]['lr']:.2g}")
-        shown.append(f"{speed:,.0f} samples/s")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Throughput) and callback.phases:
-                shown.append(longest(callback.phases))
-        return "  ".join([*shown, *self._left(trainer)])
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        shown += [f"lr {group['lr']:.2g}" for group in groups[:1]]
+        phases = [longest(throughput.phases) for throughput in _measuring(trainer) if throughput.phases]
+        return "  ".join([*shown, f"{speed:,.0f} samples/s", *phases, *self._left(trainer)])
 
     def _left(self, trainer: Trainer) -> list[str]:
         """Returns the time to the end of the whole run, at the pace since this start, with its validations."""
@@ -301,20 +281,23 @@ class Progress(ProgressBar):
         if self._training:
             parts = [f"{self._trained / self._training:,.0f} samples/s", f"{trainer.global_step} steps"]
             parts.append(str(timedelta(seconds=round(self._training))))
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, Throughput):
-                    parts += [f"{share:.0%} {name}" for name, share in callback.shares.items()]
+            parts += [f"{share:.0%} {name}" for throughput in _measuring(trainer) for name, share in throughput.shares.items()]
             lines["training"] = ", ".join(parts)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in typed(trainer).callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 lines["early stop"] = callback.stopping_reason_message.strip()
         return lines
 
 
+def _measuring(trainer: Trainer) -> list[Throughput]:
+    callbacks = typed(trainer).callbacks
+    return [callback for callback in callbacks if isinstance(callback, Throughput)]
+
+
 def _plan(trainer: Trainer, module: LightningModule) -> str:
     """Returns the line hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
     ranks, accumulation = trainer.world_size, trainer.accumulate_grad_batches
-    global_batch: int | None = trainer.global_batch  # type: ignore[attr-defined]
+    global_batch = typed(trainer).global_batch
     nodes = trainer.num_nodes
     shape = f"{_count(nodes, 'host', 'hosts')} x {_count(ranks // nodes, 'process', 'processes')}"
     if (share := data_ranks(trainer).shared_by) > 1:
@@ -322,14 +305,11 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     if global_batch:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
-    parts = [shape]
     # A module without an optimiser gets a mock.
-    if groups := [group for optimizer in trainer.optimizers for group in optimizer.param_groups]:
-        group = groups[0]
-        parts.append(f"lr {group.get('initial_lr', group['lr']):g}")
-    for config in trainer.lr_scheduler_configs:
-        if warmup := getattr(config.scheduler, "warmup_steps", 0):
-            parts.append(f"warm-up {warmup} steps")
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in groups[:1])]
+    warmups = [getattr(config.scheduler, "warmup_steps", 0) for config in trainer.lr_scheduler_configs]
+    parts += [f"warm-up {steps} steps" for steps in warmups if steps]
     if trainer.num_training_batches != float("inf"):
         parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
     parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")

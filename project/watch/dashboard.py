@@ -23,6 +23,7 @@ from project.errors import UserError
 from project.train.logged import measurement_loggers
 from project.train.loop import add_callback, gradient_norm, remove_callback
 from project.train.usual import is_fused, spread
+from project.typed import typed
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
 from project.watch.pictures import seen
@@ -78,7 +79,7 @@ class Dashboard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = typed(trainer).callbacks
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
         renews = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
         shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
@@ -86,7 +87,7 @@ class Dashboard(Callback):
         # A fused optimiser takes the loss scale off within its step, where the module steps by itself.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and not pl_module.automatic_optimization
         looks = looks and not (scaled and is_fused(trainer.optimizers[0]))
-        self._step, self._every = trainer.global_step, trainer.log_every_n_steps if looks else 0  # type: ignore[attr-defined]
+        self._step, self._every = trainer.global_step, typed(trainer).log_every_n_steps if looks else 0
         self._described = False
         if not trainer.is_global_zero:
             return
@@ -99,10 +100,10 @@ class Dashboard(Callback):
             add_callback(trainer, Graph())
         for logger in trainer.loggers:
             if isinstance(logger, Steady):
-                logger.log_hyperparams(_without_loggers(trainer.configuration))  # type: ignore[attr-defined]
+                logger.log_hyperparams(_without_loggers(typed(trainer).configuration))
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
-        step, configuration = trainer.global_step, trainer.configuration  # type: ignore[attr-defined]
+        step, configuration = trainer.global_step, typed(trainer).configuration
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
         writer.add_scalar("run/ranks", trainer.world_size, step)
         writer.add_custom_scalars(_LAYOUT)
@@ -149,11 +150,9 @@ class Dashboard(Callback):
 
     def _draw(self, trainer: Trainer, module: LightningModule) -> None:
         tensors = {f"weights/{name}": parameter.detach() for name, parameter in module.named_parameters()}
-        tensors |= {
-            f"gradients/{name}": parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
-        }
-        for name, values in tensors.items():
-            if values.isfinite().all():  # TensorBoard's writer can't count others
+        gradients = {f"gradients/{name}": parameter.grad for name, parameter in module.named_parameters()}
+        for name, values in {**tensors, **gradients}.items():
+            if values is not None and values.isfinite().all():  # TensorBoard's writer can't count others
                 for board in boards(trainer):
                     board.experiment.add_histogram(name, values, self._step)
 

@@ -74,22 +74,17 @@ class LoggedAgain:
     """The values that a resumed run had logged before its checkpoint, and logs a second time."""
 
     def __init__(self, logged: Sequence[tuple[int, str, float]] = ()) -> None:
-        self._left = Counter((number, tag) for number, tag, _ in logged)
+        self._left: Counter[tuple[int | None, str]] = Counter((number, tag) for number, tag, _ in logged)
 
     def has(self, step: int | None, tag: str) -> bool:
         """Returns whether this value was logged already; each is reported once."""
-        if not self._left or step is None or not self._left[step, tag]:
-            return False
-        self._left[step, tag] -= 1
-        return True
+        if logged := self._left[step, tag] > 0:
+            self._left[step, tag] -= 1
+        return logged
 
 
 class Events(TakesMeasurements, TensorBoardLogger):
-    """Writes TensorBoard's events into the run's folder.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Writes TensorBoard's events into the run's folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="")
@@ -155,19 +150,17 @@ class Events(TakesMeasurements, TensorBoardLogger):
         def write() -> None:
             self._logged = True
             # One event with all values: an event each takes the writer's thread as many turns.
-            single = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-            single = {name: value for name, value in single.items() if not self._again.has(step, name)}
-            self._note(step, single)
+            several = {name: value for name, value in metrics.items() if isinstance(value, Mapping)}
+            names = [name for name in metrics if name not in several and not self._again.has(step, name)]
+            single = {name: float(metrics[name]) for name in names}
+            if step is not None:
+                self._latest.extend((step, name, value) for name, value in single.items())
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
             self._writer().file_writer.add_summary(summary, step)
-            for name in (name for name, value in metrics.items() if isinstance(value, Mapping)):
-                self._writer().add_scalars(name, metrics[name], step)
+            for name, values in several.items():
+                self._writer().add_scalars(name, values, step)
 
         self._try(write)
-
-    def _note(self, step: int | None, values: Mapping[str, float]) -> None:
-        if step is not None:
-            self._latest.extend((step, name, float(value)) for name, value in values.items())
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, *args: Any, **kwargs: Any) -> None:

@@ -9,8 +9,7 @@ No heavy imports: a file is read without PyTorch.
 import base64
 import binascii
 import json
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,17 +65,16 @@ class Step:
 
     def line(self, micro_batches: int) -> str:
         """Returns the line of a step. `micro_batches`: of the start; a step that has just these does not name them."""
-        known: dict[str, Any] = {**vars(self), "tensors": _text(self.tensors)}
-        numbers = sorted(self.losses)
-        known["losses"] = _text(b"".join(self.losses[number] for number in numbers))
-        if numbers != list(range(micro_batches)):
-            known["numbers"] = numbers
-        del known["modules"]
-        if self.modules:
-            known["modules"] = [[name for name, _ in self.modules], _text(b"".join(output for _, output in self.modules))]
-        if not self.others:
-            del known["others"]
-        return _line(known)
+        numbers, modules = sorted(self.losses), list(zip(*self.modules, strict=True))
+        known = {
+            **vars(self),
+            "tensors": _text(self.tensors),
+            "losses": _text(b"".join(self.losses[number] for number in numbers)),
+            "numbers": None if numbers == list(range(micro_batches)) else numbers,
+            "modules": [modules[0], _text(b"".join(modules[1]))] if modules else None,
+            "others": self.others or None,
+        }
+        return _line({name: value for name, value in known.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -102,18 +100,14 @@ class Recorded:
         self.again: list[tuple[Taken, Taken]] = []
         """Steps that were taken more than once: an earlier and the next later time."""
         ever: dict[int, Taken] = {}
-        order: list[int] = []  # of the steps
         for start, records in starts:
-            for step in order[(left := bisect_right(order, start.step)) :]:
-                del self.steps[step]
-            del order[left:]
+            while self.steps and next(reversed(self.steps)) > start.step:
+                self.steps.popitem()
             before = start.weights
             for record in records:
                 taken = Taken(record, start, before)
                 if record.step in ever:
                     self.again.append((ever[record.step], taken))
-                if record.step not in self.steps:
-                    insort(order, record.step)
                 ever[record.step] = self.steps[record.step] = taken
                 before = record.weights
 
@@ -183,27 +177,26 @@ def _step(entry: dict[str, Any], start: Start) -> Step:
     size, left = divmod(len(losses), len(numbers))
     if left:
         raise UserError("numbers that can't be")
-    parts = {
-        as_count(number, 0, _MOST): losses[at : at + size] for at, number in zip(_places(losses, size), numbers, strict=False)
-    }
     names, modules = entry.get("modules", ((), ""))
-    given = _bytes(modules)
-    calls = [given[at : at + MODULE_BYTES] for at in _places(given, MODULE_BYTES)]
     return Step(
         step=as_count(entry["step"]),
         epoch=as_count(entry["epoch"]),
         ranks=as_count(entry["ranks"], 1, _MOST),
         weights=as_text(entry["weights"]),
         tensors=_bytes(entry["tensors"]),
-        losses=parts,
-        modules=tuple(zip(map(as_text, names), calls, strict=True)),
+        losses=dict(zip((as_count(number, 0, _MOST) for number in numbers), _cut(losses, size), strict=False)),
+        modules=tuple(zip(map(as_text, names), _cut(_bytes(modules), MODULE_BYTES), strict=True)),
         others={as_text(rank): as_text(weights) for rank, weights in entry.get("others", {}).items()},
     )
 
 
-def _places(content: bytes, size: int) -> Iterable[int]:
-    """Returns the places where the parts begin."""
-    return range(0, len(content), size) if size else ()
+def _cut(content: bytes, size: int) -> list[bytes]:
+    return [content[at : at + size] for at in range(0, len(content), size)] if size else []
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Returns names as a text, of many the first few."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _line(entry: dict[str, Any]) -> str:

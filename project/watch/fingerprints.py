@@ -9,9 +9,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,16 +26,16 @@ from project.train.norms import batch_norms
 from project.train.strategy import gathered, left_to_each_rank
 from project.train.structure import holders
 from project.train.usual import shares_weights, spread
+from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
-from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step
+from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, listed
 from project.watch.module_outputs import ModuleOutputs
 
 log = logging.getLogger(__name__)
 
 _LEAST, _MOST = 10, 100  # steps from one gathering to the next
 _SELDOM = 100  # steps
-_SHOWN = 5  # tensors
 
 WhenRanksDiffer = Literal["stop", "warn"]
 
@@ -77,23 +76,33 @@ class _Row:
     epoch: int
     watched: _Watched
     checksums: Tensor
-    numbers: list[int]
-    losses: Tensor | None = None
-    modules: Sequence[tuple[str, Tensor]] = ()
-    begins: bool = False
+    losses: Sequence[tuple[int, Tensor]]
+    modules: Sequence[tuple[str, Tensor]]
+    begins: bool
+
+    def read(self) -> "_Read":
+        """Returns the values; the host waits for the device here."""
+        checksums = self.checksums.cpu()
+        return _Read(
+            _hex(together(checksums)),
+            _hex(together(checksums[self.watched.shared])),
+            as_bytes(checksums, 1),
+            {number: loss.cpu().numpy().tobytes() for number, loss in self.losses},
+        )
 
 
-@dataclass
-class _Read:
-    """The values of a row, on the host."""
+class _Read(NamedTuple):
+    """The values of a row, on the host: checksums of all tensors, of those that all ranks have alike, a byte of each tensor's,
+    and the losses of this rank's micro-batches.
+    """
 
-    weights: int
-    shared: int
+    weights: str
+    shared: str
     tensors: bytes
     losses: dict[int, bytes]
 
 
-Brought = tuple[str, list[tuple[int, dict[int, bytes]]], bytes]
+Brought = tuple[str, list[tuple[str, dict[int, bytes]]], bytes]
 """The record of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches;
 of the last row a byte for each tensor."""
 
@@ -125,14 +134,14 @@ class Fingerprints(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or spread(trainer)
-        if sharded or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        if sharded or typed(trainer).fast_dev_run:  # nothing is to be left of it
+            typed(trainer).callbacks = [callback for callback in typed(trainer).callbacks if callback is not self]
         if sharded:
             log.info("trainer.fingerprints is for strategy=ddp: with this one steps are not recorded.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
-        self._every = min(max(trainer.log_every_n_steps, _LEAST), _MOST)  # type: ignore[attr-defined]
+        self._every = min(max(typed(trainer).log_every_n_steps, _LEAST), _MOST)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look_again(pl_module)
@@ -166,7 +175,7 @@ class Fingerprints(Callback):
     ) -> None:
         self._end_listening()
         if (loss := loss_at_hand(trainer)) is not None and loss.numel() == 1:
-            self._losses.append((micro_batch(trainer).key[2], loss.reshape(1)))
+            self._losses.append((micro_batch(trainer).key[2], loss.reshape(1).clone().view(torch.uint8)))
         step, before = trainer.global_step, self._step
         if before is None or step == before:
             return  # the step goes on; or the loader gave None for the run's first micro-batch
@@ -188,14 +197,9 @@ class Fingerprints(Callback):
         except (KeyError, TypeError):  # one of the tensors is there no more, or None
             self._watched = _Watched(module)
             checksums = self._watched.checksums(trainer)
-        row = _Row(step, trainer.current_epoch, self._watched, checksums, [number for number, _ in self._losses])
-        if self._losses:
-            row.losses = torch.cat([loss for _, loss in self._losses]).view(torch.uint8)
-        if self._heard is not None:
-            row.modules, self._heard = self._heard.calls, None
-        row.begins = begins
-        self._rows.append(row)
-        self._losses = []
+        modules = self._heard.calls if self._heard is not None else ()
+        self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
+        self._losses, self._heard = [], None
 
     # What all ranks bring together -----------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ class Fingerprints(Callback):
         rows, self._rows = self._rows, []
         if not rows:
             return
-        read = list(_read(rows))
+        read = [row.read() for row in rows]
         record: Brought = host(), [(values.shared, values.losses) for values in read], read[-1].tensors
         of_all: list[Brought] = [record] if alone else gathered(record, trainer.world_size)
         if trainer.is_global_zero:
@@ -235,15 +239,11 @@ class Fingerprints(Callback):
             if row.begins:
                 continue
             of_ranks = {number: bits for _, rows_of, _ in of_all for number, bits in rows_of[at][1].items()}
-            others = {
-                str(rank): _hex(rows_of[at][0])
-                for rank, (_, rows_of, _) in enumerate(of_all)
-                if rows_of[at][0] != values.shared
-            }
+            shared = {str(rank): rows_of[at][0] for rank, (_, rows_of, _) in enumerate(of_all) if shares_weights(trainer)}
             step = Step(
-                row.step, row.epoch, trainer.world_size, _hex(values.weights), values.tensors, of_ranks,
+                row.step, row.epoch, trainer.world_size, values.weights, values.tensors, of_ranks,
                 [(name, as_bytes(output.view(1), MODULE_BYTES)) for name, output in row.modules],
-                others if shares_weights(trainer) else {},
+                {rank: checksum for rank, checksum in shared.items() if checksum != values.shared},
             )  # fmt: skip
             yield step.line(_micro_batches(trainer))
 
@@ -252,7 +252,7 @@ class Fingerprints(Callback):
         return Start(
             row.step if known else row.step - 1, trainer.world_size, _micro_batches(trainer), self.exact,
             str(torch.__version__), hardware(trainer.strategy.root_device), torch.get_num_threads(), row.watched.names,
-            _hex(read.weights) if known else None, read.tensors if known else b"",
+            read.weights if known else None, read.tensors if known else b"",
         )  # fmt: skip
 
     def _compare_ranks(self, trainer: Trainer, rows: Sequence[_Row], of_all: Sequence[Brought]) -> None:
@@ -266,8 +266,7 @@ class Fingerprints(Callback):
         who = named(sorted(odd), [host for host, *_ in of_all])
         tensors = zip(*(tensor_bytes for *_, tensor_bytes in of_all), strict=False)
         differ = [name for name, bits in zip(rows[-1].watched.names, tensors, strict=False) if len(set(bits)) > 1]
-        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        which = f" Not the same: {', '.join(differ[:_SHOWN])}{more}." if differ else ""
+        which = f" Not the same: {listed(differ)}." if differ else ""
         text = (
             f"After step {rows[parted].step}, {who} has other weights than the other ranks have, and all should have the same."
             f"{which} Likeliest, something moves weights outside the optimiser by what its rank alone has seen: a codebook or "
@@ -303,23 +302,5 @@ def _micro_batches(trainer: Trainer) -> int:
     return int(trainer.accumulate_grad_batches * trainer.world_size)
 
 
-def _hex(number: int) -> str:
-    return f"{number & (1 << 64) - 1:016x}"
-
-
-def _read(rows: Sequence[_Row]) -> Iterator[_Read]:
-    """Reads the rows; the host waits for the device here."""
-    for watched, group in groupby(rows, lambda row: row.watched):
-        some = list(group)
-        checksums = torch.stack([row.checksums for row in some]).cpu()
-        weights, shared = together(checksums).tolist(), together(checksums[:, watched.shared]).tolist()
-        tensors, many = as_bytes(checksums, 1), len(watched.names)
-        for at, row in enumerate(some):
-            losses = b"" if row.losses is None else row.losses.cpu().numpy().tobytes()
-            yield _Read(weights[at], shared[at], tensors[at * many : (at + 1) * many], _parts(row.numbers, losses))
-
-
-def _parts(numbers: Sequence[int], bits: bytes) -> dict[int, bytes]:
-    """Returns the bits of each loss, by the number of its micro-batch."""
-    size = len(bits) // len(numbers) if numbers else 0
-    return {number: bits[at * size : (at + 1) * size] for at, number in enumerate(numbers)}
+def _hex(number: Tensor) -> str:
+    return f"{int(number) & (1 << 64) - 1:016x}"

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -93,8 +94,7 @@ class History:
 
     @property
     def global_batch(self) -> int | None:
-        known = [life.known.get("global_batch") for life in self.lives]
-        return known[-1] if known else None
+        return self.lives[-1].known.get("global_batch") if self.lives else None
 
     @property
     def seconds(self) -> float:
@@ -104,8 +104,8 @@ class History:
     @cached_property
     def _clock(self) -> tuple[list[float], list[float]]:
         """Returns when each life was over, and how long the ones before it had lasted."""
-        ends = accumulate((life.end for life in self.lives), max)
-        return list(ends), [0.0, *accumulate(life.seconds for life in self.lives)]
+        ends = [*accumulate((life.end for life in self.lives), max)]
+        return ends, [0.0, *accumulate(life.seconds for life in self.lives)]
 
     def hours(self, time: float) -> float:
         """Returns the hours of life until a moment."""
@@ -149,12 +149,7 @@ class History:
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
             "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
             "lives": [
-                {
-                    **{"time": life.time, "end": life.end, "step": life.step, "end_step": life.end_step, "ranks": life.ranks},
-                    **{"state": life.state, "why": life.why},
-                    **life.known,
-                }
-                for life in self.lives
+                {**{name: value for name, value in vars(life).items() if name != "known"}, **life.known} for life in self.lives
             ],
         }
 
@@ -172,7 +167,9 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
-    checkpoints = [(path.with_suffix(".ckpt"), _json(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]]
+    checkpoints = [
+        (path.with_suffix(".ckpt"), _manifest(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]
+    ]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
     matches = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
     return History(
@@ -245,23 +242,26 @@ def held(lock: Path) -> bool:
 
 
 def _end(path: Path, most: int) -> str:
-    try:
+    with suppress(OSError):
         return read_end(path, most)
-    except OSError:
-        return ""
+    return ""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
+def _manifest(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
         return read_json(path, follow=False)
-    except (OSError, ValueError):
-        return {}
+    return {}
 
 
 def longest(shares: Mapping[str, float]) -> str:
     """Returns the phase that most of a step goes into, with its share."""
     name = max(shares, key=lambda phase: shares[phase])
     return f"{shares[name]:.0%} {name.replace('_', ' ')}"
+
+
+def of_the_module(tag: str) -> bool:
+    """Returns whether the module has logged a curve."""
+    return not tag.startswith(OURS) and tag not in ("epoch", SKIPPED, "train/fp16_skipped_steps")
 
 
 def date(time: float) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from project.cluster import code
 from project.cluster.place import image
 from project.errors import NonFiniteError, UserError
 from project.train.position import planned_steps
+from project.typed import typed
 from project.untrusted import open_to_append
 from project.watch.history import FILE, lives_of
 
@@ -41,7 +43,7 @@ class Life(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = True
-        hosts: list[str] = trainer.host_names  # type: ignore[attr-defined]
+        hosts = typed(trainer).host_names
         each = trainer.world_size // len(hosts)  # those that have not met are all on this one
         device = trainer.strategy.root_device
         self._write(
@@ -55,7 +57,7 @@ class Life(Callback):
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             precision=str(trainer.precision),
             accumulation=trainer.accumulate_grad_batches,
-            global_batch=trainer.global_batch,  # type: ignore[attr-defined]
+            global_batch=typed(trainer).global_batch,
             versions={
                 "project": __version__,
                 "torch": torch.__version__,
@@ -69,7 +71,7 @@ class Life(Callback):
         """Returns the commit and the image, and warns where a resumed run has different ones."""
         if not trainer.is_global_zero:
             return {}
-        now = {"commit": _commit(), "image": named if (named := image()) != "none" else None}
+        now = {"commit": _commit(), "image": None if image() == "none" else image()}
         before = lives_of(Path(trainer.default_root_dir) / FILE)
         for name, value in now.items():
             # A run of a version that did not write it down has no such entry.
@@ -94,7 +96,7 @@ class Life(Callback):
         self._began = False
 
     def _write(self, trainer: Trainer, event: str, **known: Any) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # nothing is to be left of it
+        if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), "step": trainer.global_step, **known})
         try:
@@ -111,18 +113,13 @@ def _signal(exception: BaseException) -> str | None:
     """Returns the name of the signal that an end follows from."""
     if isinstance(exception, KeyboardInterrupt):
         return "SIGINT"
-    code = exception.code if isinstance(exception, SystemExit) else None
-    known = {128 + number: signal.Signals(number).name for number in signal.valid_signals() if number in {*signal.Signals}}
-    return known.get(code) if isinstance(code, int) else None
+    known = {128 + number: number.name for number in signal.Signals}
+    return known.get(exception.code) if isinstance(exception, SystemExit) and isinstance(exception.code, int) else None
 
 
 def _commit() -> str | None:
     """Returns the commit of the working directory, with a plus sign if something is changed; else of the project's own code."""
-    git = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, timeout=5)
-        commit = done.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):  # in most images there is no git
-        commit = ""
-    commit = commit or code.commit()
-    return commit if commit != "none" else None
+    git, known = ("git", "describe", "--always", "--dirty=+", "--exclude=*"), ""
+    with suppress(OSError, subprocess.TimeoutExpired):  # in most images there is no git
+        known = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
+    return None if (commit := known or code.commit()) == "none" else commit

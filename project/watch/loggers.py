@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 }
 
 Words = dict[str, Any]
-Maker = Callable[[Any, Words, Path, str, int], tuple[str, Logger]]
+Maker = Callable[[Words, Path, str, int], tuple[str, Logger]]
 
 
 class Named(DummyLogger):
@@ -72,30 +72,24 @@ def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
     loggers: dict[str, Logger] = {}
     for named in given if isinstance(given, (list, tuple)) else [given]:
         kind = named.kind
-        make: Maker = _MAKERS.get(kind, _as_it_is)
+        words, make = dict(named.words), _MAKERS.get(kind)
         try:
-            place, logger = make(kind, dict(named.words), folder, name, rank)
-        except ModuleNotFoundError as error:
-            extra = {WandbLogger: "project[wandb]", MLFlowLogger: "project[mlflow]"}.get(kind)
-            hint = f' HINT: pip install "{extra}".' if extra else ""
-            reason = str(error).partition(" HINT:")[0] if extra else str(error)
-            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}{hint}") from error
+            place, logger = make(words, folder, name, rank) if make else (str(id(named)), kind(**words))
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {message_of(error)}") from error
+            extra = {WandbLogger: "wandb", MLFlowLogger: "mlflow"}.get(kind) if isinstance(error, ModuleNotFoundError) else None
+            reason = (
+                f'{str(error).partition(" HINT:")[0]} HINT: pip install "project[{extra}]".' if extra else message_of(error)
+            )
+            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}") from error
         if place in loggers:
             raise UserError(f"trainer.logger: {kind.__name__} is there twice, with the same place. HINT: leave one out.")
         loggers[place] = logger
     return list(loggers.values())
 
 
-def _as_it_is(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
-    logger = kind(**words)
-    return str(id(logger)), logger
-
-
-def _csv(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+def _csv(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
     if words["save_dir"] in ("", "."):
         words |= {"save_dir": str(folder), "name": "", "version": ""}
     elif words["version"] is None:
@@ -104,7 +98,7 @@ def _csv(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[s
     return f"CSV {logger.log_dir}", logger
 
 
-def _wandb(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+def _wandb(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
     place = "W&B"  # a process has one run of it
     # jsonargparse gives None for each argument of wandb.init; resume=None would begin the run anew.
     words = {argument: value for argument, value in words.items() if value is not None}
@@ -115,15 +109,14 @@ def _wandb(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple
     if "name" not in words and "WANDB_NAME" not in os.environ:
         words["name"] = name
     logger = Wandb(**words)
-    if rank == 0 and not ({"id", "version"} & words.keys() or "WANDB_RUN_ID" in os.environ):
-        known = _ids(folder).get(place)
-        if known is None:
-            _keep(folder, place, known := secrets.token_hex(4))  # before it can be lost
-        logger = Wandb(**words | {"id": known})
-    return place, logger
+    if rank > 0 or {"id", "version"} & words.keys() or "WANDB_RUN_ID" in os.environ:
+        return place, logger
+    if (known := _ids(folder).get(place)) is None:
+        _keep(folder, place, known := secrets.token_hex(4))  # before it can be lost
+    return place, Wandb(**words | {"id": known})
 
 
-def _mlflow(kind: Any, words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+def _mlflow(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
     if rank > 0:  # where its store is a folder, it would be made
         return f"{id(words)}", DummyLogger()
     words["tracking_uri"] = words["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")

@@ -15,15 +15,13 @@ _MOST = 2000  # calls: a network that loops over its layers has many
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yields the tensors in whatever a module returns, in their order."""
-    if isinstance(output, Tensor):
-        if plain(output):
-            yield output
-    elif isinstance(output, Mapping):
-        yield from (tensor for value in output.values() for tensor in tensors_in(value))
-    elif isinstance(output, (list, tuple)):
-        yield from (tensor for value in output for tensor in tensors_in(value))
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from (tensor for field in fields(output) for tensor in tensors_in(vars(output).get(field.name)))
+    if isinstance(output, Tensor) and plain(output):
+        yield output
+    if is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = {field.name: vars(output).get(field.name) for field in fields(output)}
+    if isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(value)
 
 
 class ModuleOutputs:
@@ -45,9 +43,7 @@ class ModuleOutputs:
 
     def _listener(self, name: str) -> Any:
         def listen(part: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or len(self.calls) >= _MOST:
-                return
-            tensors = list(tensors_in(output))
+            tensors = [] if torch.compiler.is_compiling() or len(self.calls) >= _MOST else list(tensors_in(output))
             if tensors and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
                 # One by one: they may lie on several devices.
                 each = [together(Checksums([tensor])()).to(tensors[0].device) for tensor in tensors]

@@ -5,7 +5,7 @@ Nothing of this is among a step's hooks until it is wanted. `python -m project p
 """
 
 import logging
-import stat
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +18,12 @@ from project.errors import UserError
 from project.train.loop import add_callback
 from project.untrusted import read_text, shortened
 from project.watch.asked import FILE, FOLDER, Asked
-from project.watch.memory import ran_out, write_held
+from project.watch.recorded import ran_out, write_held
 from project.watch.recording import Recording, StepRanges
 
 log = logging.getLogger(__name__)
 
 _LONGEST = 10_000  # bytes of a request
-
 _PAUSE = 1.0  # seconds from one look at the folder to the next
 
 
@@ -83,7 +82,7 @@ class Profile(Callback):
             self._look_at = now + _PAUSE
             file = Path(trainer.default_root_dir) / FILE
             free = trainer.is_global_zero and (self._recording is None or self._recording.over)
-            self._file_exists = free and _is_there(file)
+            self._file_exists = free and os.path.lexists(file) and (file.is_symlink() or not file.is_dir())
         return self._file_exists
 
     def answers(self, trainer: Trainer, group: Any) -> None:
@@ -110,11 +109,11 @@ class Profile(Callback):
     # Both ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, request: Asked, first: int) -> None:
-        known_ranks = range(trainer.world_size)
-        wanted = {*(known_ranks if request.ranks is None else request.ranks)}
-        if (missing := sorted(wanted - {*known_ranks})) and trainer.is_global_zero:
-            log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(known_ranks))
-        if ranks := sorted(wanted & {*known_ranks}):
+        known = {*range(trainer.world_size)}
+        wanted = known if request.ranks is None else {*request.ranks}
+        if (missing := sorted(wanted - known)) and trainer.is_global_zero:
+            log.warning("There is no rank %s to profile, but %d ranks.", ", ".join(map(str, missing)), len(known))
+        if ranks := sorted(wanted & known):
             self._recording = Recording(first, request.steps, ranks, request.memory, self._folder)
             add_callback(trainer, self._recording)
 
@@ -127,11 +126,3 @@ class Profile(Callback):
             log.error("Memory has run out. What it holds: %s", write_held(trainer, pl_module, stem))
         except Exception as error:  # the one that ends the run is the one to be told
             log.debug("What the memory holds can't be written: %s", error)
-
-
-def _is_there(file: Path) -> bool:
-    """Returns whether there is something that can be taken away."""
-    try:
-        return not stat.S_ISDIR(file.lstat().st_mode)
-    except OSError:
-        return False

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,20 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.train.allocator import note_doings
 from project.train.loop import fetching, fetching_now, remove_callback
+from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
-from project.watch.memory import write_held
-from project.watch.recorded import RANGE, events_of, lines
+from project.watch.recorded import RANGE, lines, write_held
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
 
 class StepRanges(Callback):
-    """Names the parts of each step, for torch's profiler or for Nsight Systems.
-
-    Args:
-        nvtx: for Nsight Systems.
-    """
+    """Names the parts of each step, for torch's profiler or (`nvtx`) for Nsight Systems."""
 
     def __init__(self, nvtx: bool = False) -> None:
         self._nvtx = nvtx
-        self._open: record_function | None = None
-        self._named = False
+        self._part = ExitStack()
         self._before: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def name_parts(self, trainer: Trainer) -> None:
@@ -51,29 +46,17 @@ class StepRanges(Callback):
         fetching(trainer, fetch, fetched)
 
     def name_no_more(self, trainer: Trainer) -> None:
+        self._part.close()
         if self._before is not None:
             fetching(trainer, *self._before)
             self._before = None
-        self._end()
 
     def _next(self, name: str) -> None:
         """Begins a part, and ends the one before it."""
-        if self._before is None:
-            return
-        self._end()
-        self._named = True
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(name)
-        else:
-            self._open = record_function(RANGE + name)
-            self._open.__enter__()
-
-    def _end(self) -> None:
-        if self._named and self._nvtx:
-            torch.cuda.nvtx.range_pop()
-        elif self._open is not None:
-            self._open.__exit__(None, None, None)
-        self._open, self._named = None, False
+        self._part.close()
+        if self._before is not None:
+            ranged: Any = torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name)
+            self._part.enter_context(ranged)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._before is None and self._nvtx:
@@ -100,22 +83,16 @@ class StepRanges(Callback):
 
 
 class Recording(StepRanges):
-    """A callback of all ranks until the recording is over; ranks that are not recorded wait for the ones that are.
+    """Records steps from the `first` on, which the step before it warms up for, with their `memory`, into a folder.
 
-    Args:
-        first: the number of the first step; the one before it warms the profiler up.
-        steps: how many.
-        ranks: that are recorded.
-        memory: what each operator allocates, too, and what the memory holds at the end.
-        folder: for what is recorded.
+    It is a callback of all ranks until the recording is over; ranks that are not recorded wait for the ones that are.
     """
 
     def __init__(self, first: int, steps: int, ranks: Sequence[int], memory: bool, folder: Path) -> None:
         super().__init__()
-        self.first, self.steps, self.ranks, self._folder = first, steps, ranks, folder
+        self.first, self.steps, self.ranks, self._memory, self._folder = first, steps, ranks, memory, folder
         self.over = False
         """Whether it is done, or can't be any more."""
-        self._memory = memory
         self._profile: profile | None = None
         self._why_not: str | None = None
         self._began = False
@@ -132,23 +109,19 @@ class Recording(StepRanges):
         self.first = self._step + 2
         if trainer.global_rank not in self.ranks:
             return
-        activities = [ProfilerActivity.CPU]
-        if trainer.strategy.root_device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_gpu = trainer.strategy.root_device.type == "cuda"
         try:
             self._profile = profile(
-                activities=activities,
+                activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
                 schedule=schedule(wait=0, warmup=1, active=self.steps),
                 profile_memory=self._memory,
             )
             self._profile.start()
+            self.name_parts(trainer)
         except Exception as error:  # a device whose counters are not for everybody, say
-            reported, self._profile = self._why_not, None
-            self._why_not = f"The steps can't be recorded: {error}. Training goes on."
-            if reported is None:
-                log.warning("%s", self._why_not)
-            return
-        self.name_parts(trainer)
+            if self._why_not is None:
+                log.warning("The steps can't be recorded: %s. Training goes on.", error)
+            self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training goes on."
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -158,11 +131,10 @@ class Recording(StepRanges):
             return
         self._step = trainer.global_step
         _leave_out(trainer)
-        last = self._step >= self.first + self.steps - 1
-        if last:
+        if self._step >= self.first + self.steps - 1:
             self._finish(trainer, pl_module)
         elif self._profile is not None:
-            self._end()
+            self._part.close()
             self._profile.step()
             if self._memory and self._step == self.first - 1 and trainer.strategy.root_device.type == "cuda":
                 note_doings()
@@ -203,25 +175,24 @@ class Recording(StepRanges):
         recorded, done = self._close(trainer), self._step - self.first + 1
         if not self._began or done < 1:
             return
-        stem = f"step-{self.first:09d}"
+        stem, summary = self._folder / f"step-{self.first:09d}", []
         if recorded is not None or self._why_not:
             try:
-                summary = self._write(recorded, done, trainer, self._folder / f"{stem}-rank{trainer.global_rank}")
+                summary = self._write(recorded, done, trainer, stem.with_name(f"{stem.name}-rank{trainer.global_rank}"))
                 if self._memory:
-                    write_held(trainer, module, self._folder / f"{stem}-memory-rank{trainer.global_rank}")
+                    write_held(trainer, module, stem.with_name(f"{stem.name}-memory-rank{trainer.global_rank}"))
             except OSError as error:
                 log.warning("The profile can't be written: %s. Training goes on.", error)
                 return
-            if trainer.is_global_zero:
-                for line in summary:
-                    log.info("%s", line)
         if trainer.is_global_zero:
+            for line in summary:
+                log.info("%s", line)
             if done < self.steps:
                 log.warning("An evaluation, or the end, came after %d of the %d steps to record.", done, self.steps)
             which = "rank" if len(self.ranks) == 1 else "ranks"
             log.info(
                 "Profile of steps %d to %d of %s %s: %s-*; the traces open in https://ui.perfetto.dev",
-                *(self.first, self._step, which, ", ".join(map(str, self.ranks)), self._folder / stem),
+                *(self.first, self._step, which, ", ".join(map(str, self.ranks)), stem),
             )
 
     def _write(self, recorded: profile | None, steps: int, trainer: Trainer, stem: Path) -> list[str]:
@@ -233,16 +204,15 @@ class Recording(StepRanges):
         else:
             with replacing(stem.with_name(f"{stem.name}.json.gz")) as trace:  # which would be written through a link
                 recorded.export_chrome_trace(str(trace))
-            on_gpu = trainer.strategy.root_device.type == "cuda"
-            events = events_of(recorded.events(), on_gpu)
-            summary += lines(events, steps, on_gpu)
+            events: Any = recorded.events()
+            summary += lines(events, steps, trainer.strategy.root_device.type == "cuda")
         write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*summary, ""]))
         return summary
 
 
 def _leave_out(trainer: Trainer) -> None:
     """Leaves a step out of the throughput: recorded steps are slower, and so is the one in which a trace is waited for."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = typed(trainer).callbacks
     for callback in callbacks:
         if isinstance(callback, Throughput):
             callback.leave_out()

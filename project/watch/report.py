@@ -1,23 +1,27 @@
-"""The file report.html: what a run did, on one page that opens anywhere, without a server or a network.
-
-The file summary.json beside it is for programs.
+"""The pages of runs: report.html, what a run did, and compared.html, several runs side by side. They open anywhere, without a
+server or a network; the template is page.html. The file summary.json beside a report is for programs.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from html import escape
+from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from project.cluster.settings import flat
 from project.errors import UserError
-from project.untrusted import write_text
-from project.watch.charts import COLOURS, Line, Mark
-from project.watch.history import SKIPPED, History, Life, date
-from project.watch.page import Chart, charts, html, of_the_module, section, table
+from project.untrusted import printable, write_text
+from project.watch.charts import COLOURS, PLACES, Chart, Line, Mark, number
+from project.watch.history import BESIDE, SKIPPED, History, Life, Point, date, of_the_module
 
 PAGE, SUMMARY = "report.html", "summary.json"
-_SAID = 60  # warnings: the last ones
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
@@ -52,6 +56,28 @@ _OF_RANKS = {
     "ranks/data_ms/": "ms a step that a rank waits for its data",
     "ranks/compute_ms/": "ms a step that a rank computes",
 }
+_SCRIPT = Path(__file__).with_name("reading.js").read_text()
+_POLICY = (
+    f"default-src 'none'; script-src 'sha256-{b64encode(sha256(_SCRIPT.encode()).digest()).decode()}'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
+"""A Content-Security-Policy: the page runs its own script and no other, and loads nothing."""
+
+
+def _ranks(life: Life) -> str:
+    return "1 rank" if life.ranks == 1 else f"{life.ranks} ranks"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+_PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False
+)
+_PAGES.filters |= {"number": number, "date": date, "ranks": _ranks, "duration": _duration, "finite": math.isfinite}
+_PAGES.filters |= {"colour": lambda colour: COLOURS[colour % len(COLOURS)], "place": lambda value: f"{value:.1f}"}
+_PAGES.globals |= {**PLACES, "policy": _POLICY, "script": Markup(_SCRIPT), "most_charts": 24, "most_warnings": 60}
 
 
 def write(history: History) -> Path:
@@ -63,26 +89,26 @@ def write(history: History) -> Path:
 
 def page(history: History) -> str:
     """Returns the page of one run."""
+    shares = [(*_PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
     marks = _marks(history)
-    health = [*_of_ranks(history), *_speed(history, _HEALTH)]
-    return html(
-        f"Run {history.name}",
-        [
-            _head(history),
-            *section("Is it learning?", charts(_learning(history), "steps", marks)),
-            *section("Is it fast?", _where_time_went(history), charts(_speed(history, _SPEED), "steps", marks, from_zero=True)),
-            *section("Is it healthy?", charts(health, "steps", marks, from_zero=True)),
-            *section("Its life", _life(history)),
-            *section(f"What it warned of{_cut(history)}", _warnings(history)),
-            *section("Its configuration", f"<pre>{escape(history.config_text)}</pre>" if history.config_text else ""),
-            *section("Go on with it", _go_on(history)),
-        ],
+    health = {**_of_ranks(history), **_named(history, _HEALTH)}
+    return _rendered(
+        title=f"Run {history.name}",
+        history=history,
+        facts=facts(history),
+        shares=shares,
+        learning=_charts(_learning(history), marks=marks),
+        speed=_charts(_named(history, _SPEED), marks=marks, from_zero=True),
+        health=_charts(health, marks=marks, from_zero=True),
     )
 
 
-def _head(history: History) -> str:
-    rows = [[name, escape(value)] for name, value in facts(history).items() if value]
-    return f"<h1>Run {escape(history.name)}</h1>{table(rows)}"
+def _rendered(**values: Any) -> str:
+    return printable(_PAGES.get_template("page.html").render(values))
+
+
+def _charts(named: Mapping[str, Sequence[Line]], **settings: Any) -> list[Chart]:
+    return [Chart(title, lines, **settings) for title, lines in named.items() if any(line.points for line in lines)]
 
 
 def facts(history: History) -> dict[str, str]:
@@ -93,7 +119,7 @@ def facts(history: History) -> dict[str, str]:
     return {
         "state": f"{history.state}, after step {history.step:,}" + (f": {last.why}" if last and last.why else ""),
         "samples": f"{history.step * batch:,} in global batches of {batch:,}" if batch else "",
-        "time": str(timedelta(seconds=round(history.seconds))) if history.seconds else "",
+        "time": _duration(history.seconds) if history.seconds else "",
         "speed": f"{speed:,.0f} samples/s on {_ranks(last)}" if speed and last else "",
         "starts": f"{len(history.lives)}",
         "precision": str(known.get("precision", "")),
@@ -105,10 +131,6 @@ def facts(history: History) -> dict[str, str]:
     }
 
 
-def _ranks(life: Life) -> str:
-    return "1 rank" if life.ranks == 1 else f"{life.ranks} ranks"
-
-
 def _marks(history: History) -> list[Mark]:
     """Returns a mark for each start but the first, and for each fault."""
     starts = [
@@ -116,125 +138,53 @@ def _marks(history: History) -> list[Mark]:
         for before, life in zip(history.lives, history.lives[1:], strict=False)
     ]
     failed = [
-        Mark(life.end_step, f"{date(life.end)}: failed after step {life.end_step}: {life.why}", fault=True)
+        Mark(life.end_step, f"{date(life.end)}: failed after step {life.end_step}: {life.why}", "fault")
         for life in history.lives
         if life.state == "failed"
     ]
     left_out = [
-        Mark(point.step, f"{date(point.time)}: step {point.step} was left out, it was not finite", fault=True)
+        Mark(point.step, f"{date(point.time)}: step {point.step} was left out, it was not finite", "fault")
         for point in history.curves.get(SKIPPED, ())
     ]
     return [*starts, *failed, *left_out[-_FAULTS:]]
 
 
-def _learning(history: History) -> Iterator[Chart]:
-    """Yields the charts of what was logged, other than speed: training and validation of one thing in one chart."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for tag in history.curves:
+def _over_steps(points: Iterable[Point]) -> list[tuple[float, float]]:
+    return [(point.step, point.value) for point in points]
+
+
+def _learning(history: History) -> dict[str, list[Line]]:
+    """Returns what was logged, other than speed: training and validation of one thing in one chart."""
+    charts: dict[str, list[Line]] = {}
+    for tag, points in history.curves.items():
         if of_the_module(tag):
             stage, _, name = tag.partition("/")
             known = stage in _STAGES and name
-            groups.setdefault((name if known else tag), []).append((stage if known else tag, tag))
-    for name, tags in sorted(groups.items(), key=lambda group: group[0] not in _FIRST):
-        lines = []
-        for stage, tag in sorted(tags, key=lambda pair: _order(pair[0])):
-            colour = _order(stage) if stage in _STAGES else 0
-            lines.append(Line(tag, _over_steps(history, tag), colour))
-        yield name, lines
+            line = Line(tag, _over_steps(points), _STAGES.index(stage) if known else 0)
+            charts.setdefault(name if known else tag, []).append(line)
+    for lines in charts.values():
+        lines.sort(key=lambda line: line.colour)
+    return dict(sorted(charts.items(), key=lambda chart: chart[0] not in _FIRST))
 
 
-def _order(stage: str) -> int:
-    return _STAGES.index(stage) if stage in _STAGES else len(_STAGES)
+def _named(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]) -> dict[str, list[Line]]:
+    return {
+        title: [Line(name, _over_steps(history.curves.get(tag, ())), colour) for tag, (name, colour) in tags.items()]
+        for title, tags in wanted.items()
+    }
 
 
-def _over_steps(history: History, tag: str) -> list[tuple[float, float]]:
-    return [(point.step, point.value) for point in history.curves[tag]]
-
-
-def _speed(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]) -> Iterator[Chart]:
-    for title, tags in wanted.items():
-        logged = {tag: named for tag, named in tags.items() if tag in history.curves}
-        lines = [Line(name, _over_steps(history, tag), colour) for tag, (name, colour) in logged.items()]
-        yield title, lines
-
-
-def _of_ranks(history: History) -> Iterator[Chart]:
-    """Yields charts with a line for each rank, named with its host."""
+def _of_ranks(history: History) -> dict[str, list[Line]]:
+    """Returns charts with a line for each rank, named with its host."""
+    charts: dict[str, list[Line]] = {}
     for start, title in _OF_RANKS.items():
-        tags = sorted((tag for tag in history.curves if tag.startswith(start)), key=_by_rank)
-        named = [(tag, tag.removeprefix(start).partition(".")) for tag in tags]
-        lines = [
-            Line(f"rank {rank}, {name}", _over_steps(history, tag), colour)
-            for colour, (tag, (rank, _, name)) in enumerate(named)
+        named = [(tag, *tag.removeprefix(start).split(".", 1)) for tag in history.curves if tag.startswith(start)]
+        by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal() and len(rank) < 10))
+        charts[title] = [
+            Line(f"rank {rank}, {'.'.join(host)}", _over_steps(history.curves[tag]), colour)
+            for colour, (rank, host, tag) in enumerate(by_rank)
         ]
-        yield title, lines
-
-
-def _by_rank(tag: str) -> tuple[int, str]:
-    rank, _, name = tag.rpartition("/")[2].partition(".")
-    return (int(rank) if rank.isdigit() else 0), name
-
-
-def _where_time_went(history: History) -> str:
-    known = [(*_PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
-    if not known:
-        return ""
-    bar = "".join(f'<div style="width:{100 * share:.2f}%;background:{COLOURS[colour]}"></div>' for _, colour, share in known)
-    legend = "".join(
-        f'<span><i style="background:{COLOURS[colour]}"></i>{name}: {share:.1%}</span>' for name, colour, share in known
-    )
-    return f'<p>Of a step, since the last start:</p><div class="bar">{bar}</div><div class="legend">{legend}</div>'
-
-
-def _life(history: History) -> str:
-    rows = []
-    for life in history.lives:
-        hosts = life.known.get("hosts", {})
-        ended = f'<span class="{escape(life.state)}">{escape(life.state)}</span>'
-        rows.append(
-            [
-                escape(date(life.time)),
-                f"{life.step:,} to {life.end_step:,}",
-                f"{_ranks(life)}: {escape(', '.join(f'{count} on {name}' for name, count in hosts.items()))}",
-                escape(str(timedelta(seconds=round(life.seconds)))),
-                ended + (f", {escape(life.why)}" if life.why else ""),
-            ]
-        )
-    return table(rows, ("started", "steps", "ranks", "lasted", "ended")) if rows else ""
-
-
-def _cut(history: History) -> str:
-    return f" (the last {_SAID} of {len(history.warnings)})" if len(history.warnings) > _SAID else ""
-
-
-def _warnings(history: History) -> str:
-    rows = [
-        [escape(when), f'<span class="{level}">{level}</span>', escape(text)] for when, level, text in history.warnings[-_SAID:]
-    ]
-    return table(rows) if rows else ""
-
-
-def _go_on(history: History) -> str:
-    if not history.checkpoints or not history.config_text:
-        return ""
-    folder = f"{history.folder.parent.name}/{history.name}"
-    newest, config = history.checkpoints[0][0].name, f"{folder}/config.yaml"
-    lines = [
-        "# It goes on from its newest checkpoint, on any number of ranks:",
-        f"python -m project fit --config {config} --run {history.name}",
-        "# Its figures on the test set, with its best weights:",
-        f"python -m project test --config {config} --run {history.name}",
-        *_weights(history, folder, config, newest),
-    ]
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
-
-
-def _weights(history: History, folder: str, config: str, newest: str) -> list[str]:
-    if history.checkpoints[0][0].is_dir():
-        lines = ["# Its checkpoints lie in parts, one of each rank; as one file:"]
-        return [*lines, f"python -m project export --config {config} --run {history.name} --to checkpoint"]
-    lines = ["# Its weights, in Python:"]
-    return [*lines, f'weights = torch.load("{folder}/checkpoints/{newest}", weights_only=True)["state_dict"]']
+    return charts
 
 
 def refuse_nothing(history: History) -> None:
@@ -244,3 +194,70 @@ def refuse_nothing(history: History) -> None:
             f"{history.folder} has neither curves nor a life.jsonl: no training has begun there, or it was trained by an older "
             "version of this project. HINT: give the name of a run, or its folder."
         )
+
+
+# Several runs --------------------------------------------------------------------------------------------------------
+
+
+def compared(histories: Sequence[History]) -> str:
+    """Returns the page of several runs."""
+    figures = [tag for tag in histories[0].curves if of_the_module(tag) and all(tag in history.curves for history in histories)]
+    rows = [
+        ["state", *(f"{history.state}, step {history.step:,}" for history in histories)],
+        ["ranks", *(", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in h.lives)) for h in histories)],
+        ["time", *(_duration(history.seconds) for history in histories)],
+        ["starts", *(len(history.lives) for history in histories)],
+        ["samples/s", *(_figure(history.recent_median("speed/samples_per_s")) for history in histories)],
+        ["scaling efficiency", *("" if ratio is None else f"{ratio:.0%}" for ratio in scaling(histories))],
+        *([tag, *(_figure(history.last(tag)) for history in histories)] for tag in figures),
+    ]
+    x_name = "samples" if all(history.global_batch for history in histories) else "steps"
+    return _rendered(
+        title=f"{len(histories)} runs",
+        names=["", *(history.name for history in histories)],
+        side_by_side=rows,
+        over_steps=_charts(_of_all(histories, x_name), x_name=x_name),
+        over_hours=_charts(_of_all(histories, "hours"), x_name="hours"),
+        differences=differences(histories),
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def scaling(histories: Sequence[History]) -> list[float | None]:
+    """Returns the samples a second and rank, relative to the run with the fewest ranks."""
+    speeds = [
+        (history.recent_median("speed/samples_per_s"), history.lives[-1].ranks if history.lives else 0) for history in histories
+    ]
+    each = [(speed / ranks, ranks) if speed and ranks else None for speed, ranks in speeds]
+    base = min((pair for pair in each if pair), key=lambda pair: pair[1], default=(1.0, 1))[0]
+    return [pair[0] / base if pair else None for pair in each]
+
+
+def _of_all(histories: Sequence[History], x_name: str) -> dict[str, list[Line]]:
+    tags = dict.fromkeys(tag for history in histories for tag in history.curves)
+    charts: dict[str, list[Line]] = {}
+    for tag in tags:
+        if of_the_module(tag) or tag == "speed/samples_per_s":
+            charts[tag] = [
+                Line(history.name, [(_x(history, point, x_name), point.value) for point in history.curves[tag]], colour)
+                for colour, history in enumerate(histories)
+                if tag in history.curves
+            ]
+    return charts
+
+
+def _x(history: History, point: Point, x_name: str) -> float:
+    if x_name == "hours":
+        return history.hours(point.time)
+    return point.step * (history.global_batch or 1 if x_name == "samples" else 1)
+
+
+def differences(histories: Sequence[History]) -> dict[str, list[Any]]:
+    """Returns the settings that are not the same in all runs, by their dotted names."""
+    levels = [flat(history.config) for history in histories]
+    names = dict.fromkeys(name for level in levels for name in level)
+    values = {name: [level.get(name) for level in levels] for name in names if name not in BESIDE}
+    return {name: settings for name, settings in values.items() if any(setting != settings[0] for setting in settings)}

@@ -48,14 +48,6 @@ class Times:
         return self.own + self.sync + self.other
 
     @property
-    def data_wait(self) -> float:
-        return self.data
-
-    @property
-    def gradient_sync(self) -> float:
-        return self.sync
-
-    @property
     def rest(self) -> float:
         return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
 
@@ -82,11 +74,8 @@ class Streak:
 
 
 class Stragglers:
-    """Names a rank when it has been slow for a while, and again when that has changed, or after a long time.
-
-    Args:
-        hosts: the name of each rank's host.
-        steps: steps in a window.
+    """Names a rank, with its host, when it has been slow for some windows of steps, and again when that has changed, or after
+    a long time.
     """
 
     def __init__(self, hosts: Sequence[str], steps: int) -> None:

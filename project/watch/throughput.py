@@ -8,9 +8,12 @@ long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` c
 
 import logging
 import math
+import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,14 +29,40 @@ from project.train.data_ranks import data_ranks
 from project.train.logged import measurement_loggers
 from project.train.loop import fetching
 from project.train.micro_batch import micro_batch
+from project.typed import typed
 from project.watch.flops import flops, peak
 from project.watch.history import PHASES
-from project.watch.measured import Mark, Measured, StepTimes, gpu_use, host_memory
 from project.watch.stragglers import Stragglers, Times, excess
 
 log = logging.getLogger(__name__)
 
 _LATER = 2  # steps until a GPU has surely passed an event
+Mark = Any  # a moment: seconds, or an event on the device
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of a rank in a window, on the average of its steps."""
+
+    times: Times
+    samples: float
+    host_memory: float
+    """Bytes of the process, now."""
+    device_memory: float
+    """Bytes, at most since the start; 0 without a GPU."""
+    cores: float
+    """The cores that the process kept busy."""
+    gpu: float
+    """The share of time in which the GPU computed anything; NaN where nothing reports it."""
+
+    def row(self) -> Tensor:
+        times, *rest = vars(self).values()
+        return torch.tensor([*vars(times).values(), *rest], dtype=torch.float64)
+
+    @staticmethod
+    def of(row: Tensor) -> "Measured":
+        numbers, phases = row.tolist(), len(fields(Times))
+        return Measured(Times(*numbers[:phases]), *numbers[phases:])
 
 
 class Throughput(Callback):
@@ -61,24 +90,23 @@ class Throughput(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._step: StepTimes | None = None
-        self._fetching: Mark = None
-        self._begun: Mark = None  # what goes on now: a forward or a backward pass
+        self._marks: list[tuple[str, Mark]] = []  # of the step at hand: each phase, and when it began
+        self._samples = self._step_samples = 0  # of this window, and of the step at hand
         self._busy = time.process_time(), time.perf_counter()
         self._last_end: Mark = None
-        self._window: list[StepTimes] = []
-        self._closed: tuple[int, list[StepTimes]] | None = None
+        self._window: list[list[tuple[str, Mark]]] = []
+        self._closed: tuple[int, list[list[tuple[str, Mark]]], int] | None = None
         self._rows: list[Tensor] = []
         self._arriving: Any = None
         self._warm = self._left_out = False
-        self._spent: dict[str, float] = {}
+        self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
 
     # Set up ----------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
-        self._steps = self.every_n_steps or max(10, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self._steps = self.every_n_steps or max(10, typed(trainer).log_every_n_steps)
         self._on_gpu = pl_module.device.type == "cuda"
         self._now = self._event if self._on_gpu else time.perf_counter
         self._stream = torch.cuda.current_stream() if self._on_gpu else None  # which takes longer to ask for than an event
@@ -89,16 +117,14 @@ class Throughput(Callback):
             dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
-            self._hook(trainer, *(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
+            self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
         fetching(trainer, self._fetch, self._fetched)
 
-    def _hook(self, trainer: Trainer, *parameters: Tensor) -> None:
+    def _hook(self, *parameters: Tensor) -> None:
         """Hooks these parameters alone, which then report when their gradient is there."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient, trainer)) for parameter in parameters
-        ]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient) for parameter in parameters]
 
     # Moments ---------------------------------------------------------------------------------------------------------
 
@@ -110,64 +136,63 @@ class Throughput(Callback):
     def _seconds_between(self, start: Mark, end: Mark) -> float:
         return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start  # type: ignore[no-any-return]
 
+    def _mark(self, phase: str) -> None:
+        """Ends a phase of the step, and begins another."""
+        if self._marks:
+            self._marks.append((phase, self._now()))
+
     def _fetch(self) -> None:
-        self._step = self._step or StepTimes(self._last_end)
-        self._fetching = self._now()
+        if self._marks or self._last_end is None:
+            self._marks.append(("data", self._now()))
+        else:
+            self._marks = [("other", self._last_end), ("data", self._now())]
 
     def _fetched(self) -> None:
-        assert self._step is not None
-        self._begun = self._now()
-        self._step.fetches.append((self._fetching, self._begun))
+        self._mark("forward")
 
-    def _gradient(self, trainer: Trainer, parameter: Tensor) -> None:
+    def _gradient(self, parameter: Tensor) -> None:
         self._last_gradient = parameter
-        if self._step is not None and len(self._step.forwards) > len(self._step.backwards):  # this pass is being timed
-            self._step.own_work = self._now()
+        if self._marks and self._marks[-1][0] == "backward":  # from here on it is the others' turn
+            self._mark("sync")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             self._count_flops(trainer, pl_module, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._step is not None:
-            now = self._now()
-            self._step.forwards.append((self._begun, now))
-            self._begun = now
+        self._mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._step is not None:
-            now = self._now()
-            self._step.backwards.append((self._begun, now))
-            self._begun = now
+        self._mark("rest")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._step is not None:
-            self._step.optimizer = self._now()
+        self._mark("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._step is None:
+        if not self._marks:
             return
-        self._step.samples += micro_batch(trainer).size
+        self._step_samples += micro_batch(trainer).size
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._step.end = self._last_end = self._now()
+        self._mark("end")
+        marks, self._marks, samples, self._step_samples = self._marks, [], self._step_samples, 0
+        self._last_end = marks[-1][1]
         if self._left_out:
             self._left_out, self._last_end = False, None
         elif self._warm:
-            self._window.append(self._step)
+            self._window.append(marks)
+            self._samples += samples
         else:  # the first step has more to do than those that follow
             self._warm = True
-            self._hook(trainer, *([] if self._last_gradient is None else [self._last_gradient]))
-        self._step = None
+            self._hook(*([] if self._last_gradient is None else [self._last_gradient]))
         self._advance(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_end = None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_end = None
+    on_train_epoch_start = on_validation_start
 
     def leave_out(self) -> None:
         """Leaves out the step at hand, or between two the next one, from the speed. All ranks leave out the same."""
@@ -180,37 +205,28 @@ class Throughput(Callback):
         step = trainer.global_step
         self._read(trainer)
         if step % self._steps == 0 and self._window:
-            self._closed, self._window = (step, self._window), []
+            self._closed, self._window, self._samples = (step, self._window, self._samples), [], 0
         if self._closed and step >= self._closed[0] + (_LATER if self._on_gpu else 0):
             self._send(trainer)
 
     def _send(self, trainer: Trainer) -> None:
         assert self._closed is not None
-        row = self._sum_up(self._closed[1]).row()
-        self._rows = [torch.empty_like(row) for _ in range(trainer.world_size)]
+        row = self._sum_up(*self._closed[1:]).row()
+        self._rows = [row, *(torch.empty_like(row) for _ in range(1, trainer.world_size))]
         if trainer.world_size > 1:
-            self._arriving = dist.all_gather(self._rows, row, group=self._group(), async_op=True)
-        else:
-            self._rows = [row]
+            self._arriving = dist.all_gather(self._rows, row.clone(), group=self._group(), async_op=True)
 
-    def _sum_up(self, window: list[StepTimes]) -> Measured:
+    def _sum_up(self, window: Sequence[list[tuple[str, Mark]]], samples: int) -> Measured:
         """Returns the averages of a window, in seconds a step."""
         if self._on_gpu:
-            window[-1].end.synchronize()  # of two steps ago: nothing to wait for
-        data = forward = backward = sync = optimizer = work = between = 0.0
-        for step in window:
-            data += sum(self._seconds_between(*span) for span in step.fetches)
-            forward += sum(self._seconds_between(*span) for span in step.forwards)
-            backward += sum(self._seconds_between(*span) for span in step.backwards)
-            work += self._seconds_between(step.fetches[0][0], step.end)
-            if step.before is not None:
-                between += self._seconds_between(step.before, step.fetches[0][0])
-            if step.own_work is not None and step.backwards:
-                sync += self._seconds_between(step.own_work, step.backwards[-1][1])
-            if step.optimizer is not None:
-                optimizer += self._seconds_between(step.optimizer, step.end)
-        phases = (data, work - data - sync, sync, between, forward, backward - sync, optimizer)
-        samples = sum(step.samples for step in window)
+            window[-1][-1][1].synchronize()  # of two steps ago: nothing to wait for
+        spent: defaultdict[str, float] = defaultdict(float)
+        for marks in window:
+            whole = all(phase != "backward" for phase, _ in marks)  # a graph, in which nobody tells the passes apart
+            for (phase, start), (_, end) in pairwise(marks):
+                spent["rest" if whole and phase == "forward" else phase] += self._seconds_between(start, end)
+        compute = sum(spent[phase] for phase in ("forward", "backward", "optimizer", "rest"))
+        phases = (spent["data"], compute, *(spent[phase] for phase in ("sync", "other", "forward", "backward", "optimizer")))
         busy, self._busy = self._busy, (time.process_time(), time.perf_counter())
         return Measured(
             Times(*(seconds / len(window) for seconds in phases)),
@@ -227,17 +243,14 @@ class Throughput(Callback):
             return
         if self._arriving is not None:
             self._arriving.wait()
-            self._arriving = None
         assert self._closed is not None
-        step = self._closed[0]
-        measurements = [Measured.of(row) for row in self._rows]
-        self._closed, self._rows = None, []
         if trainer.is_global_zero:
-            self._report(trainer, step, measurements)
+            self._report(trainer, self._closed[0], [Measured.of(row) for row in self._rows])
+        self._arriving, self._closed, self._rows = None, None, []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(trainer)
-        self._hook(trainer)
+        self._hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rows = []
@@ -248,7 +261,9 @@ class Throughput(Callback):
         ranks = [measured.times for measured in measurements]
         samples = sum(measured.samples for measured in measurements[:: data_ranks(trainer).shared_by])
         seconds = max(times.total for times in ranks)
-        self.phases = {name: sum(getattr(times, name) / times.total for times in ranks) / len(ranks) for name in PHASES}
+        fields_of = {"data_wait": "data", "gradient_sync": "sync"}
+        shares = {name: [getattr(times, fields_of.get(name, name)) / times.total for times in ranks] for name in PHASES}
+        self.phases = {name: sum(of_ranks) / len(ranks) for name, of_ranks in shares.items()}
         if len(ranks) == 1:
             del self.phases["gradient_sync"]
         values = {f"speed/{name}": share for name, share in self.phases.items()}
@@ -271,16 +286,29 @@ class Throughput(Callback):
             values["run/gpu_use"] = use
         for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
-        self._keep(seconds)
-
-    def _keep(self, seconds: float) -> None:
         self._seconds += seconds
-        for name in ("data_wait", "gradient_sync"):
-            if name in self.phases:
-                self._spent[name] = self._spent.get(name, 0.0) + seconds * self.phases[name]
-        self.shares = {name.replace("_", " "): spent / self._seconds for name, spent in self._spent.items()}
+        for name in {"data_wait", "gradient_sync"} & self.phases.keys():
+            self._spent[name] += seconds * self.phases[name]
+        self.shares = {name.replace("_", " "): self._spent[name] / self._seconds for name in sorted(self._spent)}
 
     def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
             self._flops = flops(getattr(module, "network", None), images.shape[1:])
         self._peak = peak(trainer)
+
+
+def host_memory() -> float:
+    """Returns the bytes that this process has in the host's memory; its loader processes have their own."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):  # another system
+        return 0.0
+
+
+def gpu_use() -> float:
+    """Returns the share of the last moments in which this rank's GPU computed; NaN without nvidia-ml-py (the extra gpu)."""
+    try:
+        return torch.cuda.utilization() / 100
+    except Exception:
+        return math.nan

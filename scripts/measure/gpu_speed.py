@@ -71,8 +71,7 @@ def share_of_peak(on: str, *compiles: str) -> Found:
     import torch
 
     from project.model import MiniResNet
-    from project.watch.flops import flops
-    from project.watch.peaks import peak_of
+    from project.watch.flops import flops, peak_of
 
     batch = 1024 if on == "cuda" else 4
     captures = {mode: "none" if mode in _RECORDS else "auto" for mode in compiles}

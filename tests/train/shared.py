@@ -14,8 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.data import DataLoader
 
 from project.watch.console import Progress
-from project.watch.measured import Measured
-from project.watch.throughput import Throughput
+from project.watch.throughput import Measured, Throughput
 from tests.own import Points, PointsData, Regression, Sized
 from tests.train.gather import Poisoned, whole
 

@@ -17,10 +17,9 @@ import yaml
 from lightning.pytorch import Callback
 
 from project.errors import UserError
-from project.watch.csv_file import CsvFile
 from project.watch.history import OURS
 from project.watch.loggers import Named, made
-from project.watch.sending import Sender
+from project.watch.steady import CsvFile, Sender
 from tests.conftest import TINY
 from tests.survive.test_resume import faults
 

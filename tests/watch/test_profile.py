@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
-from project.errors import UserError
 from project.survive.preemption import StopTogether
 from project.watch.asked import FILE, Asked
 from project.watch.profile import Profile
-from project.watch.recorded import RANGE, events_of, gaps, lines, shared, union
+from project.watch.recorded import RANGE, lines
 from tests.cluster.machine import wait_until
 from tests.conftest import TINY, environment
 from tests.own import write_texts
@@ -190,13 +189,6 @@ def test_one_process_answers_at_once():
 # What is said of a profile ----------------------------------------------------------------------------------------------
 
 
-def test_spans():
-    assert union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == [(0, 2.5), (3, 4)]
-    assert gaps([(1, 2), (3, 5)], 0, 5) == [(0, 1), (2, 3)]
-    assert gaps([], 1, 2) == [(1, 2)]
-    assert shared([(0, 2), (4, 6)], [(1, 5)]) == 2
-
-
 def event(name, start, end, device=False, asynchronous=False, annotation=False, self_time=None, allocated=0):
     return SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=end), is_async=asynchronous, is_user_annotation=annotation,
@@ -217,7 +209,7 @@ def test_a_gpu_is_judged_by_its_kernels():
         event("gemm", 5000, 7000, device=True),
         event("ncclDevKernel_AllReduce_Sum_f32", 5000, 8000, device=True),
     ]
-    said = lines(events_of(found, on_gpu=True), 1, on_gpu=True)
+    said = lines(found, 1, on_gpu=True)
     assert said[0] == "10 ms a step: backward 60%, forward 40%"
     assert said[1] == "The GPU computes nothing for 50% of the time; the longest gap is 3 ms, in backward"
     assert said[2] == (
@@ -234,7 +226,7 @@ def test_what_comes_after_the_last_step_does_not_count():
         event("aten::mm", 1200, 1400),
         event("gloo:all_reduce", 1500, 9000, asynchronous=True, annotation=True),
     ]
-    said = lines(events_of(found, on_gpu=False), 1, on_gpu=False)
+    said = lines(found, 1, on_gpu=False)
     assert said[0] == "1 ms a step: forward 100%"
     assert said[1] == "The CPU computes nothing for 10% of the time; the longest gap is 0.1 ms, in forward"
     assert said[-1].split() == ["aten::mm", "1", "0.9", "ms", "90.0%"]
@@ -246,7 +238,7 @@ def test_what_comes_after_the_last_step_does_not_count():
         event("conv_kernel", 500, 2000, device=True),
         event("gemm", 2600, 2700, device=True),  # of what follows
     ]
-    said = lines(events_of(found, on_gpu=True), 1, on_gpu=True)
+    said = lines(found, 1, on_gpu=True)
     assert said[0] == "2 ms a step: forward 50%, between steps 30%, backward 20%"
     assert said[1] == "The GPU computes nothing for 25% of the time; the longest gap is 0.5 ms, in forward"
 
@@ -261,7 +253,7 @@ def test_a_cpu_is_judged_by_its_operators():
         event("c10d::allreduce_", 2000, 2100),
         event("gloo:all_reduce", 1000, 3000, asynchronous=True, annotation=True),
     ]
-    said = lines(events_of(found, on_gpu=False), 2, on_gpu=False)
+    said = lines(found, 2, on_gpu=False)
     assert said[0] == "4 ms a step: forward 100%"
     assert said[1] == "The CPU computes nothing for 75% of the time; the longest gap is 6 ms, in forward"
     assert said[2].startswith("Communication goes on for 1 ms a step, 50% of it beside computing; for 12% of")
@@ -276,7 +268,7 @@ def test_a_cpu_is_judged_by_its_operators():
     "text", ['{"step": 3}', "[1]", '{"steps": "3"}', '{"ranks": []}', '{"memory": 1}', "{", '{"steps": true}']
 )
 def test_words_that_nobody_understands(text):
-    with pytest.raises(UserError, match=r"[Ss]teps|ranks|memory|not JSON"):
+    with pytest.raises(ValueError, match=r"[Ss]teps|ranks|memory|JSON|Expecting"):
         Asked.of(text)
 
 

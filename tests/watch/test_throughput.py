@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from project import Trainer
 from project.model import MiniResNet
-from project.watch.flops import flops, peak
-from project.watch.peaks import peak_of
+from project.watch.flops import flops, peak, peak_of
 from project.watch.stragglers import Stragglers, Times, excess
 from project.watch.throughput import Throughput
 from tests.conftest import Cli
