@@ -37,7 +37,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
-from torch.distributed import PrefixStore, default_pg_timeout  # type: ignore[attr-defined]
+from torch.distributed import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 
 from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
 from project.callbacks import with_ours

@@ -92,8 +92,12 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
     if size * as_tensor(image_and_label(dataset[0])[0]).nbytes > at_most:
         return None
     numbers = torch.arange(size).split(_AHEAD_SAMPLES)
-    images, labels = zip(*(dataset.__getitems__(some) for some in numbers), strict=True)  # type: ignore[attr-defined]
+    images, labels = zip(*(_items_of(dataset, some) for some in numbers), strict=True)
     return InMemory(torch.cat(images).to(device), torch.cat([as_labels(some) for some in labels]).to(device))
+
+
+def _items_of(dataset: Any, samples: Tensor) -> Any:
+    return dataset.__getitems__(samples)
 
 
 def in_bulk(dataset: Dataset[Any]) -> bool:
@@ -196,7 +200,7 @@ class MicroBatches(Dataset[Batch]):
     def _items(self, samples: Tensor) -> Any:
         """Returns (images, labels) of all samples, or a list of their items."""
         if in_bulk(self.dataset):
-            return self.dataset.__getitems__(samples)  # type: ignore[attr-defined]
+            return _items_of(self.dataset, samples)
         numbers = samples.tolist()
         if hasattr(self.dataset, "__getitems__"):
             try:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,7 +142,7 @@ class Together:
             contents[part_name(self._rank, self._ranks)] = {"name": name, "slices": copied.slices}
         entries = {}
         for file, content in contents.items():
-            write_file(staging / file, lambda opened, content=content: torch.save(content, opened))  # type: ignore[misc]
+            write_file(staging / file, partial(torch.save, content))
             entries[file] = {**entry_of(staging / file), "rank": self._rank, "host": self.host}
         return entries
 

@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from project.errors import UserError
 from project.train.micro_batch import micro_batch
 from project.train.usual import is_fused
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class StepGraphs:
                 return f"{type(part).__name__} is not capturable (see docs/own.md)"
         if not is_fused(self._optimizer):
             return f"{type(self._optimizer).__name__} is not fused"
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in typed(self._trainer).callbacks:
             home = type(callback).__module__.partition(".")[0]
             within = [name for name in WITHIN if is_overridden(name, callback, Callback)]
             if within and home != "project" and not is_capturable(callback, *WITHIN):  # of ours, the others only look on

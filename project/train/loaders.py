@@ -346,12 +346,13 @@ class Loaders(_DataConnector):
             return
         self._warned.add(stage)
         ranks = data_ranks(trainer).count
-        if ranks > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset):
+        dataset = getattr(loader, "dataset", None)
+        if ranks > 1 and isinstance(dataset, IterableDataset):
             log.warning(
                 "Each of %d ranks reads all of the %s set (%s), which can only be read from its beginning: an epoch has each "
                 "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in "
                 "its __iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
-                *(ranks, stage, type(loader.dataset).__name__, ranks),  # type: ignore[attr-defined]
+                *(ranks, stage, type(dataset).__name__, ranks),
             )
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         log.info(

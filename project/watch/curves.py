@@ -34,7 +34,7 @@ class Events:
         quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
         try:
             if self._accumulator is None:
-                from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+                from tensorboard.backend.event_processing.event_accumulator import (
                     EventAccumulator,
                 )
 
@@ -73,7 +73,7 @@ class Records:
 
     def _records(self, name: str, file: BinaryIO) -> Iterator[bytes]:
         """Yields the whole records; what follows a damaged one is not known."""
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
         size = file.seek(0, 2)
         while True:
@@ -90,8 +90,8 @@ class Records:
 
     def _numbers(self, record: bytes) -> Any:
         """Returns the event with only the numbers in it; None for one that has none, and marks no start."""
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from google.protobuf.message import DecodeError
+        from tensorboard.compat.proto.event_pb2 import Event
 
         try:
             event = Event.FromString(record)
