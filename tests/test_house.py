@@ -1,6 +1,7 @@
 """The house: imports run one way, from the front door to the rooms; names are nouns and verbs of the field."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -83,6 +84,17 @@ def test_what_a_user_can_mend_is_raised_as_such(file):
     """A plain ValueError of ours would be taken for a bug, and printed with its traceback."""
     raised = [node.exc for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
     assert not [one for one in raised if isinstance(one, ast.Call) and ast.unparse(one.func) == "ValueError"]
+
+
+def test_no_files_import_in_a_circle():
+    """Imports within functions are made late on purpose, and do not count."""
+    names = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, file in names.items():
+        made = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+        graph[name] = {module for node in made for module in (node.module, *(f"{node.module}.{a.name}" for a in node.names))}
+        graph[name] &= names.keys() - {name, "project"}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_types_are_checked():
