@@ -16,6 +16,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,10 +145,12 @@ class StayOnMeta(TorchFunctionMode):
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Gives memory, whose values are undefined, to each parameter and buffer on the meta device."""
+    """Gives memory, whose values are undefined, to each tensor on the meta device; other parameters move to the device, too."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_meta:
             _replace(tensor, torch.empty_like(tensor, device=device))
+        elif isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor) and tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 Signature = list[tuple[str, tuple[int, ...], str]]

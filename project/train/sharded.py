@@ -38,6 +38,7 @@ from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alo
 from project.train.unspreadable import (
     averages,
     fit_optimizers,
+    keep_averages_on_host,
     refuse_copies,
     refuse_no_values,
     refuse_own_steps,
@@ -145,6 +146,8 @@ class Sharded(ShardedCheckpoints):
             )
         if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_copies(module.trainer)
+            if self.spread:
+                keep_averages_on_host(module.trainer)
         self._before_values.enter_context(StayOnMeta())
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -29,6 +29,13 @@ def averages(trainer: pl.Trainer) -> list[AveragedModel]:
     return averaged
 
 
+def keep_averages_on_host(trainer: pl.Trainer) -> None:
+    """Has copies of a network that is not sharded yet made in the host's memory: a device may be too small for one."""
+    for callback in typed(trainer).callbacks:
+        if isinstance(callback, WeightAveraging) and callback._device is None:
+            callback._device = torch.device("cpu")
+
+
 def refuse_copies(trainer: pl.Trainer) -> None:
     """Refuses averages of a network that another fit of this process has spread: torch copies none that is."""
     callbacks = typed(trainer).callbacks

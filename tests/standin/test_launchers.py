@@ -19,6 +19,8 @@ from tests.standin.test_runs import DDP, GPT, fault, final, plugged
 from tests.survive.test_resume import same
 from tests.train.test_sharded import sharded
 
+pytestmark = pytest.mark.slow
+
 CONTEXTS = {"class_path": "tests.standin.probes.Contexts"}
 
 
@@ -48,8 +50,6 @@ FIRST_TORCH = """
 import torch
 from project import Trainer
 from tests.own import PointsData, Regression
-
-pytestmark = pytest.mark.slow
 
 if __name__ == "__main__":
     trainer = Trainer(max_epochs=1, accelerator="gpu", devices=2, global_batch_size=24, default_root_dir="run")
