@@ -33,7 +33,7 @@ def test_a_healthy_cluster(cli, ranks):
     assert set(found) >= checks | {"memory", "loader"} | ({"links", "gradient sync"} if ranks else set())
     for check in found:
         assert len(re.findall(rf"│ {check} ", run.output)) == 1  # one table, by one rank
-    assert "rank 1" not in run.output
+    assert "[rank 1" not in run.output  # the table may name it as slow
 
 
 def test_a_fast_examination_comes_before_a_fit_and_leaves_no_trace_in_it(quick):

@@ -164,6 +164,10 @@ def test_after_so_many_failures_the_exit_code_is_the_ranks_own(fit, tmp_path, mo
 
 
 def test_a_host_that_is_taken_away_is_no_failure_and_one_that_is_lost_is_named(fit, tmp_path, monkeypatch):
+    ended = fit.Start(["h1", "h2"], moved="h2 is taken away")
+    for rank, code in enumerate((143, -15)):
+        ended.note_end(rank, code, [])
+    assert ended.codes == {0: 143, 1: 143}
     moved = fit.Start(["h1", "h2"], {0: 143, 1: 143}, moved="h2 is taken away")
     lost = fit.Start(["h1", "h2"], {0: 75}, {1: "its node has died"})
     code, said = runs(fit, tmp_path, monkeypatch, (moved, True), (lost, False), failures=0)

@@ -82,6 +82,11 @@ class Start:
     moved: str = ""
     """The reason why the ranks were stopped to be placed anew."""
 
+    def note_end(self, rank: int, code: int, signals: Sequence[int]) -> None:
+        """Notes a rank's exit code. One that was to stop may have died of a second signal when it had saved: Ray's own."""
+        stopped = (self.moved or signals) and 128 - code in STOPPED
+        self.codes[rank] = 128 - code if stopped else code
+
     def failure(self) -> int:
         """Returns rank 0's exit code, else another's; of a rank that a signal killed, a shell's."""
         codes = [code for _, code in sorted(self.codes.items()) if code]
@@ -247,7 +252,7 @@ class Fit:
         for descriptor, text in lines:
             self.show(descriptor, text)
         if code is not None:
-            start.codes[rank] = code
+            start.note_end(rank, code, self._signals)
         return code is None
 
     def _moves(self, nodes: list[str], hosts: list[str], grows: bool) -> str:
