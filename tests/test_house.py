@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -95,6 +96,12 @@ def test_no_files_import_in_a_circle():
         graph[name] = {module for node in made for module in (node.module, *(f"{node.module}.{a.name}" for a in node.names))}
         graph[name] &= names.keys() - {name, "project"}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_scripts_import_what_exists():
+    scripts = [file for file in (PACKAGE.parent / "scripts").rglob("*.py") if ".venv" not in file.parts]
+    wanted = {name for file in scripts for name in imports(file) if name.split(".")[0] == "project"}
+    assert [name for name in sorted(wanted) if importlib.util.find_spec(name) is None] == []
 
 
 def test_types_are_checked():
