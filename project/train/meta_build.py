@@ -161,7 +161,7 @@ def signature(network: nn.Module) -> Signature:
     tensors = (*network.named_parameters(), *network.named_buffers())
     return [
         *((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors),
-        ("random numbers", (_GENERATORS.get(network, 0),), ""),
+        ("state of torch's generator", (_GENERATORS.get(network, 0),), ""),
     ]
 
 

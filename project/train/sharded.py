@@ -37,8 +37,8 @@ from project.train.strategy import begin_alike
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import (
     averages,
+    averages_on_host,
     fit_optimizers,
-    keep_averages_on_host,
     refuse_copies,
     refuse_no_values,
     refuse_own_steps,
@@ -147,7 +147,7 @@ class Sharded(ShardedCheckpoints):
         if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_copies(module.trainer)
             if self.spread:
-                keep_averages_on_host(module.trainer)
+                self._before_values.enter_context(averages_on_host(module.trainer))
         self._before_values.enter_context(StayOnMeta())
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -316,6 +316,7 @@ class Sharded(ShardedCheckpoints):
         )
         if module is not None and (left or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
+        self._before_values.close()  # where an error came before the setup
         super().teardown()
 
     # A step ----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class ShardedCheckpoints(ByDataRanks):
             if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
                 return state
             # Another shape is left for the error that names another network.
-            fitting = {name: value for name, value in state.items() if name in own and _shape(value) == own[name].shape}
+            fitting = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
             return {**state, **shards_like(fitting, own)}
 
         return {name: cut(state) for name, state in checkpoint.items()}

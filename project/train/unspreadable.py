@@ -1,6 +1,7 @@
 """Refuses by name what can't be spread over the ranks; and finds the copies of a network that are spread with it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -29,11 +30,18 @@ def averages(trainer: pl.Trainer) -> list[AveragedModel]:
     return averaged
 
 
-def keep_averages_on_host(trainer: pl.Trainer) -> None:
+@contextmanager
+def averages_on_host(trainer: pl.Trainer) -> Iterator[None]:
     """Has copies of a network that is not sharded yet made in the host's memory: a device may be too small for one."""
-    for callback in typed(trainer).callbacks:
-        if isinstance(callback, WeightAveraging) and callback._device is None:
-            callback._device = torch.device("cpu")
+    averaging = [callback for callback in typed(trainer).callbacks if isinstance(callback, WeightAveraging)]
+    unplaced = [callback for callback in averaging if callback._device is None]
+    for callback in unplaced:
+        callback._device = torch.device("cpu")
+    try:
+        yield
+    finally:
+        for callback in unplaced:
+            callback._device = None
 
 
 def refuse_copies(trainer: pl.Trainer) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchvision
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -16,7 +18,7 @@ from project.model.classifier import ImageClassifier
 from project.model.gpt import GPT, LanguageModel
 from project.model.minires import MiniResNet
 from project.train.meta_build import StayOnMeta, build_once, give_memory, refuse_other_network, signature, without_values
-from project.train.unspreadable import refuse_no_values
+from project.train.unspreadable import averages_on_host, refuse_no_values
 from tests.model.strange_networks import Plain
 
 
@@ -228,3 +230,10 @@ def test_a_copy_moves_to_no_device_before_it_has_values(monkeypatch):
     kept = [network.weight.detach().clone()]
     assert "of (3, 3) was computed" in without_values(network, average)
     del kept
+
+
+def test_averages_are_on_the_host_until_the_network_is_sharded():
+    placed, unplaced = EMAWeightAveraging(device="cuda:0"), EMAWeightAveraging()
+    with averages_on_host(SimpleNamespace(callbacks=[placed, unplaced])):  # type: ignore[arg-type]
+        assert (placed._device, unplaced._device) == (torch.device("cuda:0"), torch.device("cpu"))
+    assert (placed._device, unplaced._device) == (torch.device("cuda:0"), None)
