@@ -130,7 +130,7 @@ class ResumingOnHosts(Resuming):
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]
         strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
-        spread = isinstance(strategy, Sharded) and strategy.spread
+        spread = isinstance(strategy, Sharded) and strategy.is_sharded
         if isinstance(io, SafeCheckpointIO):
             io.slice_of = strategy.slice_of if isinstance(strategy, Sharded) and spread else None
         self._read_on_hosts(trainer, checkpoint_path, weights_only)
@@ -326,7 +326,7 @@ class Trainer(TypedTrainer):
         elif isinstance(self.strategy, DDPStrategy):
             share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
         own_loops(self, self._wanted_val_interval, exact, self._moments)
-        self.fit_loop.epoch_loop.captures = capture != "none" and not on_cpu(accelerator)
+        self.fit_loop.epoch_loop.captures_graphs = capture != "none" and not on_cpu(accelerator)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from project.survive.checkpoints import checkpoints_of
 from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, moved_attributes
 from project.train.exactness import MovedWeights
+from project.train.fast_path import is_sharded
 from project.train.position import position
-from project.train.resuming import checkpoint_of, note_values, restored_values
-from project.train.usual import spread
+from project.train.resuming import current_checkpoint, note_initial_values, unsaved_digests
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ class Rehearsal(Callback):
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
         self._before, self._named, self._has_looked_within, self._first_step = None, set(), False, None
-        self._at_start = attributes(trainer) if restored_values(trainer) else {}
+        self._at_start = attributes(trainer) if unsaved_digests(trainer) else {}
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._first_step is None:
             looks = trainer.is_global_zero and not trainer.fit_loop.epoch_loop.exact
             self._first_step = MovedWeights(pl_module, parameters=False) if looks else False
-        if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not typed(trainer).fast_dev_run:
+        if self._before is None and checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
-            note_values(trainer, self._before)
+            note_initial_values(trainer, self._before)
             self._ends_at = trainer.global_step + _AFTER
             self._compare_with_saved(trainer, self._before)
 
@@ -94,7 +94,7 @@ class Rehearsal(Callback):
 
     def _compare(self, trainer: Trainer, before: Attributes) -> None:
         """Warns of attributes that have changed and that a checkpoint would not hold. Called by all ranks."""
-        checkpoint = checkpoint_of(trainer)
+        checkpoint = current_checkpoint(trainer)
         moved = [name for name in changed_attributes(trainer, before, checkpoint) if name not in self._named]
         if moved and trainer.is_global_zero:
             log.warning(
@@ -107,7 +107,7 @@ class Rehearsal(Callback):
         """Warns of attributes that are not what they were when the checkpoint was saved. The start of an epoch sets some anew:
         where one begins here, those do not count.
         """
-        saved, begun = restored_values(trainer), position(trainer).step > 0
+        saved, begun = unsaved_digests(trainer), position(trainer).step > 0
         self._named = {
             name
             for name, digest in saved.items()

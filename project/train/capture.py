@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from project.errors import UserError
+from project.train.fast_path import is_fused
 from project.train.micro_batch import micro_batch
-from project.train.usual import is_fused
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], N
 
 
 class StepGraphs:
-    """The steps of a fit, as graphs where that is possible. `mover` changes a batch on the device."""
+    """The steps of a fit, as graphs where that is possible. `transfer_owner` changes a batch on the device."""
 
     recording = False
 
-    def __init__(self, trainer: Trainer, mover: Any) -> None:
-        self._trainer, self._mover = trainer, mover
+    def __init__(self, trainer: Trainer, transfer_owner: Any) -> None:
+        self._trainer, self._transfer_owner = trainer, transfer_owner
         self.module, self._optimizer = trainer.lightning_module, trainer.optimizers[0]
         self._rates: list[Tensor] = []
         self._known_rates: list[float | None] = []
@@ -111,7 +111,7 @@ class StepGraphs:
     def _reason(self) -> str | None:
         """Returns why steps can't be recorded, if so."""
         module, hook = self.module, "on_after_batch_transfer"
-        for part, methods in ((module, ("training_step", "forward", *WITHIN)), (self._mover, (hook,))):
+        for part, methods in ((module, ("training_step", "forward", *WITHIN)), (self._transfer_owner, (hook,))):
             if not is_capturable(part, *methods):
                 return f"{type(part).__name__} is not capturable (see docs/own.md)"
         if not is_fused(self._optimizer):
@@ -231,7 +231,7 @@ class StepGraphs:
                 group.update(known)
 
 
-class Repeated:
+class RecordedWork:
     """Work that always does the same with the same memory: as a graph from the second call on."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:

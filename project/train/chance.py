@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
-from project.train.micro_batch import arriving, begin_prediction, evaluated, micro_batch
+from project.train.micro_batch import arriving_key, begin_predicted_micro_batch, evaluated_key, micro_batch
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Moments:
 
     def _begin_transfer(self) -> None:
         """Seeds what happens to a micro-batch of an evaluation on its way to the device."""
-        if (position := arriving(self._trainer)) is not None:
+        if (position := arriving_key(self._trainer)) is not None:
             seed_all(*position, _ARRIVING)
             self._arrived = self._arrived or _states()  # of the first one
 
@@ -225,7 +225,7 @@ class ChanceByMicroBatch(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (position := evaluated(trainer)) is not None:
+        if (position := evaluated_key(trainer)) is not None:
             looks = not self._has_looked and not trainer.fit_loop.epoch_loop.exact
             if looks:
                 self._drawn_before = trainer.fit_loop.epoch_loop.moments.drawn_on_the_way()
@@ -251,5 +251,5 @@ class ChanceByMicroBatch(Callback):
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        begin_prediction(trainer, dataloader_idx)
+        begin_predicted_micro_batch(trainer, dataloader_idx)
         self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

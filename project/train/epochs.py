@@ -25,7 +25,7 @@ from project.train.chance import Moments
 from project.train.evaluation import install_evaluations, loaders_of
 from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
-from project.train.position import within_epoch
+from project.train.position import stopped_within_epoch
 from project.train.strategy import share_anew_if_needed
 from project.train.structure import Structure, set_up, structure
 from project.typed import typed
@@ -51,21 +51,21 @@ class Epochs(_FitLoop):
 
     epoch_loop: Steps
     val_check_interval: Any = 1.0
-    _within = False
+    _resumes_within_epoch = False
     """The run goes on within an epoch that has begun."""
     _began_with: Structure | None = None
     """Which parameters learned before the start of this epoch."""
 
     @property
     def restarted_mid_epoch(self) -> bool:
-        return self._within
+        return self._resumes_within_epoch
 
     def reset(self) -> None:
         loaders_of(self.trainer).recount(self.epoch_loop.batch_progress)
         if self.restarting:
             epoch: Any = self.epoch_progress.current
-            self._within = epoch.started > epoch.processed
-            self.epoch_loop.resume(self._within)
+            self._resumes_within_epoch = epoch.started > epoch.processed
+            self.epoch_loop.resume(self._resumes_within_epoch)
             self.restarting = False
         super().reset()
 
@@ -94,18 +94,18 @@ class Epochs(_FitLoop):
             self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
-        if not self._within:
+        if not self._resumes_within_epoch:
             self._began_with = structure(self.trainer)
         super().on_advance_start()
-        if self._within:
-            self._within = False
+        if self._resumes_within_epoch:
+            self._resumes_within_epoch = False
             self._begin_again()
         strategy = self.trainer.strategy
         if isinstance(strategy, DDPStrategy):
             share_anew_if_needed(strategy, self.trainer.lightning_module)
 
     def on_advance_end(self) -> None:
-        if not (within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
+        if not (stopped_within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
             super().on_advance_end()
             return
         connector = self.trainer._logger_connector

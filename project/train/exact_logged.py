@@ -49,20 +49,20 @@ class ExactResults(Results):
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
         if begins_step:
-            self._sums_before = deepcopy(self._sums) if self.may_leave_out else {}
+            self._sums_before = deepcopy(self._sums) if self.steps_may_be_skipped else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
             metrics: Any = self.values()
             for metric in metrics:
                 metric._forward_cache = None
 
-    def _take_back(self, key: str, before: Any, whether: bool | Tensor) -> None:
+    def _discard_step(self, key: str, before: Any, whether: bool | Tensor) -> None:
         if whether is True and key in self._sums:
             kept = self._sums_before.get(key)
             self._sums[key] = ExactScalar() if kept is None else kept
-        super()._take_back(key, before, whether)
+        super()._discard_step(key, before, whether)
 
-    def _made_whole(self, name: str, value: Any) -> Any:
+    def _whole_value(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):
             raise UserError(
                 f"trainer.exact can't be kept: {name!r}, which is logged, follows from parameters or gradients that are spread "
@@ -99,7 +99,7 @@ class ExactResults(Results):
                 term = of_batch.detach().double().reshape(())
                 self._terms.setdefault(key, []).append((term, self.weight))
 
-    def meet_in_step(self, hook_is_over: bool) -> None:
+    def reduce_step(self, hook_is_over: bool) -> None:
         """Turns what a step's micro-batches have logged into one value. Called at the end of a step, by all ranks, before
         `on_train_batch_end` and after it.
         """
@@ -139,7 +139,7 @@ class ExactResults(Results):
         self._expected[when] = kinds.pop() if len(kinds) == 1 else None
         return brought
 
-    def meet(self) -> None:
+    def reduce_epoch(self) -> None:
         """Adds up what all ranks have. Called at the end of an epoch, by all of them."""
         own: dict[str, tuple[list[float], float]] = {}
         for key, result in self.items():
@@ -188,7 +188,7 @@ class ExactResults(Results):
                 metric: Any = self.setdefault(key, _ResultMetric(meta, True).to(device))
                 metric.reset()
                 metric.has_reset, metric._update_count = False, 1
-                self._taken_up.add(key)  # this rank may log it yet
+                self._not_logged_since.add(key)  # this rank may log it yet
                 if meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
                     self._sums[key] = ExactScalar()
 
@@ -198,7 +198,7 @@ class ExactResults(Results):
         logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
         return bool(logged and _hook(meta.fx) in _OF_MICRO_BATCH)
 
-    def refuse_what_differs(self) -> None:
+    def refuse_values_of_single_ranks(self) -> None:
         """Refuses what was logged in other hooks and is not the same on all ranks. Called at the end of an epoch, by all
         ranks.
         """
@@ -250,12 +250,12 @@ class ExactResults(Results):
                 entry["ranks"] = [(values[0] if how is None else how(values, 0), entry["ranks"][0][1])]
         return dict(sorted(made.items()))  # a rank may have met with them in another order
 
-    def _held(self, key: str) -> Tensor:
+    def _sum_of_this_rank(self, key: str) -> Tensor:
         if key in self._sums:
             return torch.tensor(self._sums[key].parts(), dtype=torch.float64)
-        return super()._held(key)
+        return super()._sum_of_this_rank(key)
 
-    def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
         if how not in ("mean", "sum") or _hook(sums[key]["meta"]["fx"]) not in _OF_MICRO_BATCH:
             value, samples = of_ranks[0]  # the same on all ranks

@@ -31,7 +31,7 @@ Counted = dict[str, Any]
 
 
 class ExactMetrics:
-    """The metrics of a module. Call `begin` before each micro-batch, `meet` at the end of an epoch, by all ranks."""
+    """The metrics of a module. Call `begin` before each micro-batch, `reduce_epoch` at the end of an epoch, by all ranks."""
 
     def __init__(self, module: LightningModule, world_size: int) -> None:
         self.module, self._world_size = module, world_size
@@ -86,7 +86,7 @@ class ExactMetrics:
             return sums.folds if before is None else before + sums.folds
         return value.clone() if before is None else _joined([before, value], how)
 
-    def meet(self, stage: str) -> None:
+    def reduce_epoch(self, stage: str) -> None:
         self._take()
         self._stage = None
         metrics = dict(metrics_of(self.module))

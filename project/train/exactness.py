@@ -174,7 +174,7 @@ class MovedWeights:
     def buffers(self) -> list[str]:
         """Returns the names of the buffers that have moved. Batch norm's are brought together."""
         known = self._buffers
-        return [name for name, buffer in self._module.named_buffers() if name in known and not _same(buffer, known[name])]
+        return [name for name, buffer in self._module.named_buffers() if name in known and not _is_equal(buffer, known[name])]
 
     def refuse(self, where: str = "in its forward pass") -> None:
         """Raises a UserError where a parameter or a buffer has moved."""
@@ -184,7 +184,7 @@ class MovedWeights:
                 "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
             )
         for name, parameter, before in self._parameters:
-            if not _same(local(parameter.detach()), before):
+            if not _is_equal(local(parameter.detach()), before):
                 raise UserError(
                     f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
                     "and ranks have other micro-batches. HINT: move it once a step, in on_before_optimizer_step, by what all "
@@ -192,7 +192,7 @@ class MovedWeights:
                 )
 
 
-def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if tensor.shape != other.shape:
         return False
     return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())

@@ -57,7 +57,7 @@ class Loaders(_DataConnector):
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
         self._sizes: list[int] = []  # of the training sets that the run had before
-        self._within = False  # it goes on within an epoch
+        self._resumes_within_epoch = False  # it goes on within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
         self._other_size = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
         self.micro_batch: int | None = None
@@ -147,7 +147,7 @@ class Loaders(_DataConnector):
         """
         trainer: Any = self.trainer
         same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
-        self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
+        self._start, self._sizes, self._resumes_within_epoch = (epoch, micro_batches), list(sizes) if same else [], within
         self._in_use, self._micro_batch_before = (-1, []), size
         for loader in self._made:
             self._put(loader)
@@ -196,7 +196,7 @@ class Loaders(_DataConnector):
         if now == before:
             return
         what = f"The training set has {now} samples, and had {before} so far: their order is another one"
-        if self._within:
+        if self._resumes_within_epoch:
             raise UserError(
                 f"{what}, and the run was stopped within an epoch. HINT: go on with the data that it had, or from a checkpoint "
                 "of an epoch's end."

@@ -31,7 +31,7 @@ _OF_ALL_RANKS: dict[Any, Callable[[list[Any]], Any]] = {
 """The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
 
 
-def states(trainer: Trainer, module: LightningModule) -> States:
+def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
     """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
     left out.
     """
@@ -46,7 +46,7 @@ def states(trainer: Trainer, module: LightningModule) -> States:
     return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
 
 
-def put_back(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
+def restore_metric_states(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
     """Restores states into the metrics of today's ranks."""
     metrics = dict(metrics_of(module))
     for name, of_ranks in saved.items():

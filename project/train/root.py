@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from project.train.micro_batch import others_evaluate_more
+from project.train.micro_batch import peers_evaluate_more
 
 
 class Root:
@@ -90,7 +90,7 @@ class Root:
         finally:
             put_back()
         self._let_go()
-        if others_evaluate_more(module.trainer):
+        if peers_evaluate_more(module.trainer):
             self._gather_as_others()
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()

@@ -107,14 +107,14 @@ class Sharded(ShardedCheckpoints):
         self._state_of_fit: TrainerState | None = None
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Returns whether each rank holds a part. On one rank it has all: only a type, or the host's memory, needs this."""
         return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Returns whether a checkpoint is read after the setup: each rank takes its part of it."""
-        return self.spread
+        return self.is_sharded
 
     def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
         """Refuses settings of the Trainer that do not go together with these."""
@@ -155,7 +155,7 @@ class Sharded(ShardedCheckpoints):
         self._state_of_fit = trainer.state
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_alone(self.shared_by, self.world_size)
-        if not self.spread:
+        if not self.is_sharded:
             averages(trainer)  # refuses those that keep a whole network
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
@@ -174,7 +174,7 @@ class Sharded(ShardedCheckpoints):
                 self.before_sharding()
             self._agree(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
-            self._tell(self._spread(self.model, plan))
+            self._log_sharding(self._spread(self.model, plan))
             for average in averaged:
                 self._spread(average.module, plan)
             self._keep_freed_memory(self.model)
@@ -281,7 +281,7 @@ class Sharded(ShardedCheckpoints):
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
 
-    def _tell(self, blocks: Named) -> None:
+    def _log_sharding(self, blocks: Named) -> None:
         kinds = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks})
         ranks = f"{self.world_size} ranks"
         if self._shared_layers:

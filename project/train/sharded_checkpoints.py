@@ -27,7 +27,7 @@ class ShardedCheckpoints(ByDataRanks):
         self._state: dict[str, Any] = {}  # the network's, where layers are shared
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Returns whether each rank holds a shard."""
         raise NotImplementedError
 
@@ -74,18 +74,18 @@ class ShardedCheckpoints(ByDataRanks):
             tensor = gather(shard, self.root_device)
             return tensor.cpu() if self.is_global_zero else tensor.new_empty(0)
 
-        if self.spread:
+        if self.is_sharded:
             checkpoint = apply_to_collection(checkpoint, DTensor, gathered)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.spread:
+        if self.is_sharded:
             shards = shards_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
             checkpoint = {**checkpoint, "state_dict": shards}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self.spread:
+        if self.is_sharded:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
                 parameters = _parameters(optimizer)
                 for number, values in state["state"].items():
