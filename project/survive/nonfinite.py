@@ -283,7 +283,7 @@ def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
 
 
 def _exchange(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
-    return [fault for part in data_ranks(trainer).gathered(faults) for fault in part]
+    return [fault for part in data_ranks(trainer).all_gather_objects(faults) for fault in part]
 
 
 def _parameters(module: LightningModule) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torchmetrics import Metric
 
-from project.train.strategy import gathered
+from project.train.strategy import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class DataRanks:
     shared_by: int = 1
     """Ranks that are one data rank: neighbours."""
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Returns what every data rank brings. Called by all ranks together."""
-        return gathered(value, self.count, self.group)
+        return all_gather_objects(value, self.count, self.group)
 
     def members(self) -> list[list[int]]:
         """Returns the ranks of each group that has every data rank once."""
@@ -83,7 +83,7 @@ class ByDataRanks(DDPStrategy):
         """Decides over all ranks, which Lightning counts in what `reduce` gives."""
         if self._group is None:
             return super().reduce_boolean_decision(decision, all)
-        answers = gathered(bool(decision), self.world_size)
+        answers = all_gather_objects(bool(decision), self.world_size)
         return (False not in answers) if all else (True in answers)
 
     def meet_by_data_ranks(self, module: nn.Module) -> None:

@@ -215,7 +215,7 @@ class ExactGradients:
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
         named = [(name, parameter) for name, parameter in (gathered or self._owners).items() if parameter.requires_grad]
-        self._learned = [parameter.requires_grad for parameter in self._owners.values()]
+        self._learned_at_start = [parameter.requires_grad for parameter in self._owners.values()]
         self.scaled = False
         """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
@@ -244,7 +244,7 @@ class ExactGradients:
     @property
     def outdated(self) -> bool:
         """Returns whether other parameters learn than when this was made."""
-        return [parameter.requires_grad for parameter in self._owners.values()] != self._learned
+        return [parameter.requires_grad for parameter in self._owners.values()] != self._learned_at_start
 
     def close(self) -> None:
         for hook in self._hooks:

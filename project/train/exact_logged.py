@@ -20,7 +20,7 @@ from project.errors import UserError
 from project.train.data_ranks import DataRanks
 from project.train.exact import ExactScalar, apart, exact_mean, exact_total, fetched
 from project.train.logged import Results, Sums
-from project.train.strategy import gathered, gathered_numbers
+from project.train.strategy import all_gather_numbers, all_gather_objects
 
 _OF_MICRO_BATCH = {
     *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
@@ -129,10 +129,10 @@ class ExactResults(Results):
             fits = names == expected
             pairs = [number for terms in own.values() for pair in terms for number in pair]
             numbers = [1.0, *pairs] if fits else [0.0] * (1 + 2 * sum(count for _, count in expected))
-            rows = gathered_numbers(numbers, self._world_size)
+            rows = all_gather_numbers(numbers, self._world_size)
             if all(row[0] for row in rows):
                 return [_taken_apart(row[1:], expected) for row in rows]
-        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = gathered((own, self._metas(own)), self._world_size)
+        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = all_gather_objects((own, self._metas(own)), self._world_size)
         brought = [terms for terms, _ in both]
         self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
         kinds = {tuple((key, len(terms)) for key, terms in of_rank.items()) for of_rank in brought}
@@ -150,7 +150,7 @@ class ExactResults(Results):
                 own[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
             else:
                 own[key] = [float(metric.value)], 0
-        both = gathered((own, self._metas(own)), self._world_size)
+        both = all_gather_objects((own, self._metas(own)), self._world_size)
         by_rank: list[dict[str, tuple[list[float], float]]] = [of_rank for of_rank, _ in both]
         self._adopt({key: meta for _, metas in both for key, meta in metas.items()})
         for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank):
@@ -210,7 +210,7 @@ class ExactResults(Results):
             elsewhere = _hook(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
                 own[key] = repr(metric.value.double().tolist())
-        by_rank = gathered(own, self._world_size)
+        by_rank = all_gather_objects(own, self._world_size)
         for key in own:
             if len({of_rank[key] for of_rank in by_rank if key in of_rank}) > 1:
                 meta = self[key].meta

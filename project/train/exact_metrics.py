@@ -18,7 +18,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from project.errors import UserError
 from project.train.exact import WideSum
 from project.train.metrics import metrics_of
-from project.train.strategy import gathered
+from project.train.strategy import all_gather_objects
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
@@ -113,7 +113,7 @@ class ExactMetrics:
         own = {
             name: {**counted, "states": _on_host(counted["states"])} for name, counted in self._counted.get(stage, {}).items()
         }
-        by_rank: list[dict[str, Counted]] = gathered(own, self._world_size)
+        by_rank: list[dict[str, Counted]] = all_gather_objects(own, self._world_size)
         metrics, made = dict(metrics_of(self.module)), {}
         for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
             parts = [of_rank[name] for of_rank in by_rank if name in of_rank]

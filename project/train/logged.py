@@ -185,7 +185,7 @@ class Results(_ResultCollection):
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
                 own[key] = self._sum_of_this_rank(key), samples.cpu()
-        by_rank = ranks.gathered(own)
+        by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
         for key in own:
             if all(key in of_rank for of_rank in by_rank):

@@ -29,7 +29,13 @@ from project.train.capture import Kind, RecordedWork, StepGraphs, is_capturable,
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
-from project.train.exactness import MovedWeights, gradients_come_last, look_at_compiled, refuse_none, refuse_other_loop
+from project.train.exactness import (
+    MovedWeights,
+    check_compiled,
+    explain_missing_gradients,
+    refuse_lightnings_loop,
+    refuse_missing_loss,
+)
 from project.train.fast_path import (
     all_evaluate_once,
     clip_in_skipped_steps,
@@ -337,9 +343,9 @@ class Steps(_TrainingEpochLoop):
             refuse(self.trainer, no_graph)
         if not self._checked_compiled:
             self._checked_compiled = True
-            look_at_compiled(self.trainer.lightning_module, self.exact)
+            check_compiled(self.trainer.lightning_module, self.exact)
         if self.exact:
-            refuse_other_loop(why_not)
+            refuse_lightnings_loop(why_not)
             self._prepare_exact_gradients()
         self._counts_own_steps = self._on_fast_path
         self._methods_of_hooks: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
@@ -414,7 +420,7 @@ class Steps(_TrainingEpochLoop):
         self._begin_step()
         self.before_fetch()
         if not self._all_dealt:
-            self.moments.fetch(self.batch_progress.current.ready)
+            self.moments.begin_fetch(self.batch_progress.current.ready)
         try:
             return next(data_fetcher)
         finally:
@@ -601,7 +607,7 @@ class Steps(_TrainingEpochLoop):
             self._zero_grad()
         if output is None:
             if self.exact:
-                refuse_none()
+                refuse_missing_loss()
             self._refuse_on_several_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
@@ -626,7 +632,7 @@ class Steps(_TrainingEpochLoop):
             self._gradients.end()
             if not accumulates:
                 self._gradients.finish()
-        with gradients_come_last() if self.exact and accumulates else nullcontext():
+        with explain_missing_gradients() if self.exact and accumulates else nullcontext():
             self._call_hook("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs

@@ -41,7 +41,7 @@ def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
         if metric.update_called and (counted is None or any(metric is other for other in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
-    by_rank = data_ranks(trainer).gathered(own)
+    by_rank = data_ranks(trainer).all_gather_objects(own)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
     return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
 

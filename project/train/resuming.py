@@ -92,7 +92,7 @@ class Resuming(_CheckpointConnector):
             checkpoint[_LOADERS] = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
             checkpoint[_BUFFERS] = self._changed_buffers()
             checkpoint[_THREADS] = torch.get_num_threads()
-            checkpoint["training_samples"] = loaders_of(self.trainer).sizes
+            checkpoint["training_samples"] = loaders_of(self.trainer).set_sizes
             checkpoint[_MICRO_BATCH] = loaders_of(self.trainer).micro_batch
             checkpoint["position"] = position(self.trainer).state_dict()
             if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
@@ -420,7 +420,7 @@ def _gather_states_of_ranks(trainer: Trainer, own_states: dict[str, Any]) -> lis
     own_states = changed(own_states, _to_host)  # another rank would read a tensor of this one's device onto it
     held = io.BytesIO()
     torch.save(own_states, held)
-    digests = ranks.gathered(hashlib.sha256(held.getvalue()).hexdigest())
+    digests = ranks.all_gather_objects(hashlib.sha256(held.getvalue()).hexdigest())
     if len(set(digests)) == 1:
         return None
     states: list[Any] = [None] * ranks.count

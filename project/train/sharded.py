@@ -33,7 +33,7 @@ from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.sharded_checkpoints import ShardedCheckpoints
 from project.train.shards import clip_by_norm, overflow_together
-from project.train.strategy import begin_alike
+from project.train.strategy import broadcast_from_rank_0
 from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
 from project.train.unspreadable import (
     averages,
@@ -220,7 +220,7 @@ class Sharded(ShardedCheckpoints):
             give_memory(block, self._home)
             of_block = usual_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
-            self._begin_alike(block)
+            self._broadcast_block(block)
             if self._shared_layers:
                 cut(name, block, plan, self._mesh["tensor"])
             if block is model:
@@ -240,11 +240,11 @@ class Sharded(ShardedCheckpoints):
             whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
             keep_freed_memory(large=_SPARE * whole <= left // self.num_processes)
 
-    def _begin_alike(self, block: nn.Module) -> None:
+    def _broadcast_block(self, block: nn.Module) -> None:
         """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
         self.precision_plugin.convert_module(block)
         self._move(block)
-        begin_alike(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
+        broadcast_from_rank_0(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
 
     def _move(self, module: nn.Module) -> None:
         if self.cpu_offload:

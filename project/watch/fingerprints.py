@@ -24,7 +24,7 @@ from project.train.fast_path import is_sharded, replicates_weights
 from project.train.loop import as_graph_if_capturing
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.norms import batch_norms
-from project.train.strategy import gathered, left_to_each_rank
+from project.train.strategy import all_gather_objects, ignored_by_ddp
 from project.train.structure import holders
 from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
@@ -52,7 +52,7 @@ class _Watched:
             if plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())
         ]
         self.names = (*parameters, *buffers)
-        alike = ({*parameters} - left_to_each_rank(module)) | norms
+        alike = ({*parameters} - ignored_by_ddp(module)) | norms
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
@@ -225,7 +225,7 @@ class Fingerprints(Callback):
             return
         read = [row.read() for row in rows]
         record: Brought = host(), [(values.shared, values.losses) for values in read], read[-1].tensors
-        of_all: list[Brought] = [record] if alone else gathered(record, trainer.world_size)
+        of_all: list[Brought] = [record] if alone else all_gather_objects(record, trainer.world_size)
         if trainer.is_global_zero:
             self._append(trainer, "".join(self._lines(trainer, rows, read, of_all)))
         if replicates_weights(trainer):
