@@ -135,7 +135,7 @@ class ResumingOnHosts(Resuming):
             io.slice_of = strategy.slice_of if isinstance(strategy, Sharded) and spread else None
         self._read_on_hosts(trainer, checkpoint_path, weights_only)
         if checkpoint_path and isinstance(strategy, Sharded) and spread:
-            self._loaded_checkpoint = strategy.cut(self._loaded_checkpoint)
+            self._loaded_checkpoint = strategy.shards_of(self._loaded_checkpoint)
 
     def _read_on_hosts(self, trainer: "Trainer", checkpoint_path: Any, weights_only: bool | None) -> None:
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():

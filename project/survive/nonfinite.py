@@ -25,7 +25,7 @@ from project.train.fast_path import give_zero_momentum, is_fused, is_sharded
 from project.train.finite import not_finite
 from project.train.logged import measurement_loggers
 from project.train.micro_batch import MicroBatch, allow_skipped_steps, loss_at_hand, micro_batch, set_step_skipped
-from project.train.shards import anywhere, highest, local
+from project.train.shards import any_rank, local, max_over_ranks
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class NonFinite(Callback):
             return
         flag = not_finite(gradients, self._unit)
         if is_sharded(trainer):  # a rank sees its part of the gradient only
-            highest(flag)
+            max_over_ranks(flag)
         if self._step.late:
             torch.maximum(self._flag, flag, out=self._flag)
             if self.act == "skip":
@@ -269,7 +269,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 def _finite(module: LightningModule) -> bool:
     here = not all(bool(local(parameter).isfinite().all()) for parameter in module.parameters())
-    return not (anywhere([here])[0] if is_sharded(module.trainer) else here)
+    return not (any_rank([here])[0] if is_sharded(module.trainer) else here)
 
 
 def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
@@ -293,7 +293,7 @@ def _parameters(module: LightningModule) -> list[str]:
     named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None][::-1]
     bad = [not gradient.isfinite().all() for _, gradient in named]
     return [
-        name for (name, _), flagged in zip(named, anywhere(bad) if is_sharded(module.trainer) else bad, strict=True) if flagged
+        name for (name, _), flagged in zip(named, any_rank(bad) if is_sharded(module.trainer) else bad, strict=True) if flagged
     ]
 
 

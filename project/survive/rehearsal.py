@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch.optim import Optimizer
 
 from project.survive.checkpoints import checkpoints_of
-from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, moved_attributes
+from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, unsaved_attributes
 from project.train.exactness import MovedWeights
 from project.train.fast_path import is_sharded
 from project.train.position import position
@@ -63,7 +63,7 @@ class Rehearsal(Callback):
         """
         if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
             self._has_looked_within = True
-            moved = [f"{owner}.{attribute}" for owner, attribute in moved_attributes(trainer, self._before)]
+            moved = [f"{owner}.{attribute}" for owner, attribute in changed_attributes(trainer, self._before)]
             if moved and trainer.is_global_zero:
                 log.warning(
                     "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "
@@ -95,7 +95,7 @@ class Rehearsal(Callback):
     def _compare(self, trainer: Trainer, before: Attributes) -> None:
         """Warns of attributes that have changed and that a checkpoint would not hold. Called by all ranks."""
         checkpoint = current_checkpoint(trainer)
-        moved = [name for name in changed_attributes(trainer, before, checkpoint) if name not in self._named]
+        moved = [name for name in unsaved_attributes(trainer, before, checkpoint) if name not in self._named]
         if moved and trainer.is_global_zero:
             log.warning(
                 "%s: changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it "

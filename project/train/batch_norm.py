@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.train.exact import WideSum
 from project.train.micro_batch import skipped as is_skipped
-from project.train.norms import batch_norms, compiled
+from project.train.norms import batch_norms, compiled_modules
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -200,7 +200,7 @@ class StepStatistics(Callback):
         for _, norm in batch_norms(pl_module):
             kinds.setdefault(_statistics_of([norm])[0].dtype, []).append(norm)
         self._groups = [_DtypeGroup(norms) for norms in kinds.values()]
-        translated, norms = compiled(pl_module), [norm for same in kinds.values() for norm in same]
+        translated, norms = compiled_modules(pl_module), [norm for same in kinds.values() for norm in same]
         others = iter([other for row in self._groups for other in row.others])
         self._layers = [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
         if not norms:

@@ -35,7 +35,7 @@ Capture = Literal["auto", "none"]
 Kind = Literal["only", "first", "middle", "last"]
 """A micro-batch's place in its step."""
 
-WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+HOOKS_WITHIN_STEP = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Lightning's hooks within a step."""
 _BY_GRAPH = ("lr", "capturable")  # settings of an optimiser that are others in a graph
 
@@ -54,13 +54,13 @@ class _Graph:
     """A micro-batch that was recorded: where its batch is copied to, and what comes out."""
 
     replay: Callable[[], None]
-    made: Any
+    outputs: Any
     inputs: list[Tensor]
     shapes: Any
     gradients: list[Tensor | None]
 
 
-def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
+def _record_graph(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
     """Returns how to have the device do the work again and again, and what comes out of it. Nothing of it is done yet."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
@@ -90,36 +90,38 @@ class StepGraphs:
 
     def begin_epoch(self) -> None:
         """Looks again at everybody in the step, and at what graphs have in them that is no tensor."""
-        self.look_again()
+        self.check_recordable()
         parts = [part for part in self.module.modules() if part is not self.module and not isinstance(part, Metric)]
         self._settings = [
             {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))} for part in parts
         ]
 
-    def look_again(self) -> None:
+    def check_recordable(self) -> None:
         """Finds out whether steps can be recorded; the callbacks may be others than before."""
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._refuse(self._reason())
+        self._refuse(self._why_not_recordable())
 
     def _refuse(self, reason: str | None) -> None:
         self._refusal = reason
         if reason and not self._has_refused:
             self._has_refused = True
-            refuse(self._trainer, reason)
+            log_refusal(self._trainer, reason)
 
-    def _reason(self) -> str | None:
+    def _why_not_recordable(self) -> str | None:
         """Returns why steps can't be recorded, if so."""
         module, hook = self.module, "on_after_batch_transfer"
-        for part, methods in ((module, ("training_step", "forward", *WITHIN)), (self._transfer_owner, (hook,))):
+        for part, methods in ((module, ("training_step", "forward", *HOOKS_WITHIN_STEP)), (self._transfer_owner, (hook,))):
             if not is_capturable(part, *methods):
                 return f"{type(part).__name__} is not capturable (see docs/own.md)"
         if not is_fused(self._optimizer):
             return f"{type(self._optimizer).__name__} is not fused"
         for callback in typed(self._trainer).callbacks:
             home = type(callback).__module__.partition(".")[0]
-            within = [name for name in WITHIN if is_overridden(name, callback, Callback)]
-            if within and home != "project" and not is_capturable(callback, *WITHIN):  # of ours, the others only look on
+            within = [name for name in HOOKS_WITHIN_STEP if is_overridden(name, callback, Callback)]
+            if (
+                within and home != "project" and not is_capturable(callback, *HOOKS_WITHIN_STEP)
+            ):  # of ours, the others only look on
                 return f"{type(callback).__name__} has a hook within the step ({within[0]})"
             if home not in ("project", "lightning") and is_overridden("on_train_batch_start", callback, Callback):
                 return f"{type(callback).__name__} may look at a batch before the step (on_train_batch_start)"
@@ -128,36 +130,36 @@ class StepGraphs:
                 return f"there is a hook on {name or 'the module'}"
         return None
 
-    def take(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
+    def choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
         """Returns the kind of the micro-batch at hand; None where it is taken eagerly, as all of a step are if its first is."""
         kind: Kind = ("middle" if number else "first") if accumulates else ("last" if number else "only")
         shapes, known = _shapes(batch), self._graphs.get(kind)
         if shapes is None:
             self._refuse("a batch is not only tensors")
         if not number:
-            self._began_as_graph = self._begins()
+            self._began_as_graph = self._begins_as_graph()
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
-    def look_at(self, outputs: dict[str, Any]) -> None:
+    def check_outputs(self, outputs: dict[str, Any]) -> None:
         """Finds in an eager step what a graph would give again as it was when it was recorded."""
         for name, value in outputs.items():
             if any(tensor is None for tensor in _tensors(value)):
                 self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
 
-    def _begins(self) -> bool:
+    def _begins_as_graph(self) -> bool:
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False
         if (wrapped := self._trainer.strategy.model) is not self._wrapped:
             # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for; a new DistributedDataParallel, too.
             self._wrapped, self._eager_steps = wrapped, 11 if isinstance(wrapped, DistributedDataParallel) else 3
-        if (signature := self._baked_in()) != self._signature:
+        if (signature := self._recorded_constants()) != self._signature:
             self._signature, self._graphs = signature, {}
             self._eager_steps = max(1, self._eager_steps)  # in which everybody finds what has changed
         self._set_rates()
         self._eager_steps -= 1
         return self._eager_steps < 0
 
-    def _baked_in(self) -> Any:
+    def _recorded_constants(self) -> Any:
         """Returns where the tensors lie, and the numbers that are no tensors: others need another graph."""
         groups = [
             [value for name, value in group.items() if name not in ("params", *_BY_GRAPH)]
@@ -181,14 +183,14 @@ class StepGraphs:
         graph.replay()
         for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
             parameter.grad = gradient  # another kind, or an eager step, has left others
-        return graph.made
+        return graph.outputs
 
     def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
         own = apply_to_collection(batch, Tensor, torch.clone)
         inputs = list(_tensors(own))  # `work` may take them out of the batch
         self.recording = True
         try:
-            replay, made = _recorded(lambda: work(own), self._pool)
+            replay, made = _record_graph(lambda: work(own), self._pool)
             return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
         except torch.OutOfMemoryError:
             raise
@@ -213,7 +215,7 @@ class StepGraphs:
                 self._rates[at].fill_(number)
 
     @contextmanager
-    def rates(self) -> Iterator[None]:
+    def graph_rates(self) -> Iterator[None]:
         """Gives the optimiser learning rates that a graph can read, as tensors: in an eager step, too, for the same bits."""
         if self._refusal:
             yield
@@ -242,12 +244,12 @@ class RecordedWork:
         if not self._is_warm:
             self._is_warm = True
             return self._work()
-        replay, made = self._graph = self._graph or _recorded(self._work)
+        replay, made = self._graph = self._graph or _record_graph(self._work)
         replay()
         return made.clone()
 
 
-def refuse(trainer: Trainer, reason: str) -> None:
+def log_refusal(trainer: Trainer, reason: str) -> None:
     """Logs why no step of this fit is a graph."""
     if trainer.is_global_zero:
         log.info("trainer.capture: steps are taken one operation after the other, as %s.", reason)

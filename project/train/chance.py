@@ -175,8 +175,8 @@ class Moments:
             return
         self._checks = False  # once
         what = (
-            f"random numbers ({', '.join(drawn)}) were drawn outside any hook, between {self._last_moment} and {moment}, and may "
-            "be others on other ranks and after a restart"
+            f"random numbers ({', '.join(drawn)}) were drawn outside any hook, between {self._last_moment} and {moment}, and "
+            "may be others on other ranks and after a restart"
         )
         hint = "a schedule, a logger or a thread may do so: draw in a hook, or from a generator that lies in a state_dict."
         if self._exact:

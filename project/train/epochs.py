@@ -27,7 +27,7 @@ from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
 from project.train.position import stopped_within_epoch
 from project.train.strategy import wrap_again_if_outdated
-from project.train.structure import Structure, set_up, structure
+from project.train.structure import Structure, apply_structure, current_structure
 from project.typed import typed
 
 
@@ -69,13 +69,13 @@ class Epochs(_FitLoop):
             self.restarting = False
         super().reset()
 
-    def _validate_between_steps(self, set_up: Callable[[], None]) -> None:
+    def _validate_between_steps(self, set_up_loaders: Callable[[], None]) -> None:
         """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
         them may end within a step.
         """
         interval = self.val_check_interval
         try:
-            set_up()
+            set_up_loaders()
         except ValueError as error:
             if "`val_check_interval`" not in str(error):
                 raise
@@ -95,7 +95,7 @@ class Epochs(_FitLoop):
 
     def on_advance_start(self) -> None:
         if not self._resumes_within_epoch:
-            self._structure_at_start = structure(self.trainer)
+            self._structure_at_start = current_structure(self.trainer)
         super().on_advance_start()
         if self._resumes_within_epoch:
             self._resumes_within_epoch = False
@@ -116,13 +116,17 @@ class Epochs(_FitLoop):
             del connector.update_train_epoch_metrics
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return {**super().on_save_checkpoint(), "structure": structure(self.trainer), "began_with": self._structure_at_start}
+        return {
+            **super().on_save_checkpoint(),
+            "structure": current_structure(self.trainer),
+            "began_with": self._structure_at_start,
+        }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restores which parameters learn. Called before the optimisers' states are loaded, which must find their groups."""
         super().on_load_checkpoint(state_dict)
         if "structure" in state_dict:
-            set_up(self.trainer, state_dict["structure"])
+            apply_structure(self.trainer, state_dict["structure"])
             self._structure_at_start = state_dict["began_with"]
 
     def _repeat_epoch_start(self) -> None:
@@ -131,8 +135,8 @@ class Epochs(_FitLoop):
         starting = [callback for callback in callbacks if _acts_at_epoch_start(callback)]
         if not starting and not is_overridden("on_train_epoch_start", module, LightningModule):
             return
-        restore_copies, learning, loggers = _copy_states(trainer, callbacks), structure(trainer), trainer.loggers
-        set_up(trainer, self._structure_at_start or learning)
+        restore_copies, learning, loggers = _copy_states(trainer, callbacks), current_structure(trainer), trainer.loggers
+        apply_structure(trainer, self._structure_at_start or learning)
         trainer.loggers = []  # what was said then is said; what was logged for the epoch's end is logged again
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
@@ -144,7 +148,7 @@ class Epochs(_FitLoop):
         finally:
             trainer.loggers = loggers
             module.__dict__["_current_fx_name"] = None
-        set_up(trainer, learning)
+        apply_structure(trainer, learning)
         restore_copies()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
+def use_contiguous_order(module: nn.Module) -> dict[str, torch.memory_format]:
     """Lays a module's own parameters in their usual order; each layer is given its weight as it was for the time of a forward
     pass. Says which, by name, lay how."""
     formats: dict[str, torch.memory_format] = {}
@@ -23,11 +23,11 @@ def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
             weight.data = weight.data.contiguous()
             if format is not None:
                 formats[f"{prefix}.{name}" if prefix else name] = format
-                _lend(layer, name, format)
+                _restore_layout_in_forward(layer, name, format)
     return formats
 
 
-def _lend(layer: nn.Module, name: str, format: torch.memory_format) -> None:
+def _restore_layout_in_forward(layer: nn.Module, name: str, format: torch.memory_format) -> None:
     """An attribute of the layer's own stands before its parameter of that name."""
 
     def give(layer: Any, _: Any) -> None:

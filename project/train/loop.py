@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from project.data.dealing import DealtLoader
 from project.errors import as_user_error
-from project.train.capture import Kind, RecordedWork, StepGraphs, is_capturable, refuse
+from project.train.capture import Kind, RecordedWork, StepGraphs, is_capturable, log_refusal
 from project.train.chance import Moments, run_seed
 from project.train.data_ranks import data_ranks
 from project.train.exact_gradients import ExactGradients
@@ -340,7 +340,7 @@ class Steps(_TrainingEpochLoop):
             no_graph = no_graph or "a sharded network is gathered in between"
         if self.captures_graphs and no_graph and not self._has_logged_refusal:
             self._has_logged_refusal = True
-            refuse(self.trainer, no_graph)
+            log_refusal(self.trainer, no_graph)
         if not self._checked_compiled:
             self._checked_compiled = True
             check_compiled(self.trainer.lightning_module, self.exact)
@@ -453,7 +453,7 @@ class Steps(_TrainingEpochLoop):
         batch = self._on_before_transfer(self._precision.convert_input(batch), 0)
         batch = self._transfer(batch, self._device, 0)
         within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
-        graph = None if self.graphs is None else self.graphs.take(batch, within, accumulates)
+        graph = None if self.graphs is None else self.graphs.choose_kind(batch, within, accumulates)
         if graph is None:
             batch = self._on_after_transfer(batch, 0)
         progress.increment_ready()
@@ -466,7 +466,7 @@ class Steps(_TrainingEpochLoop):
         if graph is None:
             outputs = self._train_on_batch(batch, number, accumulates)
             if self.graphs is not None:
-                self.graphs.look_at(outputs)
+                self.graphs.check_outputs(outputs)
         else:
             outputs, batch = self._run_as_graph(graph, batch, number, accumulates)
         self._count_as_processed(number, accumulates)
@@ -665,7 +665,7 @@ class Steps(_TrainingEpochLoop):
         if self.graphs is None:
             self._update_weights()
         else:
-            with self.graphs.rates():
+            with self.graphs.graph_rates():
                 self._update_weights()
 
     def _update_weights(self) -> None:
@@ -762,7 +762,7 @@ class Steps(_TrainingEpochLoop):
         """Forgets which callbacks have a hook: they are others now."""
         self._methods_of_hooks = {}
         if self.graphs is not None:
-            self.graphs.look_again()
+            self.graphs.check_recordable()
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
         """Returns the methods of a hook; while a graph is recorded, those of them that are a part of it."""

@@ -42,7 +42,7 @@ def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
         )
 
 
-def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
+def resize_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Gives a buffer the shape that was saved (a queue may have grown). A UserError reports another network."""
     buffers = dict(module.named_buffers())
     differing = []

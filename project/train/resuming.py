@@ -27,12 +27,12 @@ from project.errors import UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.train import metrics
-from project.train.attributes import Attributes, attributes, changed_attributes
+from project.train.attributes import Attributes, attributes, unsaved_attributes
 from project.train.data_ranks import data_ranks
 from project.train.evaluation import loaders_of
 from project.train.logged import Logged, Results
 from project.train.loop import Steps
-from project.train.made_later import Shapes, make_room, refuse_made_later, shapes
+from project.train.made_later import Shapes, refuse_made_later, resize_buffers, shapes
 from project.train.position import Position, check_loop_progress, position, set_counters
 from project.train.shards import split
 from project.typed import typed
@@ -113,7 +113,7 @@ class Resuming(_CheckpointConnector):
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
-            if not self._step_loop().exact and (values := changed_attributes(self.trainer, self._values_as_built, checkpoint)):
+            if not self._step_loop().exact and (values := unsaved_attributes(self.trainer, self._values_as_built, checkpoint)):
                 checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(
                 self.trainer, split(self._states_of_this_rank(checkpoint)).marked
@@ -254,7 +254,7 @@ class Resuming(_CheckpointConnector):
         """
         self._shapes_as_built = shapes(self.trainer.lightning_module)
         if self._loaded_checkpoint and self.trainer.lightning_module.strict_loading:
-            make_room(self.trainer.lightning_module, self._loaded_checkpoint["state_dict"])
+            resize_buffers(self.trainer.lightning_module, self._loaded_checkpoint["state_dict"])
         super().restore_model()
 
     def restore_training_state(self) -> None:

@@ -54,18 +54,18 @@ class ShardedCheckpoints(ByDataRanks):
         parameters = _parameters(self.optimizers[optimizer])
         return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
 
-    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def shards_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns a checkpoint with this rank's shards of all states that are named and shaped like the parameters."""
         own = self.lightning_module.state_dict()  # type: ignore[union-attr]
 
-        def cut(state: Any) -> Any:
+        def shards_of(state: Any) -> Any:
             if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
                 return state
             # Another shape is left for the error that names another network.
             fitting = {name: value for name, value in state.items() if name in own and _shape(value) == own[name].shape}
             return {**state, **shards_like(fitting, own)}
 
-        return {name: cut(state) for name, state in checkpoint.items()}
+        return {name: shards_of(state) for name, state in checkpoint.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes what trainer.save_checkpoint, a ModelCheckpoint and tuners save: one file, whole. Called by all ranks."""

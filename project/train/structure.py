@@ -34,7 +34,7 @@ def holders(module: nn.Module, names: Iterable[str]) -> list[Holder]:
     return [(owner._parameters if name in owner._parameters else owner._buffers, name) for owner, name in split]  # type: ignore[misc]
 
 
-def structure(trainer: Trainer) -> Structure:
+def current_structure(trainer: Trainer) -> Structure:
     named = dict(trainer.lightning_module.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     groups: list[list[list[str]] | None] = []
@@ -45,7 +45,7 @@ def structure(trainer: Trainer) -> Structure:
     return {"trainable": [name for name, parameter in named.items() if parameter.requires_grad], "groups": groups}
 
 
-def set_up(trainer: Trainer, wanted: Structure) -> None:
+def apply_structure(trainer: Trainer, wanted: Structure) -> None:
     """Makes it so. A group that is new has its optimiser's defaults, until its state is loaded."""
     named = dict(trainer.lightning_module.named_parameters())
     learning = {name.removesuffix(_PRUNED) if name not in named else name for name in wanted["trainable"]}
@@ -59,7 +59,7 @@ def set_up(trainer: Trainer, wanted: Structure) -> None:
             parameter.requires_grad_(name in learning)
     if len(wanted["groups"]) != len(trainer.optimizers):
         return
-    now = structure(trainer)["groups"]
+    now = current_structure(trainer)["groups"]
     for optimizer, groups, ours in zip(trainer.optimizers, wanted["groups"], now, strict=True):
         if groups is None or ours is None or groups == ours or any(name not in named for group in groups for name in group):
             continue

@@ -16,7 +16,7 @@ from project.errors import UserError
 from project.typed import typed
 
 
-def averages(trainer: pl.Trainer) -> list[AveragedModel]:
+def weight_averages(trainer: pl.Trainer) -> list[AveragedModel]:
     """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
     averaged = []
     for callback in typed(trainer).callbacks:
@@ -46,7 +46,7 @@ _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 """Optimisers of torch that compute with whole tensors."""
 
 
-def fit_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
+def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
     """Refuses optimisers that can't compute with shards, and chooses the implementations that can.
 
     Raises:
@@ -122,7 +122,7 @@ def refuse_own_steps(module: pl.LightningModule) -> None:
         )
 
 
-def refuse_what_cant_be(name: str, block: nn.Module) -> None:
+def refuse_unshardable(name: str, block: nn.Module) -> None:
     own = {
         at: parameter
         for at, parameter in block.named_parameters(prefix=name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from project.train.allocator import note_doings
+from project.train.allocator import start_recording
 from project.train.loop import fetch_hooks, remove_callback, set_fetch_hooks
 from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
@@ -137,7 +137,7 @@ class Recording(StepRanges):
             self._part.close()
             self._profile.step()
             if self._memory and self._step == self.first - 1 and trainer.strategy.root_device.type == "cuda":
-                note_doings()
+                start_recording()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the recording, or begins it anew later: an evaluation is no part of a step, and its trace would be large."""
