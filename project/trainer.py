@@ -90,7 +90,7 @@ from project.train.exactness import (
 from project.train.gathering import gather_evenly
 from project.train.loaders import Loaders
 from project.train.logged import Logged
-from project.train.micro_batch import skipped
+from project.train.micro_batch import is_step_skipped
 from project.train.position import out_of_time
 from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
@@ -346,7 +346,7 @@ class Trainer(TypedTrainer):
     @property
     def skipped(self) -> bool | Tensor:
         """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
-        return skipped(self)
+        return is_step_skipped(self)
 
     @property
     def shared_by(self) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.train.exact import WideSum
-from project.train.micro_batch import skipped as is_skipped
+from project.train.micro_batch import is_step_skipped
 from project.train.norms import batch_norms, compiled_modules
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -279,7 +279,7 @@ class StepStatistics(Callback):
 
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._sums is not None:
-            self._move_statistics(is_skipped(trainer))
+            self._move_statistics(is_step_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._layers and self._number + 1 < trainer.accumulate_grad_batches:

@@ -56,11 +56,11 @@ class ExactResults(Results):
             for metric in metrics:
                 metric._forward_cache = None
 
-    def _discard_step(self, key: str, before: Any, whether: bool | Tensor) -> None:
-        if whether is True and key in self._sums:
+    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+        if skipped is True and key in self._sums:
             kept = self._sums_before.get(key)
             self._sums[key] = ExactScalar() if kept is None else kept
-        super()._discard_step(key, before, whether)
+        super()._discard_value_of_step(key, before, skipped)
 
     def _whole_value(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):

@@ -108,15 +108,15 @@ class Results(_ResultCollection):
         metric: Any = self[key]
         return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
-    def discard_skipped_step(self, whether: bool | Tensor) -> None:
-        """Takes back what the step at hand has logged for its epoch. `whether`: on a GPU a tensor, which nobody waits for."""
-        for key in self._keys_of_epoch() if self.steps_may_be_skipped and whether is not False else ():
-            self._discard_step(key, self._before_step.get(key), whether)
+    def discard_skipped_step(self, skipped: bool | Tensor) -> None:
+        """Takes back what the step at hand has logged for its epoch. `skipped`: on a GPU a tensor, which nobody waits for."""
+        for key in self._keys_of_epoch() if self.steps_may_be_skipped and skipped is not False else ():
+            self._discard_value_of_step(key, self._before_step.get(key), skipped)
 
-    def _discard_step(self, key: str, before: Any, whether: bool | Tensor) -> None:
+    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
         metric: Any = self[key]
         now = self._value_and_samples(key)
-        if whether is True:
+        if skipped is True:
             if before is None:
                 metric.reset()  # was logged for the first time
                 return
@@ -125,7 +125,7 @@ class Results(_ResultCollection):
             fresh.reset()
             before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
         value, count = (
-            earlier if whether is True or earlier is None else torch.where(whether, earlier.to(other.device), other)  # type: ignore[arg-type]
+            earlier if skipped is True or earlier is None else torch.where(skipped, earlier.to(other.device), other)  # type: ignore[arg-type]
             for earlier, other in zip(before, now, strict=True)
         )
         metric.value = value

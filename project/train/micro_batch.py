@@ -95,13 +95,13 @@ def allow_skipped_steps(trainer: Trainer, whether: bool) -> None:
 def set_step_skipped(trainer: Trainer, whether: bool | Tensor) -> None:
     """Sets whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop
-    loop.skipped = whether
+    loop.step_skipped = whether
 
 
-def skipped(trainer: Trainer) -> bool | Tensor:
+def is_step_skipped(trainer: Trainer) -> bool | Tensor:
     """Returns the last value given to `set_step_skipped`."""
     loop: Any = trainer.fit_loop.epoch_loop
-    return cast(bool | Tensor, loop.skipped)
+    return cast(bool | Tensor, loop.step_skipped)
 
 
 def loss_at_hand(trainer: Trainer) -> Tensor | None:

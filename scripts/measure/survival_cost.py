@@ -23,7 +23,7 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
 from project.train.batch_norm import StepStatistics
-from project.train.rng import ChanceByMicroBatch
+from project.train.chance import ChanceByMicroBatch
 from project.trainer import Trainer
 from project.watch.throughput import Throughput
 
