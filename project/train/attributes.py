@@ -42,7 +42,7 @@ UNKNOWN = b""
 
 
 def attributes(trainer: Trainer) -> Attributes:
-    """Returns digests of what users keep in Python."""
+    """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
     digests = Digests(_saved_elsewhere(trainer))
     kept = {name: _values(owner) for name, owner in owners(trainer)}
     kept |= {name: {**kept.get(name, {}), **values} for name, values in (*_hooks(trainer), *_globals(trainer))}
@@ -58,7 +58,7 @@ def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
-    """Returns the digests of attributes that are others than before, by their owners and names."""
+    """Returns the digests of attributes that have changed since `before`, by their owners and names."""
     return {
         (owner, attribute): digest
         for owner, values in attributes(trainer).items()
@@ -68,7 +68,7 @@ def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, 
 
 
 def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the attributes that are others than before and are not found in a checkpoint of now, with their digests."""
+    """Returns the attributes that have changed since `before` and that a checkpoint of now does not hold, and their digests."""
     moved = changed_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
         return {}
@@ -108,7 +108,7 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
-    """Yields what is saved, or looked at, by itself: an object that refers to it has no value of its own."""
+    """Yields objects that are saved, or compared, by themselves: an attribute that refers to one has no value of its own."""
     module = trainer.lightning_module
     yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
     yield from (*module.modules(), *module.parameters(), *module.buffers())

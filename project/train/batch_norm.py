@@ -99,10 +99,11 @@ class _Layer:
             self._before_backward = None
 
     def _keep_pass(self) -> None:
+        """Keeps the mean and the variance of a pass before the next pass overwrites them."""
         self._earlier.append((self.mean.clone(), self.var.clone()))
 
     def return_buffers(self) -> int:
-        """Gives the layer its own buffers back; returns how often it was gone through."""
+        """Gives the layer its own buffers back; returns how many passes went through it."""
         if not self._own:
             self.passes = 0
             return 0
@@ -123,7 +124,7 @@ class _Layer:
 
 
 class _FlatTensors:
-    """The layers' own tensors of one type, one beside the other in memory: one operation is enough for all of them."""
+    """The layers' own tensors of one dtype, side by side in memory: one operation is enough for all of them."""
 
     def __init__(self, parts: Callable[[], list[Tensor]]) -> None:
         self._parts = parts  # they may be others than they were a step ago
@@ -156,7 +157,7 @@ def _counts_of(norms: list[_BatchNorm]) -> list[Tensor]:
 
 
 class _DtypeGroup:
-    """The layers whose statistics are of one type: what they gather in a forward pass, and the sum over a step's."""
+    """The layers whose statistics are of one dtype: what they gather in a forward pass, and the sum over a step's."""
 
     def __init__(self, norms: list[_BatchNorm]) -> None:
         self.own = _FlatTensors(partial(_statistics_of, norms))
@@ -186,7 +187,7 @@ class StepStatistics(Callback):
         self._clear_step()
 
     def _clear_step(self) -> None:
-        """Leaves nothing of a step to the next: a mean that was not finite must leave no trace, not even none of it."""
+        """Clears what a step has gathered: a mean that was not finite must leave no trace in the next step."""
         self._sum.zero_()
         for row in self._groups:
             row.gathered.zero_()
@@ -253,6 +254,7 @@ class StepStatistics(Callback):
             layer.end_backward()
 
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
+        """Adds the statistics of a micro-batch's forward pass to those of its step."""
         self._is_begun = True
         if passes not in self._passes:
             self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
@@ -291,7 +293,7 @@ class StepStatistics(Callback):
     def _move_statistics(self, skipped: bool | Tensor) -> None:
         """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
 
-        A step that was left out leaves no trace; nor does a step in a layer that none of its micro-batches went through.
+        A skipped step leaves no trace; nor does a step in a layer that none of its micro-batches went through.
         """
         assert self._sums is not None
         if self._all_reduce is not None:
@@ -313,7 +315,7 @@ class StepStatistics(Callback):
             self._counts.flat().add_(moved if self._counting is None else moved.index_select(0, self._counting))
 
     def _momentum(self) -> float | Tensor:
-        """Returns what the statistics are moved by: one number for all, or one for each of them."""
+        """Returns the momentum of the statistics: one number for all, or one for each of them."""
         momenta = [layer.norm.momentum for layer in self._layers]
         if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
             return first
@@ -336,6 +338,7 @@ class StepStatistics(Callback):
             self._detach(trainer)
 
     def _detach(self, trainer: Trainer) -> None:
+        """Gives the strategy its own `training_step` back, and each layer its own buffers and memory."""
         trainer.strategy.__dict__.pop("training_step", None)
         for layer in self._layers:
             layer.end_backward()

@@ -77,6 +77,7 @@ def _is_called(network: nn.Module, name: str) -> bool:
 
 
 def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the outermost modules that the patterns name; refuses a pattern that names none."""
     taken: set[int] = set()
     met: set[str] = set()
     for name, module in network.named_modules():

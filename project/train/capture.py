@@ -61,7 +61,7 @@ class _Graph:
 
 
 def _record_graph(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
-    """Returns how to have the device do the work again and again, and what comes out of it. Nothing of it is done yet."""
+    """Records work as a CUDA graph; returns a function that replays it, and its outputs, which are not computed yet."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
         made = work()
@@ -89,7 +89,7 @@ class StepGraphs:
         self._settings: Any = None
 
     def begin_epoch(self) -> None:
-        """Looks again at everybody in the step, and at what graphs have in them that is no tensor."""
+        """Checks again what takes part in a step, and notes the numbers that graphs hold fixed."""
         self.check_recordable()
         parts = [part for part in self.module.modules() if part is not self.module and not isinstance(part, Metric)]
         self._settings = [
@@ -97,19 +97,20 @@ class StepGraphs:
         ]
 
     def check_recordable(self) -> None:
-        """Finds out whether steps can be recorded; the callbacks may be others than before."""
+        """Finds out whether steps can be recorded; the callbacks may have changed."""
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._refuse(self._why_not_recordable())
 
     def _refuse(self, reason: str | None) -> None:
+        """Keeps why steps can't be recorded (None: they can), and logs the first reason."""
         self._refusal = reason
         if reason and not self._has_refused:
             self._has_refused = True
             log_refusal(self._trainer, reason)
 
     def _why_not_recordable(self) -> str | None:
-        """Returns why steps can't be recorded, if so."""
+        """Returns why steps can't be recorded; None where they can."""
         module, hook = self.module, "on_after_batch_transfer"
         for part, methods in ((module, ("training_step", "forward", *HOOKS_WITHIN_STEP)), (self._transfer_owner, (hook,))):
             if not is_capturable(part, *methods):
@@ -131,7 +132,9 @@ class StepGraphs:
         return None
 
     def choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
-        """Returns the kind of the micro-batch at hand; None where it is taken eagerly, as all of a step are if its first is."""
+        """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
+        first is.
+        """
         kind: Kind = ("middle" if number else "first") if accumulates else ("last" if number else "only")
         shapes, known = _shapes(batch), self._graphs.get(kind)
         if shapes is None:
@@ -141,12 +144,15 @@ class StepGraphs:
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
     def check_outputs(self, outputs: dict[str, Any]) -> None:
-        """Finds in an eager step what a graph would give again as it was when it was recorded."""
+        """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
         for name, value in outputs.items():
             if any(tensor is None for tensor in _tensors(value)):
                 self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
 
     def _begins_as_graph(self) -> bool:
+        """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
+        has changed.
+        """
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False
         if (wrapped := self._trainer.strategy.model) is not self._wrapped:
@@ -160,7 +166,9 @@ class StepGraphs:
         return self._eager_steps < 0
 
     def _recorded_constants(self) -> Any:
-        """Returns where the tensors lie, and the numbers that are no tensors: others need another graph."""
+        """Returns what graphs hold fixed: where tensors lie, and numbers that are no tensors. Where one changes, graphs are
+        recorded anew.
+        """
         groups = [
             [value for name, value in group.items() if name not in ("params", *_BY_GRAPH)]
             for group in self._optimizer.param_groups
@@ -186,6 +194,7 @@ class StepGraphs:
         return graph.outputs
 
     def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
+        """Records a micro-batch as a graph, with a copy of its batch as input."""
         own = apply_to_collection(batch, Tensor, torch.clone)
         inputs = list(_tensors(own))  # `work` may take them out of the batch
         self.recording = True
@@ -202,6 +211,7 @@ class StepGraphs:
             self.recording = False
 
     def _set_rates(self) -> None:
+        """Writes the optimiser's learning rates into the tensors that graphs read."""
         groups = self._optimizer.param_groups
         if len(self._rates) != len(groups):  # layers were unfrozen, or frozen: graphs are recorded anew
             self._rates = [torch.zeros((), device=self._trainer.strategy.root_device) for _ in groups]
@@ -234,7 +244,7 @@ class StepGraphs:
 
 
 class RecordedWork:
-    """Work that always does the same with the same memory: as a graph from the second call on."""
+    """Work that always does the same with the same memory: replayed as a CUDA graph from the second call on."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work, self._is_warm = work, False

@@ -86,6 +86,7 @@ class Moments:
         profiler.profile = partial(self._wrap_profile, profiler.profile)
 
     def _wrap_profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
+        """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code."""
         hook = action.rpartition(".")[2]
         if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
             self._begin_transfer()
@@ -95,6 +96,7 @@ class Moments:
 
     @contextmanager
     def _seed_hook(self, profile: Callable[[str], AbstractContextManager[Any]], action: str, hook: str) -> Iterator[Any]:
+        """Seeds the generators for a hook, and notes their states when it ends."""
         self._check_draws(action)
         # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
         with chance_kept() if self._depth else nullcontext():
@@ -109,6 +111,7 @@ class Moments:
             self._note_states(action)
 
     def _epoch_and_step(self, hook: str) -> tuple[int, int]:
+        """Returns the epoch and the step in the key of a hook; 0 for a hook of a whole run, or of a whole epoch."""
         trainer = self._trainer
         if hook in _OF_A_RUN:
             often = typed(trainer).reload_dataloaders_every_n_epochs if hook == "train_dataloader" else 0
@@ -133,6 +136,7 @@ class Moments:
         _seed_all_generators(seed)
 
     def end_micro_batch(self) -> None:
+        """Ends the moment of a micro-batch; in the first ones of a fit, notes the generators' states."""
         self._depth = 0
         if self._batches_to_check > 0:
             self._batches_to_check -= 1
@@ -145,18 +149,20 @@ class Moments:
             self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
 
     def drawn_in_transfer(self) -> list[str]:
-        """Returns the generators from which somebody drew for the first micro-batch of an evaluation before it was there."""
+        """Returns the generators that were drawn from while the first micro-batch of an evaluation went to the device."""
         return [] if self._states_at_transfer is None else _drawn_from(self._states_at_transfer)
 
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
     def stop_checking(self) -> None:
-        """Notes that a loader is left as it is: its iterators draw from the global generators, outside any moment."""
+        """Stops the check of draws outside any moment, as a loader is left as it is: its iterators draw from the global
+        generators there.
+        """
         self._checks, self._states_at_last_moment = False, None
 
     @contextmanager
     def without_check(self) -> Iterator[None]:
-        """Keeps the states noted before: within it other code draws, and then resets the generators to where they are now."""
+        """Excludes code from the check of draws: code that draws, and then resets the generators."""
         states = self._states_at_last_moment
         try:
             yield
@@ -164,10 +170,12 @@ class Moments:
             self._states_at_last_moment = states
 
     def _note_states(self, moment: str) -> None:
+        """Notes the generators' states at the end of a moment."""
         if self._checks and not self._depth:
             self._last_moment, self._states_at_last_moment = moment, _generator_states()
 
     def _check_draws(self, moment: str) -> None:
+        """Reports, once, numbers that were drawn since the end of the last moment."""
         before, self._states_at_last_moment = self._states_at_last_moment, None
         if before is None or self._depth:
             return
@@ -197,7 +205,7 @@ def _generator_states() -> States:
 
 
 class ChanceByMicroBatch(Callback):
-    """Seeds the generators within a step, where it is the ranks' common one, and before each micro-batch of an evaluation."""
+    """Seeds the generators where a step is common to all ranks, and before each micro-batch of an evaluation."""
 
     _drawn_from: States | None = None
     """The generators' states when the first micro-batch of an evaluation began."""
@@ -219,6 +227,7 @@ class ChanceByMicroBatch(Callback):
             self._seed_all_ranks_alike(trainer, _STEP)
 
     def _seed_all_ranks_alike(self, trainer: Trainer, what: int) -> None:
+        """Seeds the generators with the step's key, the same on all ranks. `what`: a number for the place within the step."""
         epoch, step, _ = micro_batch(trainer).key
         seed_moment(epoch, step, what)
 

@@ -15,14 +15,15 @@ _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook
 def supported_compression(
     compression: Compression, configured_precision: str, used_precision: str
 ) -> tuple[Compression, str | None]:
-    """Returns the compression for a precision, and a line where it is another one.
+    """Returns the compression that a precision supports, and a line for the log where it is another than the one in the
+    configuration.
 
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 
     Args:
         compression: the one in the configuration.
-        configured: the precision in the configuration.
-        taken: the one that is computed in, which without a GPU may be another one.
+        configured_precision: the precision in the configuration.
+        used_precision: the one that is computed in, which without a GPU may be another one.
     """
     if compression != "fp16" or used_precision.startswith("16"):
         return compression, None

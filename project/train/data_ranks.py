@@ -30,11 +30,11 @@ class DataRanks:
     """Ranks that are one data rank: neighbours."""
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Returns what every data rank brings. Called by all ranks together."""
+        """Returns the objects of all data ranks, by data rank. Called by all ranks together."""
         return all_gather_objects(value, self.count, self.group)
 
     def replica_groups(self) -> list[list[int]]:
-        """Returns the ranks of each group that has every data rank once."""
+        """Returns the ranks of each group in which each data rank is once."""
         return [[data_rank * self.shared_by + at for data_rank in range(self.count)] for at in range(self.shared_by)]
 
 
@@ -87,7 +87,9 @@ class ByDataRanks(DDPStrategy):
         return (False not in answers) if all else (True in answers)
 
     def reduce_over_data_ranks(self, module: nn.Module) -> None:
-        """Makes what meets all ranks by itself (torchmetrics, SyncBatchNorm) meet data ranks while this strategy is set up."""
+        """Makes modules that reduce over all ranks by themselves (torchmetrics, SyncBatchNorm) reduce over data ranks, while
+        this strategy is set up.
+        """
         for part in module.modules():
             if isinstance(part, (Metric, nn.SyncBatchNorm)) and part.process_group in (None, dist.group.WORLD):
                 self._met.append((part, part.process_group))

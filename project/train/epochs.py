@@ -52,7 +52,7 @@ class Epochs(_FitLoop):
     epoch_loop: Steps
     val_check_interval: Any = 1.0
     _resumes_within_epoch = False
-    """The run goes on within an epoch that has begun."""
+    """The run resumes within an epoch that has begun."""
     _structure_at_start: Structure | None = None
     """Which parameters learned before the start of this epoch."""
 
@@ -130,6 +130,7 @@ class Epochs(_FitLoop):
             self._structure_at_start = state_dict["began_with"]
 
     def _repeat_epoch_start(self) -> None:
+        """Calls the hooks at the start of an epoch again, and restores over it all that was saved."""
         trainer, module = self.trainer, self.trainer.lightning_module
         callbacks = typed(trainer).callbacks
         starting = [callback for callback in callbacks if _acts_at_epoch_start(callback)]
@@ -153,14 +154,12 @@ class Epochs(_FitLoop):
 
 
 def _acts_at_epoch_start(callback: Callback) -> bool:
-    """Returns whether a callback does something at the start of an epoch, and is none of this project's, which know where the
-    run is.
-    """
+    """Returns whether a callback of the user's has a hook at an epoch's start. This project's own know the run's position."""
     return is_overridden("on_train_epoch_start", callback, Callback) and not type(callback).__module__.startswith("project.")
 
 
 def _copy_states(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
-    """Copies all states there are; returns a function that restores them."""
+    """Copies the weights, and the states of optimisers, schedules and callbacks; returns a function that restores them."""
 
     def copied(value: Any) -> Any:
         return deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))

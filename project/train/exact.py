@@ -187,7 +187,7 @@ class WideSum:
 
 
 def to_host(numbers: Sequence[Tensor]) -> list[float]:
-    """Returns numbers that lie on a device, on the host, or some here and some there. The host waits once."""
+    """Returns the values of numbers that lie on a device, on the host, or some here and some there. The host waits once."""
     device = next((number.device for number in numbers if number.is_cuda), torch.device("cpu"))
     values: list[float] = torch.stack([number.to(device) for number in numbers]).tolist()
     return values
@@ -242,7 +242,7 @@ def exact_total(terms: Sequence[float]) -> float:
 
 
 def canonical_parts(terms: Sequence[float]) -> list[float]:
-    """Returns as few floats as have the same sum, exactly; the same ones for the same sum."""
+    """Returns as few floats as have the same sum, exactly; equal sums give the same floats."""
     parts: list[float] = []
     while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-known for known in parts)])):
         parts.append(part)

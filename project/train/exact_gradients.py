@@ -67,7 +67,7 @@ class _Unit:
             parameter.grad = None
 
     def add_gradients(self) -> None:
-        """Adds the gradients of this backward pass, as far as there are any."""
+        """Adds the gradients of this backward pass to the sum, as far as there are any."""
         if not self.waits:
             raise UserError(
                 f"The gradient of {self.names[0]} came twice in one backward pass, as reentrant checkpointing makes it, "
@@ -97,6 +97,7 @@ class _Unit:
         self.sum.add(vector, largest)
 
     def _flat_gradients(self, taken: list[Tensor | None]) -> Tensor:
+        """Returns the gradients side by side; zeros where a parameter has none."""
         first = taken[0]
         if len(taken) == 1 and first is not None and first.stride() == self.gradients[0].stride():
             return first.as_strided((first.numel(),), (1,))
@@ -109,7 +110,7 @@ class _Unit:
         return vector
 
     def set_gradients(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
-        """Leaves the gradients where their owners look for them; sets the grids of the next step."""
+        """Passes each parameter's summed gradient to `put`; sets the grids of the next step."""
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient, seen = self.gradients[index], self.seen[index]
             if seen < 0:
@@ -161,7 +162,9 @@ class _Bucket:
         self._work = swap(self._received, self._sent, async_op=True)
 
     def reduce_and_send(self, coarser: dict[_Unit, Tensor] | None = None) -> None:
-        """Adds up what has come, and sends the means. `coarser`: what stands above the finest sums of units."""
+        """Adds up the received terms of this rank's slice, and sends the means. `coarser`: what stands above the finest sums of
+        units.
+        """
         coarser = coarser or {}
         if self._world_size == 1:
             for unit in self.units:
@@ -266,6 +269,7 @@ class ExactGradients:
             unit.begin()
 
     def _add_and_send(self, unit: _Unit) -> None:
+        """Adds the gradients of a unit, and sends the buckets that are complete."""
         unit.add_gradients()
         # In the same order on all ranks, whatever the order in which their gradients come.
         while (
@@ -311,6 +315,7 @@ class ExactGradients:
                 unit.set_gradients(self._set_gradient)
 
     def _set_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Sets the gradient of a parameter; of a sharded one, this rank's shard, and keeps the whole."""
         owner = self._owners[name]
         if isinstance(owner, DTensor):
             # A norm is added up in the order in which the numbers lie.
@@ -339,6 +344,7 @@ class ExactGradients:
         return wait
 
     def _coarser_sum(self, unit: _Unit, count: int) -> Tensor:
+        """Returns what all ranks have above the finest grid of a unit."""
         sums = unit.sum.coarser(count)
         if self._world_size > 1:
             for level in sums:
@@ -349,7 +355,7 @@ class ExactGradients:
 def _split_into_buckets(
     units: list[list[tuple[str, nn.Parameter]]], most: int
 ) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
-    """Yields neighbours of one kind, up to the size of a bucket."""
+    """Yields neighbours of one dtype and device, up to the size of a bucket."""
     part: list[list[tuple[str, nn.Parameter]]] = []
     size = 0
     for unit in units:
@@ -364,6 +370,7 @@ def _split_into_buckets(
 
 
 def _group_by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Groups parameters by dtype and device."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for pair in named:
         kinds.setdefault(_kind(pair[1]), []).append(pair)

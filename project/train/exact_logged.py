@@ -101,7 +101,7 @@ class ExactResults(Results):
                 self._terms.setdefault(key, []).append((term, self.weight))
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Turns what a step's micro-batches have logged into one value. Called at the end of a step, by all ranks, before
+        """Reduces what a step's micro-batches have logged to one value. Called at the end of a step, by all ranks, before
         `on_train_batch_end` and after it.
         """
         if not self.ends_step:
@@ -122,7 +122,9 @@ class ExactResults(Results):
                 metric.value = made
 
     def _gather_terms(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
-        """Returns what all ranks have. Sends numbers alone, where all have logged the same names as often as the last time."""
+        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same names as often as the
+        last time.
+        """
         if self._world_size == 1:
             return [own]
         names, expected = tuple((key, len(terms)) for key, terms in own.items()), self._expected.get(when)
@@ -141,7 +143,7 @@ class ExactResults(Results):
         return brought
 
     def reduce_epoch(self) -> None:
-        """Adds up what all ranks have. Called at the end of an epoch, by all of them."""
+        """Reduces the values of all ranks over the epoch. Called at its end, by all of them."""
         own: dict[str, tuple[list[float], float]] = {}
         for key, result in self.items():
             metric: Any = result
@@ -167,7 +169,7 @@ class ExactResults(Results):
             self._reduced.add(key)
 
     def _meta_of(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Returns what belongs to values beside their numbers, for ranks that have not logged them."""
+        """Returns how values are logged, without their numbers, for ranks that have not logged them."""
         metas = {}
         for key in keys:
             metric: Any = self[key]
@@ -179,9 +181,7 @@ class ExactResults(Results):
         return metas
 
     def _add_entries_of_peers(self, metas: Mapping[str, Any]) -> None:
-        """Adds entries for what other ranks have logged, and this one not: it has nothing to add, and knows the result like
-        them.
-        """
+        """Adds entries for what other ranks have logged, and this one has not: it adds nothing, and gets the same result."""
         others: list[Any] = list(self.values())
         device = others[0].device if others else torch.device("cpu")
         for key, meta in metas.items():
@@ -194,15 +194,13 @@ class ExactResults(Results):
                     self._sums[key] = ExactScalar()
 
     def _is_summed_over_epoch(self, key: str, metric: Any) -> bool:
-        """Returns whether a value is a sum, or the largest or smallest, over the micro-batches of an epoch."""
+        """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
         meta = metric.meta
         logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
         return bool(logged and _hook_name(meta.fx) in _OF_MICRO_BATCH)
 
     def refuse_values_of_single_ranks(self) -> None:
-        """Refuses what was logged in other hooks and is not the same on all ranks. Called at the end of an epoch, by all
-        ranks.
-        """
+        """Refuses values of other hooks that are not the same on all ranks. Called at the end of an epoch, by all ranks."""
         if self._world_size == 1:
             return
         own = {}
@@ -273,11 +271,13 @@ def _hook_name(fx: str) -> str:
 
 
 def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) -> dict[str, _Terms]:
+    """Returns the terms by name, out of a rank's row of numbers."""
     pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
     return {key: [next(pairs) for _ in range(count)] for key, count in names}
 
 
 def _reduce_terms(terms: _Terms, meta: Any, is_tensor: bool) -> float:
+    """Returns the sum, mean, largest or smallest value of terms, rounded once."""
     values = [value for value, _ in terms]
     if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):
         if any(math.isnan(value) for value in values):

@@ -53,7 +53,7 @@ class ExactMetrics:
         self._stage, self._key = stage, where
 
     def _collect(self) -> None:
-        """Takes what the last micro-batch has brought."""
+        """Moves what the last micro-batch has counted from the metrics into the sums."""
         for name, metric in metrics_of(self.module):
             if not metric.metric_state or not metric.update_called:
                 continue
@@ -75,6 +75,7 @@ class ExactMetrics:
             Metric.reset(metric)
 
     def _add_to_state(self, before: Any, value: Any, how: Any) -> Any:
+        """Returns a state so far with the last micro-batch's part added. `how`: the metric's reduction."""
         if isinstance(value, list):
             parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
             return [*(before or []), *((self._key, number, element) for number, element in enumerate(parts))]
@@ -87,6 +88,7 @@ class ExactMetrics:
         return value.clone() if before is None else _reduce_states([before, value], how)
 
     def reduce_epoch(self, stage: str) -> None:
+        """Sets the metrics to what all ranks have counted in an epoch. Called by all of them."""
         self._collect()
         self._stage = None
         metrics = dict(metrics_of(self.module))
@@ -109,7 +111,7 @@ class ExactMetrics:
             metric.distributed_available_fn = _never_distributed
 
     def _gather_counts(self, stage: str) -> dict[str, Counted]:
-        """Returns what all ranks have counted, in the order of the micro-batches; rank 0 has it from now on."""
+        """Returns what all ranks have counted, in the order of the micro-batches."""
         own = {
             name: {**counted, "states": _on_host(counted["states"])} for name, counted in self._counted.get(stage, {}).items()
         }
@@ -133,7 +135,7 @@ class ExactMetrics:
         self._reduced = {}
 
     def _drop_reset_metrics(self) -> None:
-        """Forgets what was counted of metrics that were reset since the end of an epoch."""
+        """Drops the counts of metrics that were reset since the end of an epoch."""
         for name in [name for name, (metric, _) in self._reduced.items() if not metric.update_called]:
             for counted in self._counted.values():
                 counted.pop(name, None)
@@ -161,6 +163,7 @@ def _on_host(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reduce_states(parts: list[Any], how: Any) -> Any:
+    """Reduces the parts of a state to one. `how`: the metric's reduction."""
     if isinstance(parts[0], list):
         return sorted((element for part in parts for element in part), key=lambda element: element[:2])
     if how is dim_zero_max:
@@ -171,6 +174,7 @@ def _reduce_states(parts: list[Any], how: Any) -> Any:
 
 
 def _refuse_mixed_updates(name: str) -> NoReturn:
+    """Raises a UserError for a metric that is updated in micro-batches and between them."""
     raise UserError(
         f"The metric {name} is updated in micro-batches and between them: trainer.exact can't tell what is a rank's own. "
         "HINT: two metrics."
@@ -178,6 +182,7 @@ def _refuse_mixed_updates(name: str) -> NoReturn:
 
 
 def _refuse_unsupported(name: str, metric: Metric) -> None:
+    """Raises a UserError for a metric whose value would depend on the number of ranks."""
     if metric._computed is not None:
         raise UserError(
             f"The metric {name} was computed within an epoch, where each rank has counted other samples: trainer.exact can't "

@@ -59,7 +59,7 @@ def refuse_lightnings_loop(why: str | None) -> None:
 
 
 def guarded_property(name: str) -> property:
-    """Returns a property in the place of the Trainer's of this name, which is another one on another number of ranks.
+    """Returns a property in place of the Trainer's of this name, whose value is another one on another number of ranks.
 
     With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
     """
@@ -79,7 +79,7 @@ def guarded_property(name: str) -> property:
 
 
 def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
-    """Returns the method of the module, or of its data, that reads the property; '' where it is other code."""
+    """Returns the method of the module, or of its data, that reads a guarded property; '' where other code reads it."""
     if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
         asks = asks.f_back  # self.global_rank
     those = trainer.lightning_module, getattr(trainer, "datamodule", None)
@@ -135,7 +135,9 @@ def check_compiled(module: LightningModule, exact: bool) -> None:
 
 @contextmanager
 def explain_missing_gradients() -> Iterator[None]:
-    """Wraps `on_after_backward` of a micro-batch that is not the last of its step: `param.grad` is None there."""
+    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the last micro-batch of a
+    step.
+    """
     try:
         yield
     except (AttributeError, TypeError) as error:

@@ -25,7 +25,9 @@ _TAKES_OVER = (
 
 
 def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
-    """Returns why the steps are left to Lightning's own loop, if they are. `fetches_batches`: the module does so by itself."""
+    """Returns why Lightning's own loop takes the steps, or None where ours does. `fetches_batches`: `training_step` fetches the
+    batches by itself.
+    """
     module: Any = trainer.lightning_module
     strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
     own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
@@ -48,14 +50,14 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
 
 
 def _renews_batch_norm(trainer: Trainer) -> bool:
-    """Returns whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
+    """Returns whether StochasticWeightAveraging uses this epoch to renew batch norm's statistics, without a backward pass."""
     callbacks = typed(trainer).callbacks
     averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
     return any(trainer.current_epoch > callback.swa_end for callback in averaging)
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    """Returns whether each rank holds a part of the weights only."""
+    """Returns whether each rank holds only its shards of the weights."""
     return isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded
 
 
@@ -69,12 +71,14 @@ def replicates_weights(trainer: Trainer) -> bool:
 
 
 def _evaluates_once(optimizer: Optimizer) -> bool:
-    """Returns whether one gradient is all that it asks for. LBFGS evaluates the loss repeatedly; of others nobody knows."""
+    """Returns whether an optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others nothing is
+    known.
+    """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
 def all_evaluate_once(trainer: Trainer) -> bool:
-    """Returns whether each optimiser asks for one gradient, and for no loss."""
+    """Returns whether each optimiser needs one gradient for a step, and evaluates no loss."""
     return all(map(_evaluates_once, trainer.optimizers))
 
 
@@ -94,7 +98,9 @@ def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Returns whether the device takes no step where a flag reports a gradient that is not finite: the host need not look."""
+    """Returns whether the optimiser itself, on the device, skips a step whose gradient is flagged as not finite: the host need
+    not wait.
+    """
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
 
 
@@ -109,7 +115,9 @@ def unscale_before_hooks(trainer: Trainer, whether: bool) -> None:
 
 
 def clip_in_skipped_steps(trainer: Trainer) -> None:
-    """Has Lightning's own loop clip by value what has a gradient: that of a step which is left out is gone."""
+    """Has Lightning's own loop clip by value what has a gradient: a skipped step has none left, and torch's function fails
+    then.
+    """
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
         plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]

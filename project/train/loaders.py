@@ -35,10 +35,10 @@ class Loaders(_DataConnector):
     Args:
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
-        wanted: the accumulation in the configuration.
+        configured_accumulation: the accumulation in the configuration.
         limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
             micro-batches over all ranks; by name of the stage.
-        settled: called with the accumulation when it is known, which is when the first training loader is.
+        on_accumulation: called with the accumulation when it is known, which is when the first training loader is.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
 
@@ -62,7 +62,7 @@ class Loaders(_DataConnector):
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
         self._restored_sizes: list[int] = []  # of the training sets that the run had before
-        self._resumes_within_epoch = False  # it goes on within an epoch
+        self._resumes_within_epoch = False  # the run resumes within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
         self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
         self.micro_batch: int | None = None
@@ -85,8 +85,8 @@ class Loaders(_DataConnector):
 
     @property
     def read_in_process(self) -> list[Any]:
-        """Returns the objects that this process reads samples with itself, and no loader process: training sets, and what puts
-        them together; of a loader that is left as it is its samplers, too.
+        """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
+        puts them together; of a loader that is left as it is its samplers, too.
         """
         read = [part for loader in self._dealt if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
         for loader in self._undealt:
@@ -130,7 +130,7 @@ class Loaders(_DataConnector):
             setattr(self.trainer, name, given)
 
     def _limit_trial(self) -> None:
-        """Sets the limit of a run that only tries the code: Lightning counts micro-batches."""
+        """Sets the limit of a run that only tries the code, in micro-batches, which Lightning counts."""
         if self._steps_of_trial is not None:
             self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
 
@@ -162,6 +162,7 @@ class Loaders(_DataConnector):
             self._set_start(loader)
 
     def _set_start(self, loader: DealtLoader) -> DealtLoader:
+        """Sets a training loader to where the run resumes."""
         epoch, done = self._start
         order = loader.keys.order
         now = self.trainer.current_epoch
@@ -202,6 +203,7 @@ class Loaders(_DataConnector):
         self._size_before_and_now = (1, 1)
 
     def _check_set_size(self, now: int, before: int) -> None:
+        """Warns where a training set has another size than before; refuses it where the run resumes within an epoch."""
         if now == before:
             return
         what = f"The training set has {now} samples, and had {before} so far: their order is another one"
@@ -231,7 +233,7 @@ class Loaders(_DataConnector):
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _set_accumulation(self, size: int | None) -> None:
-        """Settles the accumulation: the first training loader has the size of a micro-batch."""
+        """Computes the accumulation once: a micro-batch has the batch size of the first training loader."""
         if self._accumulation_is_set:
             return
         self._accumulation_is_set = True
@@ -264,6 +266,7 @@ class Loaders(_DataConnector):
         self._limit_trial()
 
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
+        """Deals out a training loader in this project's order, from where the run is."""
         trainer, size = self.trainer, micro_batch_of(loader)
         self._set_accumulation(size)
         if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
@@ -388,6 +391,7 @@ def _seed_of(loader: DataLoader[Any], trainer: Any) -> int:
 
 
 def _why_unshared(loader: object, ranks: int) -> str:
+    """Describes why the ranks can't share a loader's batch sampler."""
     batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
     return (
         f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "

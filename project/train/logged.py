@@ -29,7 +29,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 def _without_host_wait(log: Callable[..., None]) -> Callable[..., None]:
-    """Returns `log` without its copy: Lightning copies a number that is logged to the GPU, for which the host waits. A kernel
+    """Returns `log` without its copy to the GPU, for which the host waits: Lightning copies a number that is logged. A kernel
     writes the same number.
     """
 
@@ -60,7 +60,7 @@ class Results(_ResultCollection):
         self.is_being_recorded = False
         """The step at hand is being recorded, and nobody is called when it is repeated."""
         self.steps_may_be_skipped = False
-        """A step may be left out, and then what it has logged does not count in its epoch."""
+        """A step may be skipped, and then what it has logged does not count in its epoch."""
         self._before_step: dict[str, Any] = {}  # this step, of an epoch
         self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
         """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
@@ -86,9 +86,7 @@ class Results(_ResultCollection):
         super().log(fx, name, self._whole_value(name, value), **how)
 
     def _whole_value(self, name: str, value: Any) -> Any:
-        """Returns the whole of a value that follows from parameters that are spread over the ranks, and so is spread, too. All
-        ranks log it.
-        """
+        """Returns a value as a whole tensor: one that follows from sharded parameters is sharded, too. All ranks log it."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
@@ -100,20 +98,24 @@ class Results(_ResultCollection):
                 self._before_step = {key: self._value_and_samples(key) for key in self._keys_of_epoch()}
 
     def _keys_of_epoch(self) -> list[str]:
-        """Returns what is summed up over this epoch; torchmetrics count for themselves."""
+        """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
         metrics: Any = self.items()
         return [key for key, metric in metrics if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
 
     def _value_and_samples(self, key: str) -> Any:
+        """Returns the value of a key so far, and the number of samples in it where it is a mean."""
         metric: Any = self[key]
         return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
     def discard_skipped_step(self, skipped: bool | Tensor) -> None:
-        """Takes back what the step at hand has logged for its epoch. `skipped`: on a GPU a tensor, which nobody waits for."""
+        """Discards what a skipped step has logged for its epoch. `skipped`: on a GPU a tensor, for which the host does not
+        wait.
+        """
         for key in self._keys_of_epoch() if self.steps_may_be_skipped and skipped is not False else ():
             self._discard_value_of_step(key, self._before_step.get(key), skipped)
 
     def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+        """Sets a value of the epoch back to what it was before the step."""
         metric: Any = self[key]
         now = self._value_and_samples(key)
         if skipped is True:
@@ -169,13 +171,13 @@ class Results(_ResultCollection):
         return known
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Does nothing here; overridden where a step's values are brought together when it ends."""
+        """Does nothing here. `ExactResults` reduces the values of a step over the ranks."""
 
     def reduce_epoch(self) -> None:
-        """Does nothing here; overridden where an epoch's values are brought together when it ends."""
+        """Does nothing here. `ExactResults` reduces the values of an epoch over the ranks."""
 
     def refuse_values_of_single_ranks(self) -> None:
-        """Does nothing here; overridden where values are brought together, and others are left as they are."""
+        """Does nothing here. `ExactResults` refuses values that differ between the ranks."""
 
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
@@ -204,7 +206,7 @@ class Results(_ResultCollection):
         return value
 
     def resume_with(self, sums: Sums, rank: int, ranks: int) -> None:
-        """Keeps a checkpoint's sums for the next epoch that begins."""
+        """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
         self._sums_to_restore = sums, rank, ranks
 
     def restore_sums(self, device: torch.device, reduce: Callable[..., Any]) -> None:
@@ -232,7 +234,7 @@ class Results(_ResultCollection):
         self._values_of_step.clear()
 
     def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """Returns what this rank resumes with: the value, and the number of samples in it."""
+        """Returns what this rank resumes with: a value of the epoch so far, and the number of samples in it."""
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
         of_ranks = [(value.sum(), count) for value, count in of_ranks]
         if len(of_ranks) == ranks:
@@ -277,7 +279,7 @@ class _Reduction:
 
 
 class _DelayedNumber:
-    """A number that a GPU computes; the host waits for it only when it reads it."""
+    """A number that a GPU computes, on its way to the host, which waits for it only in `read`."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value.detach().to("cpu", non_blocking=True)
@@ -305,8 +307,8 @@ def measurement_loggers(trainer: Trainer) -> list[Logger]:
 
 
 class Logged(_LoggerConnector):
-    """The logger connector: Lightning's guesses the size of a batch from what its `collate_fn` made (of strings, by their
-    length).
+    """Lightning's logger connector, with the true size of each batch: Lightning guesses it from what its `collate_fn` made (of
+    strings, by their length).
     """
 
     def __init__(self, trainer: Any) -> None:

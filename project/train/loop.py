@@ -69,7 +69,7 @@ def set_fetch_hooks(trainer: Trainer, before: Callable[[], None], after: Callabl
 
 
 def fetch_hooks(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns what is called before and after a fetch so far."""
+    """Returns the two functions that `set_fetch_hooks` has set."""
     loop: Any = trainer.fit_loop.epoch_loop
     return loop.before_fetch, loop.after_fetch
 
@@ -88,7 +88,9 @@ def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
 
 
 def as_graph_if_capturing(trainer: Trainer, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns `work`, which always does the same with the same memory, in the way that is fastest to call again and again."""
+    """Returns `work` as a CUDA graph from its second call on, where this fit captures graphs; else `work` itself. It must
+    always do the same with the same memory.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     return work if loop.graphs is None else RecordedWork(work)
 
@@ -104,13 +106,17 @@ def _change_callbacks(trainer: Any, change: Callable[[list[Callback]], list[Call
 
 
 class _WeightedResults:
-    """Weighs what Lightning's own way through a micro-batch makes of a step's output by the micro-batch."""
+    """Takes the place of Lightning's ClosureResult in Lightning's own loop: the loss is multiplied by the weight of its
+    micro-batch.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._last, self._warned = trainer, None, False  # type: Trainer, MicroBatch | None, bool
 
     def _warn_of_second_evaluation(self) -> None:
-        """Warns where an optimiser asks for the loss of a micro-batch again, and means that of the step."""
+        """Warns once where an optimiser evaluates the loss again: it means that of the step, and gets that of the last
+        micro-batch.
+        """
         at, trainer = micro_batch(self._trainer), self._trainer
         many = trainer.accumulate_grad_batches
         if at is self._last and many > 1 and not self._warned and trainer.is_global_zero:
@@ -135,7 +141,7 @@ class _WeightedResults:
 
 
 class _NotingFetcher:
-    """The batches of a loader, each noted as the one at hand before any other code sees it."""
+    """Wraps Lightning's data fetcher: each micro-batch is noted before any other code sees it."""
 
     def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
         self._fetcher, self._fetch, self._note = fetcher, fetch, note
@@ -151,23 +157,23 @@ class _NotingFetcher:
 
 
 class Steps(_TrainingEpochLoop):
-    """The loop over the steps of an epoch."""
+    """The loop over the steps of an epoch. `advance` takes them on the fast path; else Lightning's own loop does."""
 
     _results: Results
 
     micro_batch = MicroBatch()
-    """The one at hand."""
+    """The micro-batch at hand."""
     loss: Tensor | None = None
     """Its loss as the module gave it, which no number of ranks or micro-batches divides; where a module steps several
     optimisers, the last one's."""
 
     step_skipped: bool | Tensor = False
-    """Whether the step at hand is left out."""
+    """Whether the step at hand is skipped."""
 
     _resumes_within_epoch = False
-    """The run goes on within the epoch."""
+    """The run resumes within the epoch."""
     _validation_due = False
-    """The run goes on with the validation that follows the last step."""
+    """The run resumes with the validation that follows the last step."""
     _out_of_time: bool | None = None
     metric_states: States | None = None
     """The states of torchmetrics, in an epoch that the run resumes."""
@@ -180,16 +186,16 @@ class Steps(_TrainingEpochLoop):
     restored_grids: dict[str, float] | None = None
     """The grids of the exact sums, in a run that resumes."""
     _counts_own_steps = False
-    """The fit's steps are taken here: the module takes none by itself."""
+    """The fit is on the fast path: its only optimiser's count is the number of steps."""
     _has_validation = True
-    """There is something to validate on."""
+    """The fit has validation batches."""
     _has_loss = False
     """A micro-batch of this step had a loss."""
     captures_graphs = False
     """Steps are taken as CUDA graphs, where that is possible."""
     graphs: StepGraphs | None = None
     _has_logged_refusal = False
-    """The log has why no step of this fit is one."""
+    """The log says why no step of this fit is a graph."""
     _clipped_norm: Tensor | None = None
     """The norm of the gradient at hand before it was clipped, where a graph has it."""
 
@@ -203,9 +209,10 @@ class Steps(_TrainingEpochLoop):
         self.automatic_optimization.output_result_cls = _WeightedResults(trainer)  # type: ignore[assignment]
         self._results = Results(training=True)
 
-    # Where a run goes on ---------------------------------------------------------------------------------------------
+    # Where a run resumes ---------------------------------------------------------------------------------------------
 
     def resume(self, within: bool) -> None:
+        """Sets whether the run resumes within an epoch."""
         self._resumes_within_epoch = within
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -213,6 +220,7 @@ class Steps(_TrainingEpochLoop):
         self._validation_due = state_dict.get("validation_due", False)
 
     def reset(self) -> None:
+        """Resets the counters at the start of an epoch, but not where the run resumes within one."""
         if not self._resumes_within_epoch:
             super().reset()
             return
@@ -291,7 +299,7 @@ class Steps(_TrainingEpochLoop):
         return self._out_of_time
 
     def allow_skipped_steps(self, whether: bool) -> None:
-        """Sets whether a step of this fit may be left out: then what it has logged does not count."""
+        """Sets whether a step of this fit may be skipped: what it has logged is discarded then."""
         self._results.steps_may_be_skipped = whether
 
     def on_advance_end(self, data_fetcher: Any) -> None:
@@ -304,6 +312,7 @@ class Steps(_TrainingEpochLoop):
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: Any) -> None:
+        """Prepares an epoch: restores what was logged before the run was stopped, and chooses which loop takes the steps."""
         self.moments.begin_epoch(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
         self._results.restore_sums(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
@@ -370,6 +379,7 @@ class Steps(_TrainingEpochLoop):
             self.graphs.begin_epoch()
 
     def _prepare_exact_gradients(self) -> None:
+        """Makes the exact sums of gradients, with the grids that were in use, or those of the checkpoint."""
         trainer = self.trainer
         known = self.restored_grids or (self._gradients.state_dict() if self._gradients else {})
         many = trainer.accumulate_grad_batches * trainer.world_size
@@ -412,11 +422,14 @@ class Steps(_TrainingEpochLoop):
         self.trainer.profiler.stop(_FETCHING)
 
     def _begin_step(self) -> None:
-        """Calls the hook between two steps: nothing of the next one has been read, and loaders know where they are."""
+        """Calls `on_step_begins` before the first micro-batch of a step: nothing of the step has been read, and loaders know
+        where they are.
+        """
         if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
             self._call_hook("on_step_begins")
 
     def _fetch(self, data_fetcher: Any) -> Any:
+        """Fetches a micro-batch, between the two functions of `set_fetch_hooks`."""
         self._begin_step()
         self.before_fetch()
         if not self._all_dealt:
@@ -430,7 +443,7 @@ class Steps(_TrainingEpochLoop):
         pass
 
     def advance(self, data_fetcher: Any) -> None:
-        """Takes a micro-batch from the loader to the metrics."""
+        """Trains on one micro-batch: from the loader to the metrics."""
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if self._module_fetches_batches:
@@ -485,7 +498,7 @@ class Steps(_TrainingEpochLoop):
             trainer._logger_connector.update_train_step_metrics()
 
     def _train_on_batch(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
-        """Takes a batch on the device to its gradient, and with the last one of a step to the weights."""
+        """Computes the gradient of a batch on the device; after the last micro-batch of a step, takes the step."""
         if accumulates:
             with getattr(self._strategy, "block_backward_sync", nullcontext)():
                 return self._forward_and_backward(batch, number, accumulates)
@@ -495,7 +508,7 @@ class Steps(_TrainingEpochLoop):
         return outputs
 
     def _run_as_graph(self, graph: Kind, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
-        """Does the same by a graph, which is recorded if it is the first of its kind."""
+        """Trains on a batch by a CUDA graph, which is recorded where it is the first of its kind."""
 
         def work(batch: Any) -> tuple[Any, ...]:
             self._results.is_being_recorded = True
@@ -512,7 +525,7 @@ class Steps(_TrainingEpochLoop):
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}, batch
 
     def _pass_over_empty_batch(self, number: int) -> None:
-        """Passes over a micro-batch of no samples: the loader gave None."""
+        """Counts a micro-batch of no samples, for which the loader gave None, and does not train on it."""
         self._refuse_on_several_ranks("The training loader gave None", "give a batch without what is not wanted")
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         progress = self.batch_progress
@@ -532,6 +545,7 @@ class Steps(_TrainingEpochLoop):
         progress.increment_completed()
 
     def _refuse_on_several_ranks(self, what: str, hint: str) -> None:
+        """Raises a UserError where there are several ranks: the others would wait for the gradient of this one."""
         if (trainer := self.trainer).world_size > 1:
             where = f"rank {trainer.global_rank} in step {trainer.global_step + 1}"
             text = f"{what} on {where}, and the other ranks would wait for its gradient."
@@ -539,7 +553,9 @@ class Steps(_TrainingEpochLoop):
             raise as_user_error(RuntimeError(), f"{text} {lightnings} HINT: {hint}.")
 
     def _note(self, batch: Any) -> None:
-        """Notes which micro-batch this is. Several loaders advance together, and the first one names it."""
+        """Notes which micro-batch was fetched, and seeds for it. Of several loaders, which advance together, the first one
+        names it.
+        """
         current = None
         for loader in self._dealt:
             if loader.taken:
@@ -554,6 +570,9 @@ class Steps(_TrainingEpochLoop):
         self.moments.begin_micro_batch(current.seed)
 
     def _weighted_backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
+        weight.
+        """
         weight = self.micro_batch.weight
         self.loss = loss.detach()
         return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
@@ -561,8 +580,9 @@ class Steps(_TrainingEpochLoop):
     def _step_with_mean_loss(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], **settings: Any
     ) -> Any:
-        """Gives an optimiser that asks for the loss again the mean over the ranks, of which it has the gradient: by its own a
-        rank would end a search earlier than the others, which would wait for it."""
+        """Takes the place of the strategy's `optimizer_step`: an optimiser that evaluates the loss again gets its mean over the
+        ranks. By its own loss a rank would end a search earlier than the others, which would wait for it.
+        """
 
         def evaluate() -> Any:
             loss = closure()
@@ -579,7 +599,7 @@ class Steps(_TrainingEpochLoop):
         super().teardown()
 
     def _forward_and_backward(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
-        """Computes the forward and the backward pass."""
+        """Computes the forward and the backward pass of a micro-batch, with the hooks around them."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
         if number % micro_batches == 0 and self._gradients is not None:
@@ -638,8 +658,8 @@ class Steps(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self) -> None:
-        """Removes the gradients like all optimisers of torch, and no others come here; their own way is recorded for a profile
-        and kept from the compiler, which takes longer.
+        """Sets all gradients to None, as optimisers of torch do, and no others come here. Their own `zero_grad` takes longer:
+        it is recorded for a profile, and kept from the compiler.
         """
         if "zero_grad" in vars(self._optimizer):  # somebody has put another one on it
             self._optimizer.zero_grad()
@@ -649,6 +669,7 @@ class Steps(_TrainingEpochLoop):
                 parameter.grad = None
 
     def _take_step(self) -> None:
+        """Takes the optimiser's step: unscales and clips the gradients, with the hook before it, and updates the weights."""
         self._clipped_norm = None
         if self._weights_at_start is not None:
             self._weights_at_start.refuse("in a hook between the micro-batches of a step")
@@ -676,8 +697,8 @@ class Steps(_TrainingEpochLoop):
             self._scaler.update()
 
     def _clip(self, value: float) -> None:
-        """Clips the gradients. Lightning refuses to where the optimiser is fused, for the sake of scaled gradients; these are
-        none any more.
+        """Clips the gradients, which are unscaled by now. Lightning refuses to where the optimiser is fused, as it may get
+        scaled ones.
         """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
@@ -700,12 +721,12 @@ class Steps(_TrainingEpochLoop):
         return total_norm(gradients.values())
 
     def _count_step_as_begun(self, accumulates: bool) -> None:
-        """Counts a step as begun: until it is completed, the run's position is before it."""
+        """Counts the step as begun, in its last micro-batch: until it is completed, the run's position is before it."""
         if not accumulates:
             self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
 
     def _count_as_processed(self, number: int, accumulates: bool, stepped: bool = True) -> None:
-        """Counts a micro-batch as processed, at the end of a step (which `stepped` leaves uncounted) and at the end of the
+        """Counts a micro-batch as processed, and moves the schedules at the end of a step (unless `stepped` is False) and of an
         epoch.
         """
         count = self.automatic_optimization.optim_progress.optimizer
@@ -748,7 +769,7 @@ class Steps(_TrainingEpochLoop):
                 config.frequency //= many
 
     def _call_hook(self, hook: str, *args: Any) -> None:
-        """Calls a hook of all that have it: the callbacks, then the model."""
+        """Calls a hook of the callbacks, then of the model, where they have it."""
         recording = self.graphs is not None and self.graphs.recording
         methods = self._methods_of_hooks.get((hook, recording))
         if methods is None:
@@ -759,13 +780,13 @@ class Steps(_TrainingEpochLoop):
                 method(*args)
 
     def forget_methods_of_hooks(self) -> None:
-        """Forgets which callbacks have a hook: they are others now."""
+        """Forgets which callbacks have which hook, as the callbacks have changed."""
         self._methods_of_hooks = {}
         if self.graphs is not None:
             self.graphs.check_recordable()
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
-        """Returns the methods of a hook; while a graph is recorded, those of them that are a part of it."""
+        """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""
         trainer, module = self.trainer, self._module
         methods: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:

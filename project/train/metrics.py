@@ -59,6 +59,7 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Returns the states of a metric for today's ranks: all sums are rank 0's, or none where they can't be brought together."""
     made: dict[str, Any] = {}
     entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():

@@ -61,15 +61,15 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
 
 
 def evaluated_key(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the micro-batch that this rank evaluates: the number of its loader, and the position of its first sample, if
-    known.
+    """Returns the key of the micro-batch that this rank evaluates, if known: the number of its loader, and the position of its
+    first sample.
     """
     logged: Any = trainer._logger_connector
     return cast(tuple[int, int] | None, logged.evaluated_key)
 
 
 def arriving_key(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the same of the micro-batch that goes to the device, before it is there."""
+    """Returns the key, as `evaluated_key` does, of the micro-batch that is on its way to the device."""
     logged: Any = trainer._logger_connector
     return cast(tuple[int, int] | None, logged.arriving_key)
 
@@ -81,25 +81,25 @@ def peers_evaluate_more(trainer: Trainer) -> bool:
 
 
 def begin_predicted_micro_batch(trainer: Trainer, dataloader_idx: int) -> None:
-    """Notes the micro-batch that is predicted now, which Lightning does not report to those that log."""
+    """Notes which micro-batch is predicted now: Lightning does not report it to its logger connector."""
     logged: Any = trainer._logger_connector
     logged.begin_evaluated_micro_batch(dataloader_idx)
 
 
 def allow_skipped_steps(trainer: Trainer, whether: bool) -> None:
-    """Sets whether a step of this fit may be left out."""
+    """Sets whether a step of this fit may be skipped."""
     loop: Any = trainer.fit_loop.epoch_loop
     loop.allow_skipped_steps(whether)
 
 
 def set_step_skipped(trainer: Trainer, whether: bool | Tensor) -> None:
-    """Sets whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
+    """Sets whether the step at hand is skipped, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop
     loop.step_skipped = whether
 
 
 def is_step_skipped(trainer: Trainer) -> bool | Tensor:
-    """Returns the last value given to `set_step_skipped`."""
+    """Returns whether the step at hand is skipped, as `set_step_skipped` has set it."""
     loop: Any = trainer.fit_loop.epoch_loop
     return cast(bool | Tensor, loop.step_skipped)
 

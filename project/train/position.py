@@ -44,7 +44,7 @@ class Position:
 
     @classmethod
     def from_state_dict(cls, saved: Any) -> "Position":
-        """Reads what `state_dict` gave; raises a TypeError or a ValueError where it is something else."""
+        """Returns the position that `state_dict` gave; raises a TypeError or a ValueError where `saved` is something else."""
         switches = {field.name for field in fields(cls) if field.default is False}
         for name, value in saved.items():
             if not isinstance(value, bool):
@@ -87,7 +87,7 @@ def position(trainer: Trainer) -> Position:
         return Position(*at, epoch_over=over, validation_due=due, begun=begun)
     if over:
         return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
-    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
+    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run resumes within it.
     return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, logged, begun=True)
 
 

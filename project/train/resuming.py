@@ -51,21 +51,23 @@ def current_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def unsaved_digests(trainer: Trainer) -> Mapping[str, bytes]:
-    """Returns digests of what the checkpoint knew of, and did not hold; nothing where no run is resumed."""
+    """Returns digests of the users' values that the checkpoint mentions, and does not hold; none where no run is resumed."""
     connector = trainer._checkpoint_connector
     assert isinstance(connector, Resuming)
     return connector.unsaved_digests
 
 
 def note_initial_values(trainer: Trainer, values: Attributes) -> None:
-    """Notes the values, before the first step, of objects that were not there when the fit began (training sets)."""
+    """Adds to the values noted before the first step those of objects made since the fit began (training sets)."""
     connector = trainer._checkpoint_connector
     assert isinstance(connector, Resuming)
     connector._values_as_built = {**values, **connector._values_as_built}
 
 
 class Resuming(_CheckpointConnector):
-    """Saves and restores more than Lightning's connector."""
+    """Lightning's connector of checkpoints, which also saves and restores position, logged sums, schedules, buffers and ranks'
+    states.
+    """
 
     _schedules_as_built: list[dict[str, Any]] | None = None
     """The states of the schedules as the configuration has them, before any step."""
@@ -75,7 +77,7 @@ class Resuming(_CheckpointConnector):
     """The network at the start of the fit."""
     _optimizers_as_built = ""
     _has_warned_of_secrets = False
-    """Whether it has said that secrets are left out."""
+    """Whether it has warned that secrets are masked."""
     _values_as_built: Attributes = MappingProxyType({})  # type: ignore[assignment]
     """The values that the user's objects keep in Python, before any step."""
     unsaved_digests: Mapping[str, bytes] = MappingProxyType({})
@@ -86,6 +88,7 @@ class Resuming(_CheckpointConnector):
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Returns a checkpoint of this moment. All ranks must call this together."""
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         self._mask_secrets(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
@@ -137,6 +140,7 @@ class Resuming(_CheckpointConnector):
         self._has_warned_of_secrets = self._has_warned_of_secrets or bool(masked)
 
     def _warn_of_other_optimizers(self) -> None:
+        """Warns where the optimisers are others than `configure_optimizers` made: a resumed run could not load their states."""
         now = _optimizer_names(self.trainer)
         if now != self._optimizers_as_built:
             if self.trainer.is_global_zero:
@@ -156,9 +160,11 @@ class Resuming(_CheckpointConnector):
     # And back --------------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+        """Reads the checkpoint as Lightning does; `ResumingOnHosts` overrides this."""
         super().resume_start(checkpoint_path, weights_only)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
         path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
@@ -179,7 +185,7 @@ class Resuming(_CheckpointConnector):
             self._loaded_checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own
 
     def _restore_position(self) -> None:
-        """Sets loops and loaders to where the run was, also on another number of ranks."""
+        """Sets loops and loaders to the checkpoint's position, also on another number of ranks."""
         try:
             at = Position.from_state_dict(self._loaded_checkpoint["position"])
         except (AttributeError, TypeError, ValueError):
@@ -232,7 +238,7 @@ class Resuming(_CheckpointConnector):
         }
 
     def _changed_buffers(self) -> dict[str, Tensor]:
-        """Returns those unsaved buffers that have other values than at the start."""
+        """Returns the unsaved buffers whose values have changed since the start."""
         before = self._buffers_as_built
         return {
             name: buffer
@@ -243,6 +249,7 @@ class Resuming(_CheckpointConnector):
         }
 
     def _restore_buffers(self) -> None:
+        """Copies the checkpoint's unsaved buffers into the module."""
         buffers = self._unsaved_buffers()
         for name, saved in self._loaded_checkpoint.get(_BUFFERS, {}).items():
             if name in buffers and buffers[name].shape == saved.shape:
@@ -294,8 +301,8 @@ class Resuming(_CheckpointConnector):
         self._restore_dtypes_of_optimizers()
 
     def _restore_dtypes_of_optimizers(self) -> None:
-        """Gives what optimisers keep the types that it was saved in. torch gives all of it the type of the parameters, which
-        rounds NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16 bits.
+        """Restores the dtypes of the optimisers' states. torch gives all of them the dtype of the parameters, which rounds
+        NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16 bits.
         """
         module, saved = self.trainer.lightning_module, self._loaded_checkpoint["state_dict"]
         same = {
@@ -316,6 +323,7 @@ class Resuming(_CheckpointConnector):
                         restored[name] = value.to(now.device)
 
     def restore_lr_schedulers(self) -> None:
+        """Restores the schedules; where the configuration has changed them since the run began, with today's settings."""
         saved: list[dict[str, Any]] = self._loaded_checkpoint["lr_schedulers"]
         then: list[Any] | None = self._loaded_checkpoint.get("schedules_as_built")
         if then is None or self._schedules_as_built is None or not len(saved) == len(then) == len(self._schedules_as_built):
@@ -333,7 +341,7 @@ class Resuming(_CheckpointConnector):
         self._report_schedules(changed)
 
     def _report_schedules(self, changed: list[Any]) -> None:
-        """Warns where a schedule has come to its end: it leaves nothing for the steps that were added."""
+        """Warns where the learning rate is 0 and steps are left; else logs the learning rate of schedules that have changed."""
         trainer = self.trainer
         lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
@@ -351,7 +359,7 @@ class Resuming(_CheckpointConnector):
 
 @contextmanager
 def _errors_of_checkpoint() -> Iterator[None]:
-    """Raises a UserError for errors within it, where nothing but what is in the checkpoint can be wrong."""
+    """Turns errors within it into UserErrors: only the content of the checkpoint can be wrong there."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -365,7 +373,7 @@ def _optimizer_names(trainer: Trainer) -> str:
 
 
 def _refuse_short_one_cycle(trainer: Trainer) -> None:
-    """Raises a UserError where OneCycleLR would be moved on after its last step, which ends in an error."""
+    """Raises a UserError where OneCycleLR has fewer steps than the run: it fails after its last one."""
     for config in trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, OneCycleLR):
             moves = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs or -1
@@ -377,7 +385,7 @@ def _refuse_short_one_cycle(trainer: Trainer) -> None:
 
 
 def merge_settings(saved: Any, then: Any, now: Any) -> Any:
-    """Returns what was saved, but with today's settings where those are others than the run began with."""
+    """Returns the saved state with today's (`now`) value of each setting that has changed since the run began (`then`)."""
     if isinstance(saved, dict) and isinstance(then, dict) and isinstance(now, dict):
         return {
             key: merge_settings(value, then.get(key, value), now.get(key, then.get(key, value))) for key, value in saved.items()
@@ -400,7 +408,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 
 def _update_learning_rate(schedule: Any) -> None:
-    """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
+    """Gives the optimiser the learning rate of a changed schedule at this step, where the schedule can compute it."""
     tell = getattr(schedule, "_get_closed_form_lr", None)
     if tell is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
         tell = schedule.get_lr
@@ -413,7 +421,7 @@ def _update_learning_rate(schedule: Any) -> None:
 
 
 def _gather_states_of_ranks(trainer: Trainer, own_states: dict[str, Any]) -> list[dict[str, Any] | None] | None:
-    """Returns the states of each rank (None: as rank 0's), or None where all are alike. Called by all ranks."""
+    """Returns on rank 0 the states of each rank (None: as rank 0's); None where all are alike. Called by all ranks."""
     ranks = data_ranks(trainer)
     if ranks.count == 1:
         return None

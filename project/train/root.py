@@ -18,7 +18,7 @@ class Root:
 
     Args:
         module: the root.
-        keeps: blocks stay gathered from the forward pass to the backward pass.
+        keeps_gathered: blocks stay gathered from the forward pass to the backward pass.
         gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
         offloaded: parameters lie in the host's memory.
     """
@@ -48,6 +48,7 @@ class Root:
         self._set_reshard_after_backward(False)
 
     def end_accumulating(self, exact: bool) -> None:
+        """Ends a micro-batch whose step continues."""
         if not exact:
             self.set_gradient_sync(True)
         self._set_reshard_after_backward(True)
@@ -60,7 +61,9 @@ class Root:
     # The forward pass ------------------------------------------------------------------------------------------------
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step of the module, by its name, in its `forward`: hooks around that gather what it holds itself."""
+        """Runs a step of the module (`training_step`, say) as its `forward`: the hooks of `fully_shard` around that gather the
+        root's parameters.
+        """
         module = self._root
         step, training = getattr(module, name), name == "training_step"
         # Else the hooks would bring what a batch holds to the device once more, and copy what holds it.
@@ -122,19 +125,21 @@ class Root:
                 hooks.update({key: hook for key, hook in were.items() if key in shards or key in now} | now)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Casts floating-point inputs to the dtype that parameters are gathered in."""
+
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._gathered_as) if tensor.is_floating_point() else tensor
 
         return apply_to_collection((args, kwargs), Tensor, cast)
 
     def _reshard(self) -> None:
-        """Lets go of what is gathered: a copy, which is outdated when the parts are changed, by an average of weights, say."""
+        """Frees what is gathered: a copy, which is outdated when the shards are changed, by an average of weights, say."""
         for part in self._parts if self._keeps_gathered else (self._root,):
             part.reshard()
 
     @contextmanager
     def _record_gather_order(self) -> Iterator[None]:
-        """Notes which parts a forward pass gathers, and in which order."""
+        """Records which parts a forward pass gathers, and in which order."""
         self._order = []
 
         def note(part: Any, _: Any) -> None:

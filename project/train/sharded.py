@@ -195,7 +195,7 @@ class Sharded(ShardedCheckpoints):
 
     @property
     def _shard_device(self) -> torch.device:
-        """Returns where a shard lies while its block does not compute."""
+        """Returns the device on which shards lie while their block does not compute."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
 
     def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
@@ -210,7 +210,7 @@ class Sharded(ShardedCheckpoints):
         refuse_other_network(model, self.broadcast(signature(model)))
 
     def _shard_network(self, model: nn.Module, plan: Plan) -> Named:
-        """Spreads block by block, so that the device has one of them whole at a time."""
+        """Shards a network block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
         if self.checkpoint_activations:
             self._recompute(blocks)
@@ -257,6 +257,7 @@ class Sharded(ShardedCheckpoints):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
+        """Returns the mesh of all ranks: copies, shards and tensor parallelism, where there are such."""
         share = self.data_ranks.shared_by
         sizes = {"shard": self.world_size // share}
         if self.shard == "node":

@@ -118,7 +118,7 @@ def clip_by_norm(optimizer: Optimizer, most: float) -> None:
 
 
 def clip_by_value(optimizer: Optimizer, most: float) -> None:
-    """Clips gradients by value, also in a step that is left out: torch's own fails where no parameter has a gradient."""
+    """Clips gradients by value, also in a step that is skipped: torch's own fails where no parameter has a gradient."""
     if parameters := _with_gradients(optimizer):
         torch.nn.utils.clip_grad_value_(parameters, most)
 
@@ -129,7 +129,8 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
 
 def skip_overflow_on_all_ranks(scaler: Any) -> None:
     """Has all ranks skip a step whose gradient overflows on one of them, where parameters are placed in several ways: torch's
-    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale."""
+    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale.
+    """
     if "_unscale_grads_" in vars(scaler):  # since another fit
         return
     unscale = scaler._unscale_grads_

@@ -27,7 +27,7 @@ _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).param
 
 
 def all_gather_objects(value: Any, ranks: int, group: Any = None) -> list[Any]:
-    """Returns what every rank brings, by rank; of a group, if one is given. Called by all of them together."""
+    """Returns the objects of all ranks, or of a group's, by rank. Called by all of them together."""
     brought: list[Any] = [value]
     if ranks > 1:
         brought = [None] * ranks
@@ -36,7 +36,7 @@ def all_gather_objects(value: Any, ranks: int, group: Any = None) -> list[Any]:
 
 
 def all_gather_numbers(numbers: list[float], ranks: int) -> list[list[float]]:
-    """Returns the same as `all_gather_objects`, in a tenth of the time: every rank brings as many."""
+    """Returns the numbers of all ranks, by rank; each rank has as many. Takes a tenth of the time of `all_gather_objects`."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     brought = torch.empty(ranks * len(numbers), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(brought, torch.tensor(numbers, dtype=torch.float64, device=device))
@@ -59,7 +59,7 @@ def own_stream() -> Iterator[None]:
 
 
 def ignored_by_ddp(module: nn.Module) -> set[str]:
-    """Returns the parameters and buffers that a module has torch's DistributedDataParallel leave alone."""
+    """Returns the names of the parameters and buffers that a module has torch's DistributedDataParallel ignore."""
     return {*module.__dict__.get(_IGNORED, ())}
 
 
@@ -93,13 +93,13 @@ class OrderedDDP(DistributedDataParallel):
 
     @property
     def trainable_at_start(self) -> set[int]:
-        """Returns the parameters whose gradients it adds up, by `id`."""
+        """Returns the `id` of each parameter whose gradient it adds up."""
         return self._trainable_at_start
 
     @property
     def outdated(self) -> bool:
-        """Returns whether other parameters learn than when it was made; read at each step, and so of those that were there
-        then.
+        """Returns whether other parameters learn than when it was made. Read at each step, and so only of the parameters of
+        that time.
         """
         return [parameter.requires_grad for parameter in self._known] != self._learned_at_start
 
@@ -116,7 +116,7 @@ class OrderedDDP(DistributedDataParallel):
         self._hooks.append((state, hook))
 
     def wrapped_again(self, module: nn.Module) -> "OrderedDDP":
-        """Returns a new one in its place, for the parameters that learn now. This one is of no use any more."""
+        """Returns a new wrapper of the module, for the parameters that learn now. This one is of no use any more."""
         del self.reducer, self.logger  # what they have hooked to the parameters goes with them
         new = OrderedDDP(module, **self._settings)
         for state, hook in self._hooks:
@@ -129,7 +129,9 @@ class OrderedDDP(DistributedDataParallel):
 
 
 def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
-    """Makes Lightning's strategy wrap the module so. A single rank need not copy gradients into buckets."""
+    """Makes Lightning's strategy wrap the module in OrderedDDP; on a single rank in nothing, as it need not copy gradients into
+    buckets.
+    """
     if strategy.world_size == 1:
         strategy.configure_ddp = _do_not_wrap  # type: ignore[method-assign]
     else:
@@ -138,7 +140,9 @@ def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
 
 
 def use_exact_gradients(strategy: DDPStrategy) -> None:
-    """Makes the ranks only begin with the weights of rank 0: gradients are added up elsewhere (train/exact_gradients.py)."""
+    """Makes Lightning's strategy only send rank 0's weights at the start: gradients are added up elsewhere
+    (train/exact_gradients.py).
+    """
     strategy.configure_ddp = partial(_broadcast_module, strategy)  # type: ignore[method-assign]
 
 
@@ -166,8 +170,8 @@ def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> 
 
 
 def _wrap_again_before_step(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
-    """Wraps the module again if needed. Called after all hooks of that name, which may have unfrozen a layer. Within a step
-    gradients are there already.
+    """Wraps the module again if needed, before a step; within it gradients are there already. Called after all hooks of that
+    name, which may have unfrozen a layer.
     """
     module = strategy.lightning_module
     assert module is not None
@@ -180,8 +184,9 @@ def _wrap_again_before_step(strategy: DDPStrategy, batch: Any, batch_idx: int) -
 
 
 def wrap_again_if_outdated(strategy: DDPStrategy, module: nn.Module) -> None:
-    """Wraps the module again if other parameters learn than before: DistributedDataParallel knows those that it began with,
-    and would leave the gradients of the others to each rank."""
+    """Wraps the module again if other parameters learn than before: DistributedDataParallel knows those that it began with, and
+    would leave the gradients of the others to each rank.
+    """
     before = strategy.model
     if isinstance(before, OrderedDDP) and before.trainable_at_start != _trainable(module):
         strategy.model = before.wrapped_again(module)

@@ -22,7 +22,7 @@ _METHOD = "tensor_parallel_plan"
 
 
 def refuse_settings(tensor: int, ranks: int, here: int, exact: bool) -> None:
-    """Refuses what does not go with so many ranks for a layer. `here`: the ranks of a host."""
+    """Refuses settings that do not go with so many ranks for a layer. `here`: the ranks of a host."""
     if tensor < 1:
         raise UserError(f"strategy=sharded: tensor_parallel={tensor}. HINT: 1 is none, 2 shares layers between two ranks.")
     if tensor == 1:
@@ -70,6 +70,7 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def _owner(module: Any) -> tuple[str, Any]:
+    """Returns the module or its `network`, whichever has a plan, with the prefix of its names."""
     for prefix, owner in (("", module), ("network.", getattr(module, "network", None))):
         if isinstance(owner, nn.Module) and callable(getattr(owner, _METHOD, None)):
             return prefix, owner
@@ -118,6 +119,7 @@ def parallelize_layers(name: str, block: nn.Module, plan: Mapping[str, ParallelS
 
 
 def _refuse_odd_parts(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises a UserError where a layer's width is no multiple of the ranks that share it."""
     for at, part in layer.named_parameters():
         for placement in part.placements if isinstance(part, DTensor) else ():
             dimension = getattr(placement, "dim", None)

@@ -104,6 +104,7 @@ def refuse_no_values(model: nn.Module) -> None:
 
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
+    """Refuses ModelPruning, which needs whole tensors."""
     callbacks = typed(trainer).callbacks
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise UserError(
@@ -123,6 +124,7 @@ def refuse_own_steps(module: pl.LightningModule) -> None:
 
 
 def refuse_unshardable(name: str, block: nn.Module) -> None:
+    """Raises a UserError for a parameter that `fully_shard` can't shard, or for a block of several dtypes."""
     own = {
         at: parameter
         for at, parameter in block.named_parameters(prefix=name)
