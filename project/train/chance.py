@@ -207,7 +207,7 @@ def _generator_states() -> States:
 class ChanceByMicroBatch(Callback):
     """Seeds the generators where a step is common to all ranks, and before each micro-batch of an evaluation."""
 
-    _drawn_from: States | None = None
+    _states_at_start: States | None = None
     """The generators' states when the first micro-batch of an evaluation began."""
     _drawn_in_transfer: list[str] = []  # noqa: RUF012
     """The names of generators from which somebody has drawn when it went to the device."""
