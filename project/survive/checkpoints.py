@@ -330,7 +330,7 @@ class Checkpoints(Checkpoint):
             if flush := getattr(logger, "flush", None):
                 flush()
             if isinstance(logger, TakesMeasurements):
-                logged += logger.since(first)
+                logged += logger.logged_since(first)
         manifest = {
             **self.manifest,
             "position": at.state_dict(),

@@ -76,7 +76,7 @@ class Rehearsal(Callback):
         moved them.
         """
         if isinstance(self._first_step, MovedWeights):
-            moved, self._first_step = self._first_step.buffers(), False
+            moved, self._first_step = self._first_step.moved_buffers(), False
             if moved:
                 log.warning(
                     "%s: the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another "

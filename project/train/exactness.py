@@ -173,14 +173,14 @@ class MovedWeights:
             name: buffer.clone() for name, buffer in module.named_buffers() if name not in self._known and not is_lazy(buffer)
         }
 
-    def buffers(self) -> list[str]:
+    def moved_buffers(self) -> list[str]:
         """Returns the names of the buffers that have moved. Batch norm's are brought together."""
         known = self._buffers
         return [name for name, buffer in self._module.named_buffers() if name in known and not _is_equal(buffer, known[name])]
 
     def refuse(self, where: str = "in its forward pass") -> None:
         """Raises a UserError where a parameter or a buffer has moved."""
-        for name in self.buffers():
+        for name in self.moved_buffers():
             raise UserError(
                 f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
                 "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."

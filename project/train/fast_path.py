@@ -1,4 +1,7 @@
-"""Decides whether this project's loop takes the steps of an epoch: where Lightning's hooks and settings are the common ones."""
+"""Decides whether an epoch's steps are taken on the fast path, our own loop of a step.
+
+They are where the hooks and settings are the common ones; else Lightning's own loop takes them.
+"""
 
 from typing import Any
 

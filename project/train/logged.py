@@ -294,7 +294,7 @@ class _DelayedNumber:
 class TakesMeasurements:
     """A logger that wants what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
 
-    def since(self, step: int) -> list[tuple[int, str, float]]:
+    def logged_since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what was logged for this step and later ones, which a checkpoint takes along."""
         return []
 

@@ -80,8 +80,8 @@ def add_callback(trainer: Trainer, callback: Callback) -> None:
 
 
 def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
-    """Returns the norm of the gradient at hand. The host waits for the device here; where it is spread over the ranks, all of
-    them call this.
+    """Returns the norm of the gradient at hand. The host waits for the device here; where it is sharded, all ranks call
+    this.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     return float(loop.gradient_norm(parameters))
@@ -386,8 +386,11 @@ class Steps(_TrainingEpochLoop):
         if self._gradients is not None:
             self._gradients.close()
         strategy = trainer.strategy
-        spread = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
-        self._gradients, self.restored_grids = ExactGradients(trainer.lightning_module, many, trainer.world_size, *spread), None
+        gathered = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        self._gradients, self.restored_grids = (
+            ExactGradients(trainer.lightning_module, many, trainer.world_size, *gathered),
+            None,
+        )
         self._gradients.scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._gradients.load_state_dict(known)
         self._checks_weights = True
@@ -710,9 +713,7 @@ class Steps(_TrainingEpochLoop):
             self._clipped_norm = clip_grad_norm_(parameters, value)
 
     def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Returns the norm of the whole gradient, before it is clipped. Where it is spread over the ranks, all of them call
-        this.
-        """
+        """Returns the norm of the whole gradient, before it is clipped. Where it is sharded, all ranks call this."""
         if self._clipped_norm is not None:
             return self._clipped_norm
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
