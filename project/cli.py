@@ -47,7 +47,7 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.verification import Verification
 from project.sweep import with_trial
 from project.train.meta_build import build_once
-from project.train.strategies import refuse_processes_within
+from project.train.strategies import refuse_ranks_in_process
 from project.trainer import Trainer
 from project.typed import typed
 from project.untrusted import write_text
@@ -250,7 +250,7 @@ class ProjectCLI(LightningCLI):
         early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
-        refuse_processes_within(trainer.strategy, "and this program goes on where they end")
+        refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
         trainer.configuration = configuration
         for callback in typed(trainer).callbacks:
             if isinstance(callback, Checkpoints):

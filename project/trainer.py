@@ -76,27 +76,27 @@ from project.survive.signals import EXIT_CODES, SIGNALS
 from project.train.batching import accumulation
 from project.train.capture import Capture as CaptureSteps
 from project.train.chance import Moments
-from project.train.compression import Compression, fitting
+from project.train.compression import Compression, supported_compression
 from project.train.data_ranks import data_ranks, shared_by
-from project.train.epochs import own_loops
+from project.train.epochs import install_loops
 from project.train.exactness import (
     fix_threads,
+    guarded_property,
+    refuse_all_gather,
+    refuse_inexact_settings,
     refuse_no_global_batch,
-    refuse_to_gather,
-    refuse_what_rounds,
-    untold,
-    warn_of_hashes,
+    warn_of_hash_randomization,
 )
 from project.train.gathering import gather_evenly
 from project.train.loaders import Loaders
 from project.train.logged import Logged
-from project.train.micro_batch import skipped
+from project.train.micro_batch import is_step_skipped
 from project.train.position import out_of_time
 from project.train.precision import auto_precision, cpu_precision, on_cpu
 from project.train.resuming import Resuming
 from project.train.sharded import Sharded
 from project.train.strategies import refuse_strategy
-from project.train.strategy import gathered, share_exactly, share_in_order
+from project.train.strategy import all_gather_objects, use_exact_gradients, use_ordered_ddp
 from project.typed import TypedTrainer
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events
@@ -130,18 +130,18 @@ class ResumingOnHosts(Resuming):
     def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
         trainer: Trainer = self.trainer  # type: ignore[assignment]
         strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
-        spread = isinstance(strategy, Sharded) and strategy.spread
+        spread = isinstance(strategy, Sharded) and strategy.is_sharded
         if isinstance(io, SafeCheckpointIO):
             io.slice_of = strategy.slice_of if isinstance(strategy, Sharded) and spread else None
         self._read_on_hosts(trainer, checkpoint_path, weights_only)
         if checkpoint_path and isinstance(strategy, Sharded) and spread:
-            self._loaded_checkpoint = strategy.cut(self._loaded_checkpoint)
+            self._loaded_checkpoint = strategy.shards_of(self._loaded_checkpoint)
 
     def _read_on_hosts(self, trainer: "Trainer", checkpoint_path: Any, weights_only: bool | None) -> None:
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
         elif trainer.shared_folder:
-            gather = partial(gathered, ranks=trainer.world_size)
+            gather = partial(all_gather_objects, ranks=trainer.world_size)
             if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, gather):
                 raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
@@ -236,7 +236,7 @@ class Trainer(TypedTrainer):
             if reason:
                 lines.append(f"trainer.precision={precision_} instead of {precision}: {reason}")
         if not exact:  # which refuses any
-            gradient_compression, line = fitting(gradient_compression, str(precision), precision_ or "32-true")
+            gradient_compression, line = supported_compression(gradient_compression, str(precision), precision_ or "32-true")
             lines += [line] if line else []
         if capture != "none" and on_cpu(accelerator):
             lines.append(f"trainer.capture={capture} does nothing: there is no GPU")
@@ -308,9 +308,9 @@ class Trainer(TypedTrainer):
         )
         if exact:
             if self.is_global_zero:
-                warn_of_hashes()
-            refuse_what_rounds(kwargs, gradient_compression, self.strategy)
-            self.strategy.all_gather = refuse_to_gather  # type: ignore[method-assign]
+                warn_of_hash_randomization()
+            refuse_inexact_settings(kwargs, gradient_compression, self.strategy)
+            self.strategy.all_gather = refuse_all_gather  # type: ignore[method-assign]
         elif self.world_size > 1:
             self.strategy.all_gather = partial(gather_evenly, self, self.strategy.all_gather)  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
@@ -324,9 +324,9 @@ class Trainer(TypedTrainer):
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
-            share_exactly(self.strategy) if exact else share_in_order(self.strategy, capture != "none")
-        own_loops(self, self._wanted_val_interval, exact, self._moments)
-        self.fit_loop.epoch_loop.captures = capture != "none" and not on_cpu(accelerator)
+            use_exact_gradients(self.strategy) if exact else use_ordered_ddp(self.strategy, capture != "none")
+        install_loops(self, self._wanted_val_interval, exact, self._moments)
+        self.fit_loop.epoch_loop.captures_graphs = capture != "none" and not on_cpu(accelerator)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
@@ -341,12 +341,12 @@ class Trainer(TypedTrainer):
 
     # Asked several times a step, and Lightning's compares the letters of names.
     training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
-    world_size, global_rank, num_training_batches = map(untold, ("world_size", "global_rank", "num_training_batches"))
+    world_size, global_rank, num_training_batches = map(guarded_property, ("world_size", "global_rank", "num_training_batches"))
 
     @property
     def skipped(self) -> bool | Tensor:
         """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
-        return skipped(self)
+        return is_step_skipped(self)
 
     @property
     def shared_by(self) -> int:
@@ -366,7 +366,7 @@ class Trainer(TypedTrainer):
 
     def _run_sanity_check(self) -> None:
         """Runs the sanity check; with `exact` it looks at the same samples on any number of ranks."""
-        with self._moments.apart():
+        with self._moments.without_check():
             self._check_sanity()
 
     def _check_sanity(self) -> None:
@@ -510,13 +510,13 @@ class Trainer(TypedTrainer):
             ranks: numbers of ranks, as in "8,64,1024"; none is needed. By default the settings' number.
         """
         wanted, loaders = self._wanted_accumulation, self._data_connector
-        self._wanted_accumulation = loaders.wanted = "auto"  # here there is one rank, whatever there will be
+        self._wanted_accumulation = loaders.configured_accumulation = "auto"  # here there is one rank, whatever there will be
         self.strategy.connect(model)
         self._as_for_a_fit(model, datamodule)
         try:
             return dry_run(self, ranks, self._wanted_global_batch, wanted, self._exact)
         finally:
-            self._wanted_accumulation = loaders.wanted = wanted
+            self._wanted_accumulation = loaders.configured_accumulation = wanted
             self.training = False
 
     def _report_memory(self) -> None:
@@ -703,7 +703,7 @@ class Trainer(TypedTrainer):
         given = self.accumulate_grad_batches
         if given != self._own_accumulation and not self._accumulates_by_epoch:
             refuse_odd_numbers({"accumulate_grad_batches": given})
-            self._wanted_accumulation = self._data_connector.wanted = given
+            self._wanted_accumulation = self._data_connector.configured_accumulation = given
 
     def _accumulate(self, micro_batches: int) -> None:
         self.accumulate_grad_batches = self._own_accumulation = micro_batches

@@ -22,7 +22,7 @@ from project.data.order import size_of
 from project.doctor.examination import ExaminedRun
 from project.survive.checkpoints import Checkpoints
 from project.train.activations import transferred
-from project.train.micro_batch import samples_of
+from project.train.micro_batch import count_samples
 from project.typed import typed
 
 
@@ -54,7 +54,7 @@ class _ModelAndData:
             raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
         if self._batch is None:
             self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
-        many = samples_of(self._batch)
+        many = count_samples(self._batch)
         batch = self._batch
         if samples != many:
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
@@ -92,7 +92,7 @@ class _ModelAndData:
 
     def load(self) -> Iterator[int]:
         for batch in self.batches():
-            yield samples_of(batch)
+            yield count_samples(batch)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the samples in a micro-batch, and the loader's processes; called after the data's setup."""

@@ -34,7 +34,7 @@ from project.errors import UserError
 from project.train.activations import FAKE, activations, copy_like, fake, first_batch
 from project.train.batching import accumulation
 from project.train.blocks import blocks_of
-from project.train.micro_batch import samples_of
+from project.train.micro_batch import count_samples
 from project.train.sharded import DTYPES, Shard, Sharded
 from project.typed import typed
 
@@ -217,7 +217,7 @@ class Forecaster:
         count, rest = divmod(layout.ranks, layout.shared_by)
         if rest:
             raise UserError(f"{layout.ranks} ranks are no multiple of tensor_parallel={layout.shared_by}. HINT: take one.")
-        keys, sizes = "trainer.global_batch_size batch_size", (global_batch, samples_of(self.batch))
+        keys, sizes = "trainer.global_batch_size batch_size", (global_batch, count_samples(self.batch))
         if isinstance(self.data, ImageData):
             keys, sizes = "data.global_batch_size data.batch_size", (self.data.global_batch_size, self.data.batch_size)
         return accumulation(sizes[0] if sizes[1] else None, sizes[1], count, wanted, keys)
@@ -323,7 +323,7 @@ def dry_run(trainer: Trainer, ranks: str, global_batch: int | None, wanted: Want
     rows = [*rows, ddp] if layout.shard else [ddp, *rows]
     kinds = ", ".join(sorted({type(block).__name__ for _, block in forecaster.blocks})) or "-"
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, soft_wrap=True)
-    numel, samples = sum(parameter.numel() for parameter in module.parameters()), samples_of(forecaster.batch) or "?"
+    numel, samples = sum(parameter.numel() for parameter in module.parameters()), count_samples(forecaster.batch) or "?"
     console.print(f"{type(module).__name__}: {numel:,} parameters, {len(forecaster.blocks)} block(s) of {kinds}.")
     console.print(f"A micro-batch of {samples}; precision {trainer.precision}; on {forecaster.device.type}.")
     if not layout.shard:

@@ -63,7 +63,7 @@ class Recorder(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        loaders_of(trainer).most_samples = self._order.samples
+        loaders_of(trainer).max_samples = self._order.samples
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._file = (Path(self._order.folder) / f"record-{trainer.global_rank}.jsonl").open("a")

@@ -28,8 +28,8 @@ from project.survive.manifest import manifest_at
 from project.survive.readable import check
 from project.survive.together import Copied, Lost, Together
 from project.train.logged import TakesMeasurements, measurement_loggers
-from project.train.position import out_of_time, position, within_epoch
-from project.train.resuming import checkpoint_of
+from project.train.position import out_of_time, position, stopped_within_epoch
+from project.train.resuming import current_checkpoint
 from project.train.sharded import Sharded
 from project.train.shards import split
 from project.typed import typed
@@ -152,7 +152,7 @@ class Checkpoints(Checkpoint):
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
         self._together = None
-        if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.spread:
+        if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
             self._together = Together(host())
             self._together.meet(trainer.strategy.patience)
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
@@ -175,7 +175,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not self.manifest and checkpoints_in(self._folder):
             self._leave_to_another_run()
         # Now, and not when the run has been lost: could it go on from what would be saved?
-        check(checkpoint_of(trainer))
+        check(current_checkpoint(trainer))
         self._read_back = False
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
@@ -274,7 +274,7 @@ class Checkpoints(Checkpoint):
 
     def epoch_ends(self, trainer: Trainer) -> None:
         """Saves a run that was stopped within an epoch before the epoch's end hooks run: a longer run calls them again."""
-        if within_epoch(trainer):
+        if stopped_within_epoch(trainer):
             self.save(trainer, finished=not out_of_time(trainer))
             self._ended_at = trainer.global_step
 
@@ -316,7 +316,7 @@ class Checkpoints(Checkpoint):
     def _record(self, trainer: Trainer, finished: bool) -> Record:
         """Copies what this rank writes of the run's state into main memory; returns it with its manifest, which is rank 0's."""
         at = position(trainer)
-        checkpoint = checkpoint_of(trainer)
+        checkpoint = current_checkpoint(trainer)
         slices: dict[str, torch.Tensor] = {}
         if self._together is not None:
             apart = split(checkpoint)
@@ -330,7 +330,7 @@ class Checkpoints(Checkpoint):
             if flush := getattr(logger, "flush", None):
                 flush()
             if isinstance(logger, TakesMeasurements):
-                logged += logger.since(first)
+                logged += logger.logged_since(first)
         manifest = {
             **self.manifest,
             "position": at.state_dict(),

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.errors import UserError
 from project.survive.checkpoints import Checkpoints
-from project.train.position import within_epoch
+from project.train.position import stopped_within_epoch
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Monitored(Callback):
         logs_more = is_overridden("on_train_epoch_end", pl_module, LightningModule) or any(
             is_overridden("on_train_epoch_end", callback, Callback) for callback in foreign
         )
-        if self._trained or within_epoch(trainer) or (trainer.enable_validation and not self._validated):
+        if self._trained or stopped_within_epoch(trainer) or (trainer.enable_validation and not self._validated):
             return
         self._trained = True
         for who, name in self._missing(trainer):

@@ -21,11 +21,11 @@ from project.cluster.place import host
 from project.errors import NonFiniteError
 from project.survive.checkpoints import checkpoints_of
 from project.train.data_ranks import data_ranks
+from project.train.fast_path import give_zero_momentum, is_fused, is_sharded
 from project.train.finite import not_finite
 from project.train.logged import measurement_loggers
-from project.train.micro_batch import MicroBatch, loss_at_hand, may_skip, micro_batch, skip
-from project.train.shards import anywhere, highest, local
-from project.train.usual import give_zero_momentum, is_fused, spread
+from project.train.micro_batch import MicroBatch, allow_skipped_steps, loss_at_hand, micro_batch, set_step_skipped
+from project.train.shards import any_rank, local, max_over_ranks
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class NonFinite(Callback):
         self._flag, self._skips = torch.zeros_like(self._unit), torch.zeros_like(self._unit, dtype=torch.bool)
         self._stream = torch.cuda.current_stream() if self._unit.is_cuda else None
         self._unread.clear()  # of a fit that failed
-        may_skip(trainer, self.act == "skip")
+        allow_skipped_steps(trainer, self.act == "skip")
         if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
             checkpoints.before_save.append(self.settle)
         if self._late and self.act == "skip" and _scaler(trainer) is None and not all(map(is_fused, trainer.optimizers)):
@@ -129,7 +129,7 @@ class NonFinite(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
             self._step.late = self._late and self._is_late(trainer)
-            skip(trainer, self._skips if self._step.late and self.act == "skip" else False)
+            set_step_skipped(trainer, self._skips if self._step.late and self.act == "skip" else False)
 
     def _is_late(self, trainer: Trainer) -> bool:
         """Returns whether the host need not look at the step at hand: it stops later, or the device leaves the step out by
@@ -148,8 +148,8 @@ class NonFinite(Callback):
             self._skips.fill_(False)
             return
         flag = not_finite(gradients, self._unit)
-        if spread(trainer):  # a rank sees its part of the gradient only
-            highest(flag)
+        if is_sharded(trainer):  # a rank sees its part of the gradient only
+            max_over_ranks(flag)
         if self._step.late:
             torch.maximum(self._flag, flag, out=self._flag)
             if self.act == "skip":
@@ -182,7 +182,7 @@ class NonFinite(Callback):
         """Removes the gradients: the optimiser passes over what has none, and neither weights nor momenta nor counts are
         touched.
         """
-        skip(trainer, True)
+        set_step_skipped(trainer, True)
         if _scaler(trainer) is None:  # which would miss them, and has found out by itself
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -269,7 +269,7 @@ def _scaler(trainer: Trainer) -> Any:
 
 def _finite(module: LightningModule) -> bool:
     here = not all(bool(local(parameter).isfinite().all()) for parameter in module.parameters())
-    return not (anywhere([here])[0] if spread(module.trainer) else here)
+    return not (any_rank([here])[0] if is_sharded(module.trainer) else here)
 
 
 def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
@@ -283,7 +283,7 @@ def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
 
 
 def _exchange(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
-    return [fault for part in data_ranks(trainer).gathered(faults) for fault in part]
+    return [fault for part in data_ranks(trainer).all_gather_objects(faults) for fault in part]
 
 
 def _parameters(module: LightningModule) -> list[str]:
@@ -292,7 +292,9 @@ def _parameters(module: LightningModule) -> list[str]:
     """
     named = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None][::-1]
     bad = [not gradient.isfinite().all() for _, gradient in named]
-    return [name for (name, _), flagged in zip(named, anywhere(bad) if spread(module.trainer) else bad, strict=True) if flagged]
+    return [
+        name for (name, _), flagged in zip(named, any_rank(bad) if is_sharded(module.trainer) else bad, strict=True) if flagged
+    ]
 
 
 def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> str:

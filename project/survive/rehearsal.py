@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch.optim import Optimizer
 
 from project.survive.checkpoints import checkpoints_of
-from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, moved_attributes
+from project.train.attributes import UNKNOWN, Attributes, attributes, changed_attributes, unsaved_attributes
 from project.train.exactness import MovedWeights
+from project.train.fast_path import is_sharded
 from project.train.position import position
-from project.train.resuming import checkpoint_of, note_values, restored_values
-from project.train.usual import spread
+from project.train.resuming import current_checkpoint, note_initial_values, unsaved_digests
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ class Rehearsal(Callback):
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
         self._before, self._named, self._has_looked_within, self._first_step = None, set(), False, None
-        self._at_start = attributes(trainer) if restored_values(trainer) else {}
+        self._at_start = attributes(trainer) if unsaved_digests(trainer) else {}
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._first_step is None:
             looks = trainer.is_global_zero and not trainer.fit_loop.epoch_loop.exact
             self._first_step = MovedWeights(pl_module, parameters=False) if looks else False
-        if self._before is None and checkpoints_of(trainer) and not spread(trainer) and not typed(trainer).fast_dev_run:
+        if self._before is None and checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
-            note_values(trainer, self._before)
+            note_initial_values(trainer, self._before)
             self._ends_at = trainer.global_step + _AFTER
             self._compare_with_saved(trainer, self._before)
 
@@ -63,7 +63,7 @@ class Rehearsal(Callback):
         """
         if self._before and not self._has_looked_within and batch_idx % trainer.accumulate_grad_batches == 1:
             self._has_looked_within = True
-            moved = [f"{owner}.{attribute}" for owner, attribute in moved_attributes(trainer, self._before)]
+            moved = [f"{owner}.{attribute}" for owner, attribute in changed_attributes(trainer, self._before)]
             if moved and trainer.is_global_zero:
                 log.warning(
                     "%s: changes with each micro-batch of a rank, and not once a step: on another number of ranks it is "
@@ -76,7 +76,7 @@ class Rehearsal(Callback):
         moved them.
         """
         if isinstance(self._first_step, MovedWeights):
-            moved, self._first_step = self._first_step.buffers(), False
+            moved, self._first_step = self._first_step.moved_buffers(), False
             if moved:
                 log.warning(
                     "%s: the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another "
@@ -94,8 +94,8 @@ class Rehearsal(Callback):
 
     def _compare(self, trainer: Trainer, before: Attributes) -> None:
         """Warns of attributes that have changed and that a checkpoint would not hold. Called by all ranks."""
-        checkpoint = checkpoint_of(trainer)
-        moved = [name for name in changed_attributes(trainer, before, checkpoint) if name not in self._named]
+        checkpoint = current_checkpoint(trainer)
+        moved = [name for name in unsaved_attributes(trainer, before, checkpoint) if name not in self._named]
         if moved and trainer.is_global_zero:
             log.warning(
                 "%s: changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it "
@@ -107,7 +107,7 @@ class Rehearsal(Callback):
         """Warns of attributes that are not what they were when the checkpoint was saved. The start of an epoch sets some anew:
         where one begins here, those do not count.
         """
-        saved, begun = restored_values(trainer), position(trainer).step > 0
+        saved, begun = unsaved_digests(trainer), position(trainer).step > 0
         self._named = {
             name
             for name, digest in saved.items()

@@ -108,6 +108,7 @@ def first_batch(module: LightningModule, data: LightningDataModule | None, dry: 
 
 
 def _first(loader: Any, dry: bool) -> Any:
+    """Returns the first batch of a loader, or of each one in a collection, read by a loader of its own."""
     if isinstance(loader, (dict, list, tuple)):
         return apply_to_collection(loader, DataLoader, _first, dry)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

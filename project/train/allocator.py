@@ -7,12 +7,12 @@ import torch
 _MOST = 100_000  # of its doings
 
 
-def note_doings() -> None:
-    """Has the allocator note each request from now on, and where in the code it was made."""
+def start_recording() -> None:
+    """Starts to record each request to the allocator, with the place in the code that made it."""
     torch.cuda.memory._record_memory_history(max_entries=_MOST)
 
 
-def save_doings(file: Path) -> None:
-    """Writes what the allocator holds, and what it has noted; it notes no more."""
+def save_recording(file: Path) -> None:
+    """Writes what the allocator holds and what was recorded, and stops recording."""
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -42,8 +42,8 @@ UNKNOWN = b""
 
 
 def attributes(trainer: Trainer) -> Attributes:
-    """Returns digests of what users keep in Python."""
-    digests = Digests(_apart(trainer))
+    """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
+    digests = Digests(_saved_elsewhere(trainer))
     kept = {name: _values(owner) for name, owner in owners(trainer)}
     kept |= {name: {**kept.get(name, {}), **values} for name, values in (*_hooks(trainer), *_globals(trainer))}
     return {
@@ -57,8 +57,8 @@ def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
 
 
-def moved_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
-    """Returns the digests of attributes that are others than before, by their owners and names."""
+def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
+    """Returns the digests of attributes that have changed since `before`, by their owners and names."""
     return {
         (owner, attribute): digest
         for owner, values in attributes(trainer).items()
@@ -67,12 +67,12 @@ def moved_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, st
     }
 
 
-def changed_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the attributes that are others than before and are not found in a checkpoint of now, with their digests."""
-    moved = moved_attributes(trainer, before)
+def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the attributes that have changed since `before` and that a checkpoint of now does not hold, and their digests."""
+    moved = changed_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
         return {}
-    digests = Digests(_apart(trainer))
+    digests = Digests(_saved_elsewhere(trainer))
     parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
     parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
     for states in (checkpoint.get("optimizer_states", ()), checkpoint.get("lr_schedulers", ())):
@@ -100,15 +100,15 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     seen = Counter[str]()
-    for owner in (*callbacks, data, *loaders_of(trainer).read_here, *trainer.optimizers, *schedules):
+    for owner in (*callbacks, data, *loaders_of(trainer).read_in_process, *trainer.optimizers, *schedules):
         if owner is not None and not is_of_a_library(type(owner)):
             name = type(owner).__name__
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
 
 
-def _apart(trainer: Trainer) -> Iterator[object]:
-    """Yields what is saved, or looked at, by itself: an object that refers to it has no value of its own."""
+def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
+    """Yields objects that are saved, or compared, by themselves: an attribute that refers to one has no value of its own."""
     module = trainer.lightning_module
     yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
     yield from (*module.modules(), *module.parameters(), *module.buffers())

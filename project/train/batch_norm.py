@@ -24,30 +24,30 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.train.exact import WideSum
-from project.train.micro_batch import skipped as is_skipped
-from project.train.norms import batch_norms, compiled
+from project.train.micro_batch import is_step_skipped
+from project.train.norms import batch_norms, compiled_modules
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class _Passes(Tensor):
+class _PassCounter(Tensor):
     """Stands in for a layer's `num_batches_tracked` while it computes: it counts on the host, and no device has work with it.
 
-    `again` is called when the layer is gone through once more within a forward pass.
+    `on_next_pass` is called when the layer is gone through once more within a forward pass.
     """
 
     number: int
-    again: Callable[[], None]
+    on_next_pass: Callable[[], None]
 
     @staticmethod
-    def of(again: Callable[[], None]) -> "_Passes":
-        made: Any = torch.zeros((), dtype=torch.int64).as_subclass(_Passes)
-        made.number, made.again = 0, again
+    def create(on_next_pass: Callable[[], None]) -> "_PassCounter":
+        made: Any = torch.zeros((), dtype=torch.int64).as_subclass(_PassCounter)
+        made.number, made.on_next_pass = 0, on_next_pass
         return made  # type: ignore[no-any-return]
 
     def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
         if self.number:
-            self.again()
+            self.on_next_pass()
         self.number += 1
         return self
 
@@ -57,22 +57,22 @@ class _Layer:
 
     def __init__(self, norm: _BatchNorm, compiled: bool, mean: Tensor, var: Tensor) -> None:
         self.norm, self.mean, self.var = norm, mean, var
-        self._passes = None if compiled else _Passes.of(self._again)
-        self._other = {"running_mean": mean, "running_var": var, "num_batches_tracked": self._passes}
+        self._passes = None if compiled else _PassCounter.create(self._keep_pass)
+        self._lent = {"running_mean": mean, "running_var": var, "num_batches_tracked": self._passes}
         self._own: dict[str, Tensor | None] = {}
         self._momentum: float | None = None
-        self._unread: dict[str, Tensor | None] = {}  # where a pass that is taken again writes
-        self._before: tuple[dict[str, Tensor | None], float | None] | None = None
+        self._scratch: dict[str, Tensor | None] = {}  # where a pass that is taken again writes
+        self._before_backward: tuple[dict[str, Tensor | None], float | None] | None = None
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self.passes = 0
 
-    def lend(self) -> None:
+    def lend_buffers(self) -> None:
         """Gives the layer the other buffers. A layer that does not train keeps its own, which it computes with."""
         norm = self.norm
         if not norm.training:
             return
         self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
-        norm._buffers.update(self._other)
+        norm._buffers.update(self._lent)
         norm.momentum = 1.0  # always the same: torch.compile translates the layer anew for another
         self._earlier = []
         if self._passes is not None:
@@ -83,26 +83,27 @@ class _Layer:
         nobody reads.
         """
         norm = self.norm
-        if self._before is not None or not norm.training:
+        if self._before_backward is not None or not norm.training:
             return
-        if not self._unread:
-            passes = None if self._passes is None else _Passes.of(lambda: None)
-            self._unread = dict(zip(_BUFFERS, (self.mean.clone(), self.var.clone(), passes), strict=True))
-        self._before = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
-        norm._buffers.update(self._unread)
+        if not self._scratch:
+            passes = None if self._passes is None else _PassCounter.create(lambda: None)
+            self._scratch = dict(zip(_BUFFERS, (self.mean.clone(), self.var.clone(), passes), strict=True))
+        self._before_backward = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
+        norm._buffers.update(self._scratch)
         norm.momentum = 1.0
 
     def end_backward(self) -> None:
-        if self._before is not None:
-            buffers, self.norm.momentum = self._before
+        if self._before_backward is not None:
+            buffers, self.norm.momentum = self._before_backward
             self.norm._buffers.update(buffers)
-            self._before = None
+            self._before_backward = None
 
-    def _again(self) -> None:
+    def _keep_pass(self) -> None:
+        """Keeps the mean and the variance of a pass before the next pass overwrites them."""
         self._earlier.append((self.mean.clone(), self.var.clone()))
 
-    def take_back(self) -> int:
-        """Gives the layer its own buffers back; returns how often it was gone through."""
+    def return_buffers(self) -> int:
+        """Gives the layer its own buffers back; returns how many passes went through it."""
         if not self._own:
             self.passes = 0
             return 0
@@ -122,15 +123,15 @@ class _Layer:
         return [sum(means[1:], means[0]), sum(variances[1:], variances[0])]
 
 
-class _Together:
-    """The layers' own tensors of one type, one beside the other in memory: one operation is enough for all of them."""
+class _FlatTensors:
+    """The layers' own tensors of one dtype, side by side in memory: one operation is enough for all of them."""
 
     def __init__(self, parts: Callable[[], list[Tensor]]) -> None:
         self._parts = parts  # they may be others than they were a step ago
         self.sizes = [part.numel() for part in parts()]
         self._all, self._places = parts()[0].new_zeros(0), [-1] * len(self.sizes)
 
-    def all(self) -> Tensor:
+    def flat(self) -> Tensor:
         """Returns the tensors as one: they are moved there, and once more where a layer has received others since."""
         parts = self._parts()
         if [part.data_ptr() for part in parts] != self._places:
@@ -140,27 +141,27 @@ class _Together:
             self._places = [part.data_ptr() for part in parts]
         return self._all
 
-    def leave(self) -> None:
+    def unflatten(self) -> None:
         """Gives each tensor memory of its own again."""
         if self._all.numel():
             for part in self._parts():
                 part.data = part.detach().clone()
 
 
-def _statistics(norms: list[_BatchNorm]) -> list[Tensor]:
+def _statistics_of(norms: list[_BatchNorm]) -> list[Tensor]:
     return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
 
 
-def _counts(norms: list[_BatchNorm]) -> list[Tensor]:
+def _counts_of(norms: list[_BatchNorm]) -> list[Tensor]:
     return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
 
 
-class _Row:
-    """The layers whose statistics are of one type: what they gather in a forward pass, and the sum over a step's."""
+class _DtypeGroup:
+    """The layers whose statistics are of one dtype: what they gather in a forward pass, and the sum over a step's."""
 
     def __init__(self, norms: list[_BatchNorm]) -> None:
-        self.own = _Together(partial(_statistics, norms))
-        own = _statistics(norms)
+        self.own = _FlatTensors(partial(_statistics_of, norms))
+        own = _statistics_of(norms)
         self.gathered = own[0].new_zeros(sum(self.own.sizes))  # in the layers' other buffers
         self.others = [
             part.view_as(tensor) for part, tensor in zip(torch.split(self.gathered, self.own.sizes), own, strict=True)
@@ -178,46 +179,46 @@ class StepStatistics(Callback):
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
         self._layers: list[_Layer] = []
-        self._rows: list[_Row] = []
-        self._counts: _Together | None = None
+        self._groups: list[_DtypeGroup] = []
+        self._counts: _FlatTensors | None = None
         self._number = 0  # of the micro-batch within its step
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
-        self._forget()
+        self._clear_step()
 
-    def _forget(self) -> None:
-        """Leaves nothing of a step to the next: a mean that was not finite must leave no trace, not even none of it."""
+    def _clear_step(self) -> None:
+        """Clears what a step has gathered: a mean that was not finite must leave no trace in the next step."""
         self._sum.zero_()
-        for row in self._rows:
+        for row in self._groups:
             row.gathered.zero_()
         self._exact: WideSum | None = None
         self._sums: Tensor | None = None
-        self._arriving: Any = None
+        self._all_reduce: Any = None
         self._is_begun = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         kinds: dict[Any, list[_BatchNorm]] = {}
         for _, norm in batch_norms(pl_module):
-            kinds.setdefault(_statistics([norm])[0].dtype, []).append(norm)
-        self._rows = [_Row(norms) for norms in kinds.values()]
-        translated, norms = compiled(pl_module), [norm for same in kinds.values() for norm in same]
-        others = iter([other for row in self._rows for other in row.others])
+            kinds.setdefault(_statistics_of([norm])[0].dtype, []).append(norm)
+        self._groups = [_DtypeGroup(norms) for norms in kinds.values()]
+        translated, norms = compiled_modules(pl_module), [norm for same in kinds.values() for norm in same]
+        others = iter([other for row in self._groups for other in row.others])
         self._layers = [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
         if not norms:
             return
-        device = self._rows[0].gathered.device
-        self._sizes = [size for row in self._rows for size in row.own.sizes]
+        device = self._groups[0].gathered.device
+        self._sizes = [size for row in self._groups for size in row.own.sizes]
         kind = functools.reduce(torch.promote_types, kinds)
         self._sum, self._passes = torch.zeros(sum(self._sizes) + len(norms), device=device, dtype=kind), {}
-        self._forget()
+        self._clear_step()
         owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
         self._layer_of = owners.to(device)  # for each statistic
         counting = [at for at, norm in enumerate(norms) if norm.num_batches_tracked is not None]
         self._counting = None if len(counting) == len(norms) else torch.tensor(counting, device=device)
-        self._counts = _Together(partial(_counts, norms)) if counting else None
-        self._given: dict[tuple[float | None, ...], Tensor] = {}
-        for row in self._rows:
-            row.own.all()  # before somebody notes where a tensor lies
+        self._counts = _FlatTensors(partial(_counts_of, norms)) if counting else None
+        self._momenta: dict[tuple[float | None, ...], Tensor] = {}
+        for row in self._groups:
+            row.own.flat()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
         step = trainer.strategy.training_step
         trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
@@ -225,16 +226,16 @@ class StepStatistics(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
         if self._number == 0 and self._is_begun:  # the step before had no last micro-batch
-            self._forget()
+            self._clear_step()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Computes the forward pass of a micro-batch."""
         for layer in self._layers:
-            layer.lend()
+            layer.lend_buffers()
         try:
             output = training_step(*args, **kwargs)
         finally:
-            passes = [layer.take_back() for layer in self._layers]
+            passes = [layer.return_buffers() for layer in self._layers]
         self._add(trainer, tuple(passes))
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
@@ -253,11 +254,12 @@ class StepStatistics(Callback):
             layer.end_backward()
 
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
+        """Adds the statistics of a micro-batch's forward pass to those of its step."""
         self._is_begun = True
         if passes not in self._passes:
             self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
         once = all(layer.passes == 1 for layer in self._layers)
-        gathered = [row.gathered for row in self._rows] if once else [part for layer in self._layers for part in layer.sums()]
+        gathered = [row.gathered for row in self._groups] if once else [part for layer in self._layers for part in layer.sums()]
         if self.exact:
             if self._exact is None:
                 terms = trainer.accumulate_grad_batches * trainer.world_size
@@ -275,33 +277,33 @@ class StepStatistics(Callback):
             sums = self._exact.folds.view(-1)
             self._sums = torch.cat([sums, self._sum[-len(self._layers) :].to(sums.dtype)])
         if trainer.world_size > 1:
-            self._arriving = dist.all_reduce(self._sums, async_op=True)
+            self._all_reduce = dist.all_reduce(self._sums, async_op=True)
 
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._sums is not None:
-            self._move(is_skipped(trainer))
+            self._move_statistics(is_step_skipped(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
-            self._move(False)
-        self._forget()
+            self._move_statistics(False)
+        self._clear_step()
 
-    def _move(self, skipped: bool | Tensor) -> None:
+    def _move_statistics(self, skipped: bool | Tensor) -> None:
         """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
 
-        A step that was left out leaves no trace; nor does a step in a layer that none of its micro-batches went through.
+        A skipped step leaves no trace; nor does a step in a layer that none of its micro-batches went through.
         """
         assert self._sums is not None
-        if self._arriving is not None:
-            self._arriving.wait()
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
         sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
-        own = [row.own.all() for row in self._rows]
+        own = [row.own.flat() for row in self._groups]
         before = own[0] if len(own) == 1 else torch.cat(own)
         if self._exact is not None:
             sums, passes = WideSum.total(sums.view_as(self._exact.folds)).to(before.dtype), passes.to(before.dtype)
-        self._forget()
+        self._clear_step()
         if skipped is True:
             return
         moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
@@ -310,36 +312,37 @@ class StepStatistics(Callback):
         for statistics, part in zip(own, torch.split(change, [len(tensor) for tensor in own]), strict=True):
             statistics.add_(part)
         if self._counts is not None:
-            self._counts.all().add_(moved if self._counting is None else moved.index_select(0, self._counting))
+            self._counts.flat().add_(moved if self._counting is None else moved.index_select(0, self._counting))
 
     def _momentum(self) -> float | Tensor:
-        """Returns what the statistics are moved by: one number for all, or one for each of them."""
+        """Returns the momentum of the statistics: one number for all, or one for each of them."""
         momenta = [layer.norm.momentum for layer in self._layers]
         if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
             return first
-        if (key := tuple(momenta)) not in self._given:  # kept as long as the fit: a graph may read it
+        if (key := tuple(momenta)) not in self._momenta:  # kept as long as the fit: a graph may read it
             numbers = [math.nan if momentum is None else momentum for momentum in momenta]
-            self._given[key] = torch.tensor(numbers, device=self._layer_of.device)
-        each = self._given[key]
+            self._momenta[key] = torch.tensor(numbers, device=self._layer_of.device)
+        each = self._momenta[key]
         # None is PyTorch's word for the mean over all steps, which the layer's own count tells.
         steps = torch.full_like(each, math.inf)
         if self._counts is not None:
-            counts = self._counts.all().to(each.dtype) + 1
+            counts = self._counts.flat().to(each.dtype) + 1
             steps = counts if self._counting is None else steps.index_copy(0, self._counting, counts)
         return torch.where(each.isnan(), 1 / steps, each).index_select(0, self._layer_of)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave(trainer)
+        self._detach(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with suppress(torch.AcceleratorError):
-            self._leave(trainer)
+            self._detach(trainer)
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _detach(self, trainer: Trainer) -> None:
+        """Gives the strategy its own `training_step` back, and each layer its own buffers and memory."""
         trainer.strategy.__dict__.pop("training_step", None)
         for layer in self._layers:
             layer.end_backward()
-        for together in (*(row.own for row in self._rows), self._counts):
+        for together in (*(row.own for row in self._groups), self._counts):
             if together is not None:
-                together.leave()
-        self._layers, self._rows, self._counts = [], [], None
+                together.unflatten()
+        self._layers, self._groups, self._counts = [], [], None

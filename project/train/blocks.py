@@ -38,7 +38,7 @@ def blocks_of(network: nn.Module, named: Sequence[str] | None = None) -> Named:
             if id(module) not in within
             and type(module) in _CALLED
             and size(module) >= max(_LARGE, largest)
-            and _stands_alone(network, name)
+            and _is_called(network, name)
         ]
     return _in_order(network, _untied(network, blocks))
 
@@ -54,7 +54,7 @@ def _repeated(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while waiting:
         prefix, module = waiting.pop()
         children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
-        counts = Counter(type(child) for _, child in children if _holds(child))
+        counts = Counter(type(child) for _, child in children if _has_parameters(child))
         for name, child in children:
             if isinstance(module, _CONTAINERS) and counts[type(child)] > 1 and _is_block(child):
                 yield name, child
@@ -62,21 +62,22 @@ def _repeated(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 waiting.append((name, child))
 
 
-def _holds(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
 def _is_block(module: nn.Module) -> bool:
-    return _holds(module) and not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None
+    return _has_parameters(module) and not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None
 
 
-def _stands_alone(network: nn.Module, name: str) -> bool:
+def _is_called(network: nn.Module, name: str) -> bool:
     """Returns whether a layer is called: an attention of torch takes the weights of its layers, and does not call them."""
     owner = name.rpartition(".")[0]
     return bool(owner) and not isinstance(network.get_submodule(owner), nn.MultiheadAttention)
 
 
 def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the outermost modules that the patterns name; refuses a pattern that names none."""
     taken: set[int] = set()
     met: set[str] = set()
     for name, module in network.named_modules():
@@ -86,7 +87,7 @@ def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, n
             if name and (fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern))
         }
         met |= those
-        if those and id(module) not in taken and _holds(module):
+        if those and id(module) not in taken and _has_parameters(module):
             taken |= {id(part) for part in module.modules()}
             yield name, module
     if missed := [pattern for pattern in patterns if pattern not in met]:

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from project.errors import UserError
+from project.train.fast_path import is_fused
 from project.train.micro_batch import micro_batch
-from project.train.usual import is_fused
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Capture = Literal["auto", "none"]
 Kind = Literal["only", "first", "middle", "last"]
 """A micro-batch's place in its step."""
 
-WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+HOOKS_WITHIN_STEP = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Lightning's hooks within a step."""
 _BY_GRAPH = ("lr", "capturable")  # settings of an optimiser that are others in a graph
 
@@ -54,14 +54,14 @@ class _Graph:
     """A micro-batch that was recorded: where its batch is copied to, and what comes out."""
 
     replay: Callable[[], None]
-    made: Any
+    outputs: Any
     inputs: list[Tensor]
     shapes: Any
     gradients: list[Tensor | None]
 
 
-def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
-    """Returns how to have the device do the work again and again, and what comes out of it. Nothing of it is done yet."""
+def _record_graph(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
+    """Records work as a CUDA graph; returns a function that replays it, and its outputs, which are not computed yet."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
         made = work()
@@ -69,12 +69,12 @@ def _recorded(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], N
 
 
 class StepGraphs:
-    """The steps of a fit, as graphs where that is possible. `mover` changes a batch on the device."""
+    """The steps of a fit, as graphs where that is possible. `transfer_owner` changes a batch on the device."""
 
     recording = False
 
-    def __init__(self, trainer: Trainer, mover: Any) -> None:
-        self._trainer, self._mover = trainer, mover
+    def __init__(self, trainer: Trainer, transfer_owner: Any) -> None:
+        self._trainer, self._transfer_owner = trainer, transfer_owner
         self.module, self._optimizer = trainer.lightning_module, trainer.optimizers[0]
         self._rates: list[Tensor] = []
         self._known_rates: list[float | None] = []
@@ -89,37 +89,40 @@ class StepGraphs:
         self._settings: Any = None
 
     def begin_epoch(self) -> None:
-        """Looks again at everybody in the step, and at what graphs have in them that is no tensor."""
-        self.look_again()
+        """Checks again what takes part in a step, and notes the numbers that graphs hold fixed."""
+        self.check_recordable()
         parts = [part for part in self.module.modules() if part is not self.module and not isinstance(part, Metric)]
         self._settings = [
             {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))} for part in parts
         ]
 
-    def look_again(self) -> None:
-        """Finds out whether steps can be recorded; the callbacks may be others than before."""
+    def check_recordable(self) -> None:
+        """Finds out whether steps can be recorded; the callbacks may have changed."""
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._refuse(self._reason())
+        self._refuse(self._why_not_recordable())
 
     def _refuse(self, reason: str | None) -> None:
+        """Keeps why steps can't be recorded (None: they can), and logs the first reason."""
         self._refusal = reason
         if reason and not self._has_refused:
             self._has_refused = True
-            refuse(self._trainer, reason)
+            log_refusal(self._trainer, reason)
 
-    def _reason(self) -> str | None:
-        """Returns why steps can't be recorded, if so."""
+    def _why_not_recordable(self) -> str | None:
+        """Returns why steps can't be recorded; None where they can."""
         module, hook = self.module, "on_after_batch_transfer"
-        for part, methods in ((module, ("training_step", "forward", *WITHIN)), (self._mover, (hook,))):
+        for part, methods in ((module, ("training_step", "forward", *HOOKS_WITHIN_STEP)), (self._transfer_owner, (hook,))):
             if not is_capturable(part, *methods):
                 return f"{type(part).__name__} is not capturable (see docs/own.md)"
         if not is_fused(self._optimizer):
             return f"{type(self._optimizer).__name__} is not fused"
         for callback in typed(self._trainer).callbacks:
             home = type(callback).__module__.partition(".")[0]
-            within = [name for name in WITHIN if is_overridden(name, callback, Callback)]
-            if within and home != "project" and not is_capturable(callback, *WITHIN):  # of ours, the others only look on
+            within = [name for name in HOOKS_WITHIN_STEP if is_overridden(name, callback, Callback)]
+            if (
+                within and home != "project" and not is_capturable(callback, *HOOKS_WITHIN_STEP)
+            ):  # of ours, the others only look on
                 return f"{type(callback).__name__} has a hook within the step ({within[0]})"
             if home not in ("project", "lightning") and is_overridden("on_train_batch_start", callback, Callback):
                 return f"{type(callback).__name__} may look at a batch before the step (on_train_batch_start)"
@@ -128,37 +131,44 @@ class StepGraphs:
                 return f"there is a hook on {name or 'the module'}"
         return None
 
-    def take(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
-        """Returns the kind of the micro-batch at hand; None where it is taken eagerly, as all of a step are if its first is."""
+    def choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
+        """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
+        first is.
+        """
         kind: Kind = ("middle" if number else "first") if accumulates else ("last" if number else "only")
         shapes, known = _shapes(batch), self._graphs.get(kind)
         if shapes is None:
             self._refuse("a batch is not only tensors")
         if not number:
-            self._began_as_graph = self._begins()
+            self._began_as_graph = self._begins_as_graph()
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
-    def look_at(self, outputs: dict[str, Any]) -> None:
-        """Finds in an eager step what a graph would give again as it was when it was recorded."""
+    def check_outputs(self, outputs: dict[str, Any]) -> None:
+        """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
         for name, value in outputs.items():
             if any(tensor is None for tensor in _tensors(value)):
                 self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
 
-    def _begins(self) -> bool:
+    def _begins_as_graph(self) -> bool:
+        """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
+        has changed.
+        """
         if self._refusal or micro_batch(self._trainer).weight != 1.0:
             return False
         if (wrapped := self._trainer.strategy.model) is not self._wrapped:
             # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for; a new DistributedDataParallel, too.
             self._wrapped, self._eager_steps = wrapped, 11 if isinstance(wrapped, DistributedDataParallel) else 3
-        if (signature := self._baked_in()) != self._signature:
+        if (signature := self._recorded_constants()) != self._signature:
             self._signature, self._graphs = signature, {}
             self._eager_steps = max(1, self._eager_steps)  # in which everybody finds what has changed
         self._set_rates()
         self._eager_steps -= 1
         return self._eager_steps < 0
 
-    def _baked_in(self) -> Any:
-        """Returns where the tensors lie, and the numbers that are no tensors: others need another graph."""
+    def _recorded_constants(self) -> Any:
+        """Returns what graphs hold fixed: where tensors lie, and numbers that are no tensors. Where one changes, graphs are
+        recorded anew.
+        """
         groups = [
             [value for name, value in group.items() if name not in ("params", *_BY_GRAPH)]
             for group in self._optimizer.param_groups
@@ -181,14 +191,15 @@ class StepGraphs:
         graph.replay()
         for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
             parameter.grad = gradient  # another kind, or an eager step, has left others
-        return graph.made
+        return graph.outputs
 
     def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
+        """Records a micro-batch as a graph, with a copy of its batch as input."""
         own = apply_to_collection(batch, Tensor, torch.clone)
         inputs = list(_tensors(own))  # `work` may take them out of the batch
         self.recording = True
         try:
-            replay, made = _recorded(lambda: work(own), self._pool)
+            replay, made = _record_graph(lambda: work(own), self._pool)
             return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
         except torch.OutOfMemoryError:
             raise
@@ -200,6 +211,7 @@ class StepGraphs:
             self.recording = False
 
     def _set_rates(self) -> None:
+        """Writes the optimiser's learning rates into the tensors that graphs read."""
         groups = self._optimizer.param_groups
         if len(self._rates) != len(groups):  # layers were unfrozen, or frozen: graphs are recorded anew
             self._rates = [torch.zeros((), device=self._trainer.strategy.root_device) for _ in groups]
@@ -213,7 +225,7 @@ class StepGraphs:
                 self._rates[at].fill_(number)
 
     @contextmanager
-    def rates(self) -> Iterator[None]:
+    def graph_rates(self) -> Iterator[None]:
         """Gives the optimiser learning rates that a graph can read, as tensors: in an eager step, too, for the same bits."""
         if self._refusal:
             yield
@@ -231,8 +243,8 @@ class StepGraphs:
                 group.update(known)
 
 
-class Repeated:
-    """Work that always does the same with the same memory: as a graph from the second call on."""
+class RecordedWork:
+    """Work that always does the same with the same memory: replayed as a CUDA graph from the second call on."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work, self._is_warm = work, False
@@ -242,12 +254,12 @@ class Repeated:
         if not self._is_warm:
             self._is_warm = True
             return self._work()
-        replay, made = self._graph = self._graph or _recorded(self._work)
+        replay, made = self._graph = self._graph or _record_graph(self._work)
         replay()
         return made.clone()
 
 
-def refuse(trainer: Trainer, reason: str) -> None:
+def log_refusal(trainer: Trainer, reason: str) -> None:
     """Logs why no step of this fit is a graph."""
     if trainer.is_global_zero:
         log.info("trainer.capture: steps are taken one operation after the other, as %s.", reason)

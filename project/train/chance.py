@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
-from project.train.micro_batch import arriving, begin_prediction, evaluated, micro_batch
+from project.train.micro_batch import arriving_key, begin_predicted_micro_batch, evaluated_key, micro_batch
 from project.typed import typed
 
 log = logging.getLogger(__name__)
 
 _BETWEEN = 1 << 40  # no micro-batch has this number
 _EVALUATED, _STEP, _FETCHED, _HOOK, _ARRIVING = 1 << 41, 1 << 42, 1 << 43, 1 << 44, 1 << 46  # nor these
-_YOUNG = 32  # micro-batches of a fit after which it is asked whether numbers were drawn outside any moment
+_CHECKED_BATCHES = 32  # micro-batches of a fit after which it is asked whether numbers were drawn outside any moment
 
 _OF_A_RUN = frozenset(
     (
@@ -56,12 +56,12 @@ def run_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
-def seed_all(epoch: int, step: int, number: int) -> None:
+def seed_moment(epoch: int, step: int, number: int) -> None:
     """Seeds the generators for a moment of this run."""
-    _seed(chance(run_seed(), (epoch, step, number)))
+    _seed_all_generators(chance(run_seed(), (epoch, step, number)))
 
 
-def _seed(seed: int) -> None:
+def _seed_all_generators(seed: int) -> None:
     """Seeds torch's generators, Python's, and NumPy's, which mixup, for one, draws from."""
     seed_generators(seed)
     if torch.cuda.is_initialized():  # by whoever trains on it
@@ -78,37 +78,40 @@ class Moments:
 
     def __init__(self, trainer: Trainer, exact: bool) -> None:
         self._trainer, self._exact = trainer, exact
-        self._within, self._last, self._states = 0, "", None  # type: int, str, States | None
-        self._arrived: States | None = None
-        self._looks, self._young = True, _YOUNG
+        self._depth, self._last_moment, self._states_at_last_moment = 0, "", None  # type: int, str, States | None
+        self._states_at_transfer: States | None = None
+        self._checks, self._batches_to_check = True, _CHECKED_BATCHES
         profiler: Any = typed(trainer).profiler
         vars(profiler).pop("profile", None)  # of another Trainer that had it
-        profiler.profile = partial(self._profile, profiler.profile)
+        profiler.profile = partial(self._wrap_profile, profiler.profile)
 
-    def _profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
+    def _wrap_profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
+        """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code."""
         hook = action.rpartition(".")[2]
         if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
             self._begin_transfer()
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
-        return self._hook(profile, action, hook)
+        return self._seed_hook(profile, action, hook)
 
     @contextmanager
-    def _hook(self, profile: Callable[[str], AbstractContextManager[Any]], action: str, hook: str) -> Iterator[Any]:
-        self._look(action)
+    def _seed_hook(self, profile: Callable[[str], AbstractContextManager[Any]], action: str, hook: str) -> Iterator[Any]:
+        """Seeds the generators for a hook, and notes their states when it ends."""
+        self._check_draws(action)
         # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
-        with chance_kept() if self._within else nullcontext():
-            seed_all(*self._position(hook), _HOOK | crc32(action.encode()))
-            self._within += 1
+        with chance_kept() if self._depth else nullcontext():
+            seed_moment(*self._epoch_and_step(hook), _HOOK | crc32(action.encode()))
+            self._depth += 1
             try:
                 with profile(action) as entered:
                     yield entered
             finally:
-                self._within -= 1
+                self._depth -= 1
         if hook not in _SEEDED_AFTER and (hook not in _OF_A_STEP or hook.endswith("_end")):  # else micro-batches come next
-            self._ended(action)
+            self._note_states(action)
 
-    def _position(self, hook: str) -> tuple[int, int]:
+    def _epoch_and_step(self, hook: str) -> tuple[int, int]:
+        """Returns the epoch and the step in the key of a hook; 0 for a hook of a whole run, or of a whole epoch."""
         trainer = self._trainer
         if hook in _OF_A_RUN:
             often = typed(trainer).reload_dataloaders_every_n_epochs if hook == "train_dataloader" else 0
@@ -119,64 +122,69 @@ class Moments:
 
     def begin_epoch(self, epoch: int) -> None:
         """Seeds the same on all ranks, and in a resumed run: the iterators of loaders that are left as they are come next."""
-        seed_all(epoch, 0, _BETWEEN)
-        self._within, self._states = 0, None  # an error may have ended an earlier fit anywhere
+        seed_moment(epoch, 0, _BETWEEN)
+        self._depth, self._states_at_last_moment = 0, None  # an error may have ended an earlier fit anywhere
 
-    def fetch(self, number: int) -> None:
+    def begin_fetch(self, number: int) -> None:
         """Seeds what a loader that is left as it is draws for its next micro-batch: its sampler, and its `collate_fn`."""
-        seed_all(self._trainer.current_epoch, number, _FETCHED)
+        seed_moment(self._trainer.current_epoch, number, _FETCHED)
 
     def begin_micro_batch(self, seed: int) -> None:
         """Seeds all that happens to a micro-batch, from its transfer to the device on."""
-        self._look("the next micro-batch")
-        self._within = 1
-        _seed(seed)
+        self._check_draws("the next micro-batch")
+        self._depth = 1
+        _seed_all_generators(seed)
 
     def end_micro_batch(self) -> None:
-        self._within = 0
-        if self._young > 0:
-            self._young -= 1
-            self._ended("on_train_batch_end")
+        """Ends the moment of a micro-batch; in the first ones of a fit, notes the generators' states."""
+        self._depth = 0
+        if self._batches_to_check > 0:
+            self._batches_to_check -= 1
+            self._note_states("on_train_batch_end")
 
     def _begin_transfer(self) -> None:
         """Seeds what happens to a micro-batch of an evaluation on its way to the device."""
-        if (position := arriving(self._trainer)) is not None:
-            seed_all(*position, _ARRIVING)
-            self._arrived = self._arrived or _states()  # of the first one
+        if (position := arriving_key(self._trainer)) is not None:
+            seed_moment(*position, _ARRIVING)
+            self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
 
-    def drawn_on_the_way(self) -> list[str]:
-        """Returns the generators from which somebody drew for the first micro-batch of an evaluation before it was there."""
-        return [] if self._arrived is None else _drawn(self._arrived)
+    def drawn_in_transfer(self) -> list[str]:
+        """Returns the generators that were drawn from while the first micro-batch of an evaluation went to the device."""
+        return [] if self._states_at_transfer is None else _drawn_from(self._states_at_transfer)
 
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
-    def leave_loaders(self) -> None:
-        """Notes that a loader is left as it is: its iterators draw from the global generators, outside any moment."""
-        self._looks, self._states = False, None
+    def stop_checking(self) -> None:
+        """Stops the check of draws outside any moment, as a loader is left as it is: its iterators draw from the global
+        generators there.
+        """
+        self._checks, self._states_at_last_moment = False, None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Keeps the states noted before: within it other code draws, and then resets the generators to where they are now."""
-        states = self._states
+    def without_check(self) -> Iterator[None]:
+        """Excludes code from the check of draws: code that draws, and then resets the generators."""
+        states = self._states_at_last_moment
         try:
             yield
         finally:
-            self._states = states
+            self._states_at_last_moment = states
 
-    def _ended(self, moment: str) -> None:
-        if self._looks and not self._within:
-            self._last, self._states = moment, _states()
+    def _note_states(self, moment: str) -> None:
+        """Notes the generators' states at the end of a moment."""
+        if self._checks and not self._depth:
+            self._last_moment, self._states_at_last_moment = moment, _generator_states()
 
-    def _look(self, moment: str) -> None:
-        before, self._states = self._states, None
-        if before is None or self._within:
+    def _check_draws(self, moment: str) -> None:
+        """Reports, once, numbers that were drawn since the end of the last moment."""
+        before, self._states_at_last_moment = self._states_at_last_moment, None
+        if before is None or self._depth:
             return
-        if not (drawn := _drawn(before)):
+        if not (drawn := _drawn_from(before)):
             return
-        self._looks = False  # once
+        self._checks = False  # once
         what = (
-            f"random numbers ({', '.join(drawn)}) were drawn outside any hook, between {self._last} and {moment}, and may be "
-            "others on other ranks and after a restart"
+            f"random numbers ({', '.join(drawn)}) were drawn outside any hook, between {self._last_moment} and {moment}, and "
+            "may be others on other ranks and after a restart"
         )
         hint = "a schedule, a logger or a thread may do so: draw in a hook, or from a generator that lies in a state_dict."
         if self._exact:
@@ -184,60 +192,61 @@ class Moments:
         log.warning("%s%s. HINT: %s", what[0].upper(), what[1:], hint)
 
 
-def _drawn(before: States) -> list[str]:
+def _drawn_from(before: States) -> list[str]:
     """Returns the names of the generators from which somebody has drawn."""
-    now = _states()
+    now = _generator_states()
     same = {"torch": torch.equal(before[0], now[0]), "random": before[1] == now[1], "numpy": before[2] == now[2]}
     return [name for name, stayed in same.items() if not stayed]
 
 
-def _states() -> States:
+def _generator_states() -> States:
     numpy: Any = np.random.get_state()
     return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
 
 
 class ChanceByMicroBatch(Callback):
-    """Seeds the generators within a step, where it is the ranks' common one, and before each micro-batch of an evaluation."""
+    """Seeds the generators where a step is common to all ranks, and before each micro-batch of an evaluation."""
 
-    _drawn_from: States | None = None
+    _states_at_start: States | None = None
     """The generators' states when the first micro-batch of an evaluation began."""
-    _drawn_before: list[str] = []  # noqa: RUF012
+    _drawn_in_transfer: list[str] = []  # noqa: RUF012
     """The names of generators from which somebody has drawn when it went to the device."""
-    _has_looked = False
+    _has_checked = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._between(trainer, _BETWEEN)
+            self._seed_all_ranks_alike(trainer, _BETWEEN)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # And so is what is added to the gradients, or drawn by the optimiser: all ranks take the same step. A module that steps
         # by itself may do so in the middle of what the ranks draw each for its own samples.
         if pl_module.automatic_optimization:
-            self._between(trainer, _STEP)
+            self._seed_all_ranks_alike(trainer, _STEP)
 
-    def _between(self, trainer: Trainer, what: int) -> None:
+    def _seed_all_ranks_alike(self, trainer: Trainer, what: int) -> None:
+        """Seeds the generators with the step's key, the same on all ranks. `what`: a number for the place within the step."""
         epoch, step, _ = micro_batch(trainer).key
-        seed_all(epoch, step, what)
+        seed_moment(epoch, step, what)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (position := evaluated(trainer)) is not None:
-            looks = not self._has_looked and not trainer.fit_loop.epoch_loop.exact
+        if (position := evaluated_key(trainer)) is not None:
+            looks = not self._has_checked and not trainer.fit_loop.epoch_loop.exact
             if looks:
-                self._drawn_before = trainer.fit_loop.epoch_loop.moments.drawn_on_the_way()
-            seed_all(*position, _EVALUATED)
+                self._drawn_in_transfer = trainer.fit_loop.epoch_loop.moments.drawn_in_transfer()
+            seed_moment(*position, _EVALUATED)
             if looks:
-                self._has_looked, self._drawn_from = True, _states()
+                self._has_checked, self._states_at_start = True, _generator_states()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        before, self._drawn_from = self._drawn_from, None
-        drawn = [] if before is None else [*dict.fromkeys([*self._drawn_before, *_drawn(before)])]
+        before, self._states_at_start = self._states_at_start, None
+        drawn = [] if before is None else [*dict.fromkeys([*self._drawn_in_transfer, *_drawn_from(before)])]
         if drawn and trainer.is_global_zero:
             log.warning(
                 "An evaluation draws random numbers (%s), which follow from the micro-batch: on another number of ranks its "
@@ -251,5 +260,5 @@ class ChanceByMicroBatch(Callback):
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        begin_prediction(trainer, dataloader_idx)
+        begin_predicted_micro_batch(trainer, dataloader_idx)
         self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

@@ -12,20 +12,23 @@ Compression = Literal["none", "fp16", "bf16"]
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
-def fitting(compression: Compression, configured: str, taken: str) -> tuple[Compression, str | None]:
-    """Returns the compression for a precision, and a line where it is another one.
+def supported_compression(
+    compression: Compression, configured_precision: str, used_precision: str
+) -> tuple[Compression, str | None]:
+    """Returns the compression that a precision supports, and a line for the log where it is another than the one in the
+    configuration.
 
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 
     Args:
         compression: the one in the configuration.
-        configured: the precision in the configuration.
-        taken: the one that is computed in, which without a GPU may be another one.
+        configured_precision: the precision in the configuration.
+        used_precision: the one that is computed in, which without a GPU may be another one.
     """
-    if compression != "fp16" or taken.startswith("16"):
+    if compression != "fp16" or used_precision.startswith("16"):
         return compression, None
-    reason = f"in {taken} nothing scales the loss, and gradients below 6e-8 would be lost"
-    if configured.startswith("16") or configured == "auto":
+    reason = f"in {used_precision} nothing scales the loss, and gradients below 6e-8 would be lost"
+    if configured_precision.startswith("16") or configured_precision == "auto":
         return "bf16", f"trainer.gradient_compression=bf16 instead of fp16: {reason}"
     raise UserError(f"trainer.gradient_compression=fp16 needs trainer.precision=16-mixed: {reason}. HINT: bf16 has room.")
 

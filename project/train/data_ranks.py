@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torchmetrics import Metric
 
-from project.train.strategy import gathered
+from project.train.strategy import all_gather_objects
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class DataRanks:
     shared_by: int = 1
     """Ranks that are one data rank: neighbours."""
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Returns what every data rank brings. Called by all ranks together."""
-        return gathered(value, self.count, self.group)
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Returns the objects of all data ranks, by data rank. Called by all ranks together."""
+        return all_gather_objects(value, self.count, self.group)
 
-    def members(self) -> list[list[int]]:
-        """Returns the ranks of each group that has every data rank once."""
+    def replica_groups(self) -> list[list[int]]:
+        """Returns the ranks of each group in which each data rank is once."""
         return [[data_rank * self.shared_by + at for data_rank in range(self.count)] for at in range(self.shared_by)]
 
 
@@ -69,7 +69,7 @@ class ByDataRanks(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.data_ranks.shared_by > 1 and self._group is None:
-            self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.members(), timeout=self.patience)
+            self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.replica_groups(), timeout=self.patience)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces what is logged over the data ranks: each sample counts once."""
@@ -83,11 +83,13 @@ class ByDataRanks(DDPStrategy):
         """Decides over all ranks, which Lightning counts in what `reduce` gives."""
         if self._group is None:
             return super().reduce_boolean_decision(decision, all)
-        answers = gathered(bool(decision), self.world_size)
+        answers = all_gather_objects(bool(decision), self.world_size)
         return (False not in answers) if all else (True in answers)
 
-    def meet_by_data_ranks(self, module: nn.Module) -> None:
-        """Makes what meets all ranks by itself (torchmetrics, SyncBatchNorm) meet data ranks while this strategy is set up."""
+    def reduce_over_data_ranks(self, module: nn.Module) -> None:
+        """Makes modules that reduce over all ranks by themselves (torchmetrics, SyncBatchNorm) reduce over data ranks, while
+        this strategy is set up.
+        """
         for part in module.modules():
             if isinstance(part, (Metric, nn.SyncBatchNorm)) and part.process_group in (None, dist.group.WORLD):
                 self._met.append((part, part.process_group))

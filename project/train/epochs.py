@@ -25,13 +25,13 @@ from project.train.chance import Moments
 from project.train.evaluation import install_evaluations, loaders_of
 from project.train.exact_logged import ExactResults
 from project.train.loop import Steps
-from project.train.position import within_epoch
-from project.train.strategy import share_anew_if_needed
-from project.train.structure import Structure, set_up, structure
+from project.train.position import stopped_within_epoch
+from project.train.strategy import wrap_again_if_outdated
+from project.train.structure import Structure, apply_structure, current_structure
 from project.typed import typed
 
 
-def own_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: Moments) -> None:
+def install_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: Moments) -> None:
     """Replaces the trainer's loops with ours. `val_check_interval`: in steps, or a share of an epoch. `exact`: see Trainer."""
     before = trainer.fit_loop
     trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
@@ -51,31 +51,31 @@ class Epochs(_FitLoop):
 
     epoch_loop: Steps
     val_check_interval: Any = 1.0
-    _within = False
-    """The run goes on within an epoch that has begun."""
-    _began_with: Structure | None = None
+    _resumes_within_epoch = False
+    """The run resumes within an epoch that has begun."""
+    _structure_at_start: Structure | None = None
     """Which parameters learned before the start of this epoch."""
 
     @property
     def restarted_mid_epoch(self) -> bool:
-        return self._within
+        return self._resumes_within_epoch
 
     def reset(self) -> None:
-        loaders_of(self.trainer).recount(self.epoch_loop.batch_progress)
+        loaders_of(self.trainer).recount_progress(self.epoch_loop.batch_progress)
         if self.restarting:
             epoch: Any = self.epoch_progress.current
-            self._within = epoch.started > epoch.processed
-            self.epoch_loop.resume(self._within)
+            self._resumes_within_epoch = epoch.started > epoch.processed
+            self.epoch_loop.resume(self._resumes_within_epoch)
             self.restarting = False
         super().reset()
 
-    def _validate_between_steps(self, set_up: Callable[[], None]) -> None:
+    def _validate_between_steps(self, set_up_loaders: Callable[[], None]) -> None:
         """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
         them may end within a step.
         """
         interval = self.val_check_interval
         try:
-            set_up()
+            set_up_loaders()
         except ValueError as error:
             if "`val_check_interval`" not in str(error):
                 raise
@@ -94,18 +94,18 @@ class Epochs(_FitLoop):
             self._validate_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
-        if not self._within:
-            self._began_with = structure(self.trainer)
+        if not self._resumes_within_epoch:
+            self._structure_at_start = current_structure(self.trainer)
         super().on_advance_start()
-        if self._within:
-            self._within = False
-            self._begin_again()
+        if self._resumes_within_epoch:
+            self._resumes_within_epoch = False
+            self._repeat_epoch_start()
         strategy = self.trainer.strategy
         if isinstance(strategy, DDPStrategy):
-            share_anew_if_needed(strategy, self.trainer.lightning_module)
+            wrap_again_if_outdated(strategy, self.trainer.lightning_module)
 
     def on_advance_end(self) -> None:
-        if not (within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
+        if not (stopped_within_epoch(self.trainer) and self.epoch_loop.is_out_of_time()):
             super().on_advance_end()
             return
         connector = self.trainer._logger_connector
@@ -116,23 +116,28 @@ class Epochs(_FitLoop):
             del connector.update_train_epoch_metrics
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return {**super().on_save_checkpoint(), "structure": structure(self.trainer), "began_with": self._began_with}
+        return {
+            **super().on_save_checkpoint(),
+            "structure": current_structure(self.trainer),
+            "began_with": self._structure_at_start,
+        }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restores which parameters learn. Called before the optimisers' states are loaded, which must find their groups."""
         super().on_load_checkpoint(state_dict)
         if "structure" in state_dict:
-            set_up(self.trainer, state_dict["structure"])
-            self._began_with = state_dict["began_with"]
+            apply_structure(self.trainer, state_dict["structure"])
+            self._structure_at_start = state_dict["began_with"]
 
-    def _begin_again(self) -> None:
+    def _repeat_epoch_start(self) -> None:
+        """Calls the hooks at the start of an epoch again, and restores over it all that was saved."""
         trainer, module = self.trainer, self.trainer.lightning_module
         callbacks = typed(trainer).callbacks
-        starting = [callback for callback in callbacks if _starts_epochs(callback)]
+        starting = [callback for callback in callbacks if _acts_at_epoch_start(callback)]
         if not starting and not is_overridden("on_train_epoch_start", module, LightningModule):
             return
-        put_back, learning, loggers = _keep(trainer, callbacks), structure(trainer), trainer.loggers
-        set_up(trainer, self._began_with or learning)
+        restore_copies, learning, loggers = _copy_states(trainer, callbacks), current_structure(trainer), trainer.loggers
+        apply_structure(trainer, self._structure_at_start or learning)
         trainer.loggers = []  # what was said then is said; what was logged for the epoch's end is logged again
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
@@ -144,19 +149,17 @@ class Epochs(_FitLoop):
         finally:
             trainer.loggers = loggers
             module.__dict__["_current_fx_name"] = None
-        set_up(trainer, learning)
-        put_back()
+        apply_structure(trainer, learning)
+        restore_copies()
 
 
-def _starts_epochs(callback: Callback) -> bool:
-    """Returns whether a callback does something at the start of an epoch, and is none of this project's, which know where the
-    run is.
-    """
+def _acts_at_epoch_start(callback: Callback) -> bool:
+    """Returns whether a callback of the user's has a hook at an epoch's start. This project's own know the run's position."""
     return is_overridden("on_train_epoch_start", callback, Callback) and not type(callback).__module__.startswith("project.")
 
 
-def _keep(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
-    """Copies all states there are; returns a function that restores them."""
+def _copy_states(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
+    """Copies the weights, and the states of optimisers, schedules and callbacks; returns a function that restores them."""
 
     def copied(value: Any) -> Any:
         return deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
@@ -166,10 +169,10 @@ def _keep(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
     holders: list[Any] = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs), *callbacks]
     states = [copied(holder.state_dict()) for holder in holders]
 
-    def put_back() -> None:
+    def restore_copies() -> None:
         module.load_state_dict(weights, strict=module.strict_loading)
         for holder, state in zip(holders, states, strict=True):
             if state:
                 holder.load_state_dict(state)
 
-    return put_back
+    return restore_copies

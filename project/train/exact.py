@@ -117,7 +117,7 @@ class ExactSum:
         for at in range(0, len(out), pieces):
             into = out[at : at + pieces]
             here = slice(start + at, start + at + len(into))
-            sums, room = _rooms(out.device, pieces, len(into))
+            sums, room = _scratch(out.device, pieces, len(into))
             shift = shifts[here] if len(shifts) > 1 else shifts
             if not terms:
                 sums.copy_(shift.expand(len(into)))
@@ -135,11 +135,11 @@ class ExactSum:
     def total(self) -> Tensor:
         """Returns the sum in float64, rounded once: from the coarsest grid to the finest."""
         total = torch.empty(self._length, dtype=torch.float64, device=self._device)
-        self.fold(self._terms, total, coarser=from_the_coarsest(self._coarser) if self._coarser else None)
+        self.fold(self._terms, total, coarser=sum_from_coarsest(self._coarser) if self._coarser else None)
         return total
 
 
-def from_the_coarsest(sums: Sequence[Tensor]) -> Tensor:
+def sum_from_coarsest(sums: Sequence[Tensor]) -> Tensor:
     """Returns the sum of these sums, added from the coarsest grid to the finest; the first one's grid is the finest."""
     total = sums[-1].clone()
     for finer in sums[-2::-1]:
@@ -147,7 +147,7 @@ def from_the_coarsest(sums: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _rooms(device: torch.device, size: int, length: int) -> tuple[Tensor, Tensor]:
+def _scratch(device: torch.device, size: int, length: int) -> tuple[Tensor, Tensor]:
     """Returns two tensors to work in, which stay in a processor's cache."""
     if device not in _ROOMS:
         _ROOMS[device] = torch.empty(2, size, dtype=torch.float64, device=device)
@@ -186,8 +186,8 @@ class WideSum:
         return total
 
 
-def fetched(numbers: Sequence[Tensor]) -> list[float]:
-    """Returns numbers that lie on a device, on the host, or some here and some there. The host waits once."""
+def to_host(numbers: Sequence[Tensor]) -> list[float]:
+    """Returns the values of numbers that lie on a device, on the host, or some here and some there. The host waits once."""
     device = next((number.device for number in numbers if number.is_cuda), torch.device("cpu"))
     values: list[float] = torch.stack([number.to(device) for number in numbers]).tolist()
     return values
@@ -212,7 +212,7 @@ class ExactScalar:
     def parts(self) -> list[float]:
         """Returns floats that do not overlap; their sum, exactly, is that of all terms."""
         if self._pending:
-            for term in fetched(self._pending):
+            for term in to_host(self._pending):
                 if math.isfinite(term):
                     _grow(self._parts, term)
                 else:
@@ -241,8 +241,8 @@ def exact_total(terms: Sequence[float]) -> float:
         return sum(terms)
 
 
-def apart(terms: Sequence[float]) -> list[float]:
-    """Returns as few floats as have the same sum, exactly; the same ones for the same sum."""
+def canonical_parts(terms: Sequence[float]) -> list[float]:
+    """Returns as few floats as have the same sum, exactly; equal sums give the same floats."""
     parts: list[float] = []
     while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-known for known in parts)])):
         parts.append(part)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from project.errors import UserError
-from project.train.exact import ExactSum, from_the_coarsest
+from project.train.exact import ExactSum, sum_from_coarsest
 from project.train.shards import view_of
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
@@ -46,7 +46,7 @@ class _Unit:
         ]
         self.gradients = self._parts(means[place])
         self.waits = False  # for the gradients of a backward pass
-        self._made_for: list[float] = []
+        self._grid_made_for: list[float] = []
         self.sum = ExactSum(sizes, self.largest, terms, means.device)
         self.restart()
 
@@ -57,8 +57,8 @@ class _Unit:
 
     def restart(self) -> None:
         """Begins another step."""
-        self.sum.restart(None if self._made_for == self.largest else self.largest)
-        self._made_for = list(self.largest)
+        self.sum.restart(None if self._grid_made_for == self.largest else self.largest)
+        self._grid_made_for = list(self.largest)
         self.seen = [-1.0] * len(self.seen)
 
     def begin(self) -> None:
@@ -66,8 +66,8 @@ class _Unit:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def take(self) -> None:
-        """Adds the gradients of this backward pass, as far as there are any."""
+    def add_gradients(self) -> None:
+        """Adds the gradients of this backward pass to the sum, as far as there are any."""
         if not self.waits:
             raise UserError(
                 f"The gradient of {self.names[0]} came twice in one backward pass, as reentrant checkpointing makes it, "
@@ -84,7 +84,7 @@ class _Unit:
                 raise UserError(
                     f"trainer.exact can't be kept: the gradient of {name} is sparse. HINT: nn.Embedding(..., sparse=False)."
                 )
-        vector = self._vector(taken)
+        vector = self._flat_gradients(taken)
         largest = self.sum.largest_of(vector)
         for index, gradient in enumerate(taken):
             if gradient is None:
@@ -92,10 +92,12 @@ class _Unit:
             if math.isfinite(largest[index]):
                 self.seen[index] = max(self.seen[index], largest[index])
             else:
-                self.seen[index], largest[index] = math.inf, 0.0  # `leave` says so; what the sum makes of it does not matter
+                # `set_gradients` makes it infinite; what the sum makes of it does not matter.
+                self.seen[index], largest[index] = math.inf, 0.0
         self.sum.add(vector, largest)
 
-    def _vector(self, taken: list[Tensor | None]) -> Tensor:
+    def _flat_gradients(self, taken: list[Tensor | None]) -> Tensor:
+        """Returns the gradients side by side; zeros where a parameter has none."""
         first = taken[0]
         if len(taken) == 1 and first is not None and first.stride() == self.gradients[0].stride():
             return first.as_strided((first.numel(),), (1,))
@@ -107,8 +109,8 @@ class _Unit:
                 part.copy_(gradient)
         return vector
 
-    def leave(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
-        """Leaves the gradients where their owners look for them; sets the grids of the next step."""
+    def set_gradients(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
+        """Passes each parameter's summed gradient to `put`; sets the grids of the next step."""
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient, seen = self.gradients[index], self.seen[index]
             if seen < 0:
@@ -128,8 +130,8 @@ class _Bucket:
     def __init__(self, units: list[list[tuple[str, nn.Parameter]]], micro_batches: int, world_size: int) -> None:
         sizes = [sum(parameter.numel() for _, parameter in unit) for unit in units]
         _, first = units[0][0]
-        self._share = -(-sum(sizes) // world_size)
-        self._means = torch.zeros(self._share * world_size, dtype=first.dtype, device=first.device)
+        self._slice_size = -(-sum(sizes) // world_size)
+        self._means = torch.zeros(self._slice_size * world_size, dtype=first.dtype, device=first.device)
         ends = list(accumulate(sizes))
         self.units = [
             _Unit(unit, slice(end - size, end), self._means, micro_batches)
@@ -141,10 +143,10 @@ class _Bucket:
             return
         # The only term of a rank travels as it is: a sum needs more digits.
         sent = first.dtype if micro_batches == world_size else torch.float64
-        self._swaps = _swaps(first.device)
-        self._sent = torch.zeros(len(self._means), dtype=torch.float64 if not self._swaps else sent, device=first.device)
-        self._come = torch.empty_like(self._sent if self._swaps else self._sent[: self._share])
-        self._own_means = torch.empty_like(self._means[: self._share])
+        self._adds_on_host = _adds_on_host(first.device)
+        self._sent = torch.zeros(len(self._means), dtype=torch.float64 if not self._adds_on_host else sent, device=first.device)
+        self._received = torch.empty_like(self._sent if self._adds_on_host else self._sent[: self._slice_size])
+        self._own_means = torch.empty_like(self._means[: self._slice_size])
 
     def send(self) -> None:
         """Sends this rank's terms."""
@@ -156,11 +158,13 @@ class _Bucket:
                 here.copy_(terms[0])
             else:
                 unit.sum.fold(terms, here)
-        swap = dist.all_to_all_single if self._swaps else dist.reduce_scatter_tensor
-        self._work = swap(self._come, self._sent, async_op=True)
+        swap = dist.all_to_all_single if self._adds_on_host else dist.reduce_scatter_tensor
+        self._work = swap(self._received, self._sent, async_op=True)
 
-    def share(self, coarser: dict[_Unit, Tensor] | None = None) -> None:
-        """Adds up what has come, and sends the means. `coarser`: what stands above the finest sums of units."""
+    def reduce_and_send(self, coarser: dict[_Unit, Tensor] | None = None) -> None:
+        """Adds up the received terms of this rank's slice, and sends the means. `coarser`: what stands above the finest sums of
+        units.
+        """
         coarser = coarser or {}
         if self._world_size == 1:
             for unit in self.units:
@@ -168,10 +172,10 @@ class _Bucket:
             return
         if self._work is not None:
             self._work.wait()
-        shares = self._come.view(-1, self._share)
-        begin = dist.get_rank() * self._share
+        shares = self._received.view(-1, self._slice_size)
+        begin = dist.get_rank() * self._slice_size
         for unit in self.units:
-            first, last = max(begin, unit.place.start), min(begin + self._share, unit.place.stop)
+            first, last = max(begin, unit.place.start), min(begin + self._slice_size, unit.place.stop)
             if first < last:
                 start, here = first - unit.place.start, slice(first - begin, last - begin)
                 above = coarser[unit][start : start + last - first] if unit in coarser else None
@@ -184,7 +188,7 @@ class _Bucket:
             self._work = None
 
 
-def _swaps(device: torch.device) -> bool:
+def _adds_on_host(device: torch.device) -> bool:
     """Returns whether a rank adds up what others send it, which is less work for processors. Devices' links add up by
     themselves.
     """
@@ -215,7 +219,7 @@ class ExactGradients:
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
         named = [(name, parameter) for name, parameter in (gathered or self._owners).items() if parameter.requires_grad]
-        self._learned = [parameter.requires_grad for parameter in self._owners.values()]
+        self._learned_at_start = [parameter.requires_grad for parameter in self._owners.values()]
         self.scaled = False
         """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
@@ -229,14 +233,14 @@ class ExactGradients:
         many = [[pair] for pair in named[::-1] if pair[1].numel() > _FEW]
         few = [pair for pair in named[::-1] if pair[1].numel() <= _FEW]
         size = max(_BUCKET, sum(parameter.numel() for ((_, parameter),) in many) // _BUCKETS)
-        parts = (*_parted(many, size), *([unit] for unit in _of_one_kind(few)))
+        parts = (*_split_into_buckets(many, size), *([unit] for unit in _group_by_kind(few)))
         self._buckets = [_Bucket(units, micro_batches, world_size) for units in parts]
         self._units = [unit for bucket in self._buckets for unit in bucket.units]
         self._device = named[0][1].device if named else None  # NCCL can't add up what lies on the host
         self._last, self._sent = False, 0
         # What is small is fetched when all is over.
         self._hooks = [
-            unit.parameters[0].register_post_accumulate_grad_hook(lambda _, unit=unit: self._take(unit))
+            unit.parameters[0].register_post_accumulate_grad_hook(lambda _, unit=unit: self._add_and_send(unit))
             for unit in self._units
             if len(unit.parameters) == 1
         ]
@@ -244,7 +248,7 @@ class ExactGradients:
     @property
     def outdated(self) -> bool:
         """Returns whether other parameters learn than when this was made."""
-        return [parameter.requires_grad for parameter in self._owners.values()] != self._learned
+        return [parameter.requires_grad for parameter in self._owners.values()] != self._learned_at_start
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -264,8 +268,9 @@ class ExactGradients:
         for unit in self._units:
             unit.begin()
 
-    def _take(self, unit: _Unit) -> None:
-        unit.take()
+    def _add_and_send(self, unit: _Unit) -> None:
+        """Adds the gradients of a unit, and sends the buckets that are complete."""
+        unit.add_gradients()
         # In the same order on all ranks, whatever the order in which their gradients come.
         while (
             self._last
@@ -278,13 +283,13 @@ class ExactGradients:
         """Ends a backward pass: what has not come will not."""
         for unit in self._units:
             if unit.waits:
-                unit.take()
+                unit.add_gradients()
 
     def _send_next(self) -> None:
         """Sends a bucket's terms; and the means of the one before it, whose terms should have come meanwhile."""
         self._buckets[self._sent].send()
         if self._sent:
-            self._buckets[self._sent - 1].share()
+            self._buckets[self._sent - 1].reduce_and_send()
         self._sent += 1
 
     def unscale_whole(self, scale: Callable[[Tensor], Tensor]) -> None:
@@ -296,20 +301,21 @@ class ExactGradients:
         """Leaves the mean over all micro-batches of all ranks as the gradient of each parameter."""
         while self._sent < len(self._buckets):
             self._send_next()
-        agreed = self._agree()
+        agreed = self._agree_on_largest()
         for bucket in self._buckets[-1:]:
-            bucket.share()
+            bucket.reduce_and_send()
         counts = agreed()
         for bucket in self._buckets:
             bucket.wait()
             # Some term was too large for the finest grid.
-            if coarser := {unit: self._coarser(unit, counts[unit]) for unit in bucket.units if counts[unit] > 1}:
-                bucket.share(coarser)
+            if coarser := {unit: self._coarser_sum(unit, counts[unit]) for unit in bucket.units if counts[unit] > 1}:
+                bucket.reduce_and_send(coarser)
                 bucket.wait()
             for unit in bucket.units:
-                unit.leave(self._put)
+                unit.set_gradients(self._set_gradient)
 
-    def _put(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _set_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Sets the gradient of a parameter; of a sharded one, this rank's shard, and keeps the whole."""
         owner = self._owners[name]
         if isinstance(owner, DTensor):
             # A norm is added up in the order in which the numbers lie.
@@ -319,7 +325,7 @@ class ExactGradients:
                 gradient = gradient.clone()
         owner.grad = gradient
 
-    def _agree(self) -> Callable[[], dict[_Unit, int]]:
+    def _agree_on_largest(self) -> Callable[[], dict[_Unit, int]]:
         """Starts to agree on the largest values that any rank has seen. Returns a function that waits for the others and
         returns how many sums each unit has, on any rank.
         """
@@ -337,16 +343,19 @@ class ExactGradients:
 
         return wait
 
-    def _coarser(self, unit: _Unit, count: int) -> Tensor:
+    def _coarser_sum(self, unit: _Unit, count: int) -> Tensor:
+        """Returns what all ranks have above the finest grid of a unit."""
         sums = unit.sum.coarser(count)
         if self._world_size > 1:
             for level in sums:
                 dist.all_reduce(level)
-        return from_the_coarsest(sums)
+        return sum_from_coarsest(sums)
 
 
-def _parted(units: list[list[tuple[str, nn.Parameter]]], most: int) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
-    """Yields neighbours of one kind, up to the size of a bucket."""
+def _split_into_buckets(
+    units: list[list[tuple[str, nn.Parameter]]], most: int
+) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
+    """Yields neighbours of one dtype and device, up to the size of a bucket."""
     part: list[list[tuple[str, nn.Parameter]]] = []
     size = 0
     for unit in units:
@@ -360,7 +369,8 @@ def _parted(units: list[list[tuple[str, nn.Parameter]]], most: int) -> Iterator[
         yield part
 
 
-def _of_one_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+def _group_by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Groups parameters by dtype and device."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for pair in named:
         kinds.setdefault(_kind(pair[1]), []).append(pair)

@@ -27,7 +27,7 @@ _INSTEAD = {
 }
 
 
-def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
+def refuse_inexact_settings(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
     """Raises a UserError for arguments of the Trainer with which sums can't be exact."""
     reasons = {
         "trainer.gradient_compression": "rounds what the ranks send each other" if compression != "none" else None,
@@ -43,13 +43,13 @@ def refuse_what_rounds(settings: Mapping[str, Any], compression: str, strategy: 
             raise UserError(f"trainer.exact can't be kept: {name} {why}. HINT: leave {name} as it is by default.")
 
 
-def warn_of_hashes() -> None:
+def warn_of_hash_randomization() -> None:
     """Warns where Python orders the strings of a set by chance; `python -m project` handles that by itself."""
     if sys.flags.hash_randomization and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         log.warning("trainer.exact: the order of a set of strings is another one in each process. HINT: PYTHONHASHSEED=0.")
 
 
-def refuse_other_loop(why: str | None) -> None:
+def refuse_lightnings_loop(why: str | None) -> None:
     """Raises a UserError where Lightning's own loop takes the steps. `why`: the reason, or None."""
     if why is not None:
         raise UserError(
@@ -58,15 +58,15 @@ def refuse_other_loop(why: str | None) -> None:
         )
 
 
-def untold(name: str) -> property:
-    """Returns a property in the place of the Trainer's of this name, which is another one on another number of ranks.
+def guarded_property(name: str) -> property:
+    """Returns a property in place of the Trainer's of this name, whose value is another one on another number of ranks.
 
     With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
     """
     original: property = getattr(Trainer, name)
 
     def ask(self: Any) -> Any:
-        if self._exact and (who := _own_code(self, sys._getframe(1))):
+        if self._exact and (who := _user_code_that_reads(self, sys._getframe(1))):
             why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
             if name in _INSTEAD:
                 raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")
@@ -78,8 +78,8 @@ def untold(name: str) -> property:
     return property(ask, doc=original.__doc__)
 
 
-def _own_code(trainer: Any, asks: FrameType) -> str:
-    """Returns the method of the module, or of its data, that reads the property; '' where it is other code."""
+def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
+    """Returns the method of the module, or of its data, that reads a guarded property; '' where other code reads it."""
     if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
         asks = asks.f_back  # self.global_rank
     those = trainer.lightning_module, getattr(trainer, "datamodule", None)
@@ -98,7 +98,7 @@ def refuse_no_global_batch(global_batch_size: int | None) -> None:
         )
 
 
-def refuse_to_gather(*_: object, **__: object) -> NoReturn:
+def refuse_all_gather(*_: object, **__: object) -> NoReturn:
     """Raises a UserError in the place of the strategy's `all_gather`, which LightningModule's calls."""
     raise UserError(
         "trainer.exact can't be kept: self.all_gather brings together what the ranks have at once, another batch on "
@@ -106,7 +106,7 @@ def refuse_to_gather(*_: object, **__: object) -> NoReturn:
     )
 
 
-def refuse_none() -> NoReturn:
+def refuse_missing_loss() -> NoReturn:
     """Raises a UserError for a micro-batch without a loss."""
     raise UserError(
         "trainer.exact can't be kept: training_step returned None, and other ranks would wait for its gradient. "
@@ -114,7 +114,7 @@ def refuse_none() -> NoReturn:
     )
 
 
-def look_at_compiled(module: LightningModule, exact: bool) -> None:
+def check_compiled(module: LightningModule, exact: bool) -> None:
     """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
     shorter micro-batch comes by, and after a restart they are not until one does.
 
@@ -134,8 +134,10 @@ def look_at_compiled(module: LightningModule, exact: bool) -> None:
 
 
 @contextmanager
-def gradients_come_last() -> Iterator[None]:
-    """Wraps `on_after_backward` of a micro-batch that is not the last of its step: `param.grad` is None there."""
+def explain_missing_gradients() -> Iterator[None]:
+    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the last micro-batch of a
+    step.
+    """
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -171,20 +173,20 @@ class MovedWeights:
             name: buffer.clone() for name, buffer in module.named_buffers() if name not in self._known and not is_lazy(buffer)
         }
 
-    def buffers(self) -> list[str]:
+    def moved_buffers(self) -> list[str]:
         """Returns the names of the buffers that have moved. Batch norm's are brought together."""
         known = self._buffers
-        return [name for name, buffer in self._module.named_buffers() if name in known and not _same(buffer, known[name])]
+        return [name for name, buffer in self._module.named_buffers() if name in known and not _is_equal(buffer, known[name])]
 
     def refuse(self, where: str = "in its forward pass") -> None:
         """Raises a UserError where a parameter or a buffer has moved."""
-        for name in self.buffers():
+        for name in self.moved_buffers():
             raise UserError(
                 f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
                 "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
             )
         for name, parameter, before in self._parameters:
-            if not _same(local(parameter.detach()), before):
+            if not _is_equal(local(parameter.detach()), before):
                 raise UserError(
                     f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
                     "and ranks have other micro-batches. HINT: move it once a step, in on_before_optimizer_step, by what all "
@@ -192,7 +194,7 @@ class MovedWeights:
                 )
 
 
-def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if tensor.shape != other.shape:
         return False
     return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())

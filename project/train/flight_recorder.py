@@ -9,7 +9,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 
-def record() -> list[dict[str, Any]]:
+def recorded_collectives() -> list[dict[str, Any]]:
     """Returns the entries of all recorders of this process: gloo's (from torch 2.15 on), NCCL's, and those of nccl2.
 
     No source file is read and no device is asked: this works in a process in which nothing else does. torch records by

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
-    """Lays a module's own parameters in their usual order; each layer is given its weight as it was for the time of a forward
-    pass. Says which, by name, lay how."""
+def use_contiguous_order(module: nn.Module) -> dict[str, torch.memory_format]:
+    """Makes a module's own parameters contiguous; each layer gets its weight in its former memory format for the time of a
+    forward pass. Returns these formats, by name.
+    """
     formats: dict[str, torch.memory_format] = {}
     for prefix, layer in module.named_modules():
         for name, weight in list(layer.named_parameters(recurse=False)):
@@ -23,12 +24,14 @@ def usual_order(module: nn.Module) -> dict[str, torch.memory_format]:
             weight.data = weight.data.contiguous()
             if format is not None:
                 formats[f"{prefix}.{name}" if prefix else name] = format
-                _lend(layer, name, format)
+                _restore_layout_in_forward(layer, name, format)
     return formats
 
 
-def _lend(layer: nn.Module, name: str, format: torch.memory_format) -> None:
-    """An attribute of the layer's own stands before its parameter of that name."""
+def _restore_layout_in_forward(layer: nn.Module, name: str, format: torch.memory_format) -> None:
+    """Gives a layer its weight in this memory format for the time of a forward pass: an attribute of the layer comes before its
+    parameter of that name.
+    """
 
     def give(layer: Any, _: Any) -> None:
         weight: Tensor = layer.get_parameter(name)

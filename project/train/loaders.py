@@ -35,10 +35,10 @@ class Loaders(_DataConnector):
     Args:
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
-        wanted: the accumulation in the configuration.
+        configured_accumulation: the accumulation in the configuration.
         limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
             micro-batches over all ranks; by name of the stage.
-        settled: called with the accumulation when it is known, which is when the first training loader is.
+        on_accumulation: called with the accumulation when it is known, which is when the first training loader is.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
 
@@ -46,30 +46,35 @@ class Loaders(_DataConnector):
         self,
         trainer: Any,
         global_batch: int | None,
-        wanted: int | Literal["auto"],
+        configured_accumulation: int | Literal["auto"],
         limits: dict[str, Limit],
-        settled: Callable[[int, int], None],
+        on_accumulation: Callable[[int, int], None],
         moments: Moments,
     ) -> None:
         super().__init__(trainer)
-        self.global_batch, self.wanted, self.limits, self.settled = global_batch, wanted, limits, settled
+        self.global_batch, self.configured_accumulation, self.limits, self.on_accumulation = (
+            global_batch,
+            configured_accumulation,
+            limits,
+            on_accumulation,
+        )
         self._moments = moments
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
-        self._sizes: list[int] = []  # of the training sets that the run had before
-        self._within = False  # it goes on within an epoch
+        self._restored_sizes: list[int] = []  # of the training sets that the run had before
+        self._resumes_within_epoch = False  # the run resumes within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
-        self._other_size = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
+        self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
         self.micro_batch: int | None = None
         """The samples in a micro-batch of the first training loader."""
-        self._made: list[DealtLoader] = []  # for training, in this verb
-        self._left: list[Any] = []  # and those that are left as they are, of this epoch
-        self._counted = False
+        self._dealt: list[DealtLoader] = []  # for training, in this verb
+        self._undealt: list[Any] = []  # and those that are left as they are, of this epoch
+        self._accumulation_is_set = False
         self._warned: set[str] = set()
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
         """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
-        self.most_samples: int | None = None
+        self.max_samples: int | None = None
         """How many samples of a training set are read; None: all of them."""
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
@@ -79,12 +84,12 @@ class Loaders(_DataConnector):
         self.attached = datamodule
 
     @property
-    def read_here(self) -> list[Any]:
-        """Returns the objects that this process reads samples with itself, and no loader process: training sets, and what puts
-        them together; of a loader that is left as it is its samplers, too.
+    def read_in_process(self) -> list[Any]:
+        """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
+        puts them together; of a loader that is left as it is its samplers, too.
         """
-        read = [part for loader in self._made if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
-        for loader in self._left:
+        read = [part for loader in self._dealt if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
+        for loader in self._undealt:
             if not hasattr(loader, "state_dict"):
                 parts = vars(loader) if hasattr(loader, "__dict__") else {}
                 names = "batch_sampler", "sampler", *(() if parts.get("num_workers") else ("dataset", "collate_fn"))
@@ -115,28 +120,28 @@ class Loaders(_DataConnector):
         given: Limit = getattr(self.trainer, name)
         if self._is_trial(stage):
             self._steps_of_trial = given if stage == "train" and isinstance(given, int) else None
-            self._cut_trial()
+            self._limit_trial()
         elif given:
-            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave`
+            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave_to_lightning`
         try:
             yield
         finally:
             self._steps_of_trial = None
             setattr(self.trainer, name, given)
 
-    def _cut_trial(self) -> None:
-        """Sets the limit of a run that only tries the code: Lightning counts micro-batches."""
+    def _limit_trial(self) -> None:
+        """Sets the limit of a run that only tries the code, in micro-batches, which Lightning counts."""
         if self._steps_of_trial is not None:
             self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
 
     def start_over(self) -> None:
         """Begins another fit, or another verb."""
         self.note_limits()
-        self._start, self._counted, self._made, self._left, self._sizes = (0, 0), False, [], [], []
-        self._in_use, self.micro_batch, self._micro_batch_before, self._other_size = (-1, []), None, None, (1, 1)
+        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
+        self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
 
     @property
-    def sizes(self) -> list[int]:
+    def set_sizes(self) -> list[int]:
         """Returns the numbers of samples of the training sets in use, as far as they are known."""
         return self._in_use[1]
 
@@ -147,12 +152,17 @@ class Loaders(_DataConnector):
         """
         trainer: Any = self.trainer
         same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
-        self._start, self._sizes, self._within = (epoch, micro_batches), list(sizes) if same else [], within
+        self._start, self._restored_sizes, self._resumes_within_epoch = (
+            (epoch, micro_batches),
+            list(sizes) if same else [],
+            within,
+        )
         self._in_use, self._micro_batch_before = (-1, []), size
-        for loader in self._made:
-            self._put(loader)
+        for loader in self._dealt:
+            self._set_start(loader)
 
-    def _put(self, loader: DealtLoader) -> DealtLoader:
+    def _set_start(self, loader: DealtLoader) -> DealtLoader:
+        """Sets a training loader to where the run resumes."""
         epoch, done = self._start
         order = loader.keys.order
         now = self.trainer.current_epoch
@@ -160,14 +170,14 @@ class Loaders(_DataConnector):
             self._in_use, self.micro_batch = (now, []), order.micro_batch
             before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
             if before not in (None, order.micro_batch):
-                done = self._recount(order, before)
+                done = self._done_in_current_size(order, before)
         self._in_use[1].append(order.size)
-        if self._sizes and now == epoch:
-            self._compare(order.size, self._sizes.pop(0))
+        if self._restored_sizes and now == epoch:
+            self._check_set_size(order.size, self._restored_sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
         return loader
 
-    def _recount(self, order: Order, before: int) -> int:
+    def _done_in_current_size(self, order: Order, before: int) -> int:
         """Returns how many micro-batches of today's size are done in the epoch in which the run resumes."""
         (epoch, done), now = self._start, order.micro_batch
         what = f"The training loader's batch_size is {now}, and was {before} so far"
@@ -181,22 +191,23 @@ class Loaders(_DataConnector):
             "trainer.global_batch_size the batch_size can stay as it is on any number of ranks.",
             what,
         )
-        self._start, self._other_size = (epoch, done * before // now), (before, now)
+        self._start, self._size_before_and_now = (epoch, done * before // now), (before, now)
         return self._start[1]
 
-    def recount(self, batches: Any) -> None:
+    def recount_progress(self, batches: Any) -> None:
         """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
-        before, now = self._other_size
+        before, now = self._size_before_and_now
         for counters in (batches.current, batches.total):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(counters, name, getattr(counters, name) * before // now)
-        self._other_size = (1, 1)
+        self._size_before_and_now = (1, 1)
 
-    def _compare(self, now: int, before: int) -> None:
+    def _check_set_size(self, now: int, before: int) -> None:
+        """Warns where a training set has another size than before; refuses it where the run resumes within an epoch."""
         if now == before:
             return
         what = f"The training set has {now} samples, and had {before} so far: their order is another one"
-        if self._within:
+        if self._resumes_within_epoch:
             raise UserError(
                 f"{what}, and the run was stopped within an epoch. HINT: go on with the data that it had, or from a checkpoint "
                 "of an epoch's end."
@@ -207,10 +218,10 @@ class Loaders(_DataConnector):
         training = mode == RunningStage.TRAINING
         if isinstance(dataloader, DealtLoader):
             if training:
-                self._made.append(dataloader)
-            return self._put(dataloader) if training else dataloader
+                self._dealt.append(dataloader)
+            return self._set_start(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not size_of(dataloader.dataset):
-            self._leave(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            self._leave_to_lightning(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             if isinstance(dataloader, DataLoader):
                 with_signals(dataloader)
             try:
@@ -218,14 +229,14 @@ class Loaders(_DataConnector):
             except (TypeError, MisconfigurationException) as error:
                 if "batch sampler" not in str(error):
                     raise
-                raise as_user_error(error, _unshared(dataloader, self.trainer.world_size)) from error
+                raise as_user_error(error, _why_unshared(dataloader, self.trainer.world_size)) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
-    def _settle(self, size: int | None) -> None:
-        """Settles the accumulation: the first training loader has the size of a micro-batch."""
-        if self._counted:
+    def _set_accumulation(self, size: int | None) -> None:
+        """Computes the accumulation once: a micro-batch has the batch size of the first training loader."""
+        if self._accumulation_is_set:
             return
-        self._counted = True
+        self._accumulation_is_set = True
         trainer = self.trainer
         if size is None:
             if self.global_batch is not None:
@@ -236,14 +247,14 @@ class Loaders(_DataConnector):
             return
         keys = "trainer.global_batch_size batch_size"
         ranks = data_ranks(trainer).count
-        count = accumulation(self.global_batch, size, ranks, self.wanted, keys)
+        count = accumulation(self.global_batch, size, ranks, self.configured_accumulation, keys)
         if count > 1 and not trainer.lightning_module.automatic_optimization:
             raise UserError(
                 f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
                 f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."
             )
-        self.settled(count, size)
+        self.on_accumulation(count, size)
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None:
             share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
@@ -252,11 +263,12 @@ class Loaders(_DataConnector):
                 "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d%s.",
                 *(size * ranks * count, size * ranks * count, share),
             )
-        self._cut_trial()
+        self._limit_trial()
 
     def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
+        """Deals out a training loader in this project's order, from where the run is."""
         trainer, size = self.trainer, micro_batch_of(loader)
-        self._settle(size)
+        self._set_accumulation(size)
         if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
             log.warning(
                 "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
@@ -264,10 +276,10 @@ class Loaders(_DataConnector):
                 *(size, trainer.current_epoch, self.micro_batch, trainer.accumulate_grad_batches),
             )
         here = data_ranks(trainer)
-        seed = _seed(loader, trainer)
+        seed = _seed_of(loader, trainer)
         count = size_of(loader.dataset)
         order = Order(
-            count if self.most_samples is None else min(count, self.most_samples),
+            count if self.max_samples is None else min(count, self.max_samples),
             size,
             here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,
@@ -278,8 +290,8 @@ class Loaders(_DataConnector):
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = trainer.fit_loop.epoch_loop.exact
         dealt.watched = trainer.is_global_zero and not trainer.current_epoch
-        self._made.append(dealt)
-        return self._put(dealt)
+        self._dealt.append(dealt)
+        return self._set_start(dealt)
 
     def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
         """Deals out every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one
@@ -291,7 +303,7 @@ class Loaders(_DataConnector):
         exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
         stage = _STAGES.get(mode, "val")
         batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
-        seed = _seed(loader, trainer)
+        seed = _seed_of(loader, trainer)
         least = here.count if batches and not exact else 0  # a sample for each rank
         whole = min(count, max(batches * size, least))
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
@@ -312,18 +324,18 @@ class Loaders(_DataConnector):
             object.__setattr__(dealt, "batch_sampler", wrapped)
         return dealt
 
-    def _leave(self, loader: object, mode: RunningStage, why: str | None) -> None:
+    def _leave_to_lightning(self, loader: object, mode: RunningStage, why: str | None) -> None:
         """Leaves a loader to Lightning. Logs once what can't be promised of a loader that is left as it is."""
-        self._moments.leave_loaders()
+        self._moments.stop_checking()
         self._moments.begin_epoch(self.trainer.current_epoch)
         trainer, stage = self.trainer, _STAGES.get(mode, "val")
         limit = self.limits[stage]
         if mode == RunningStage.TRAINING:
             stage = "train"
             if typed(trainer).reload_dataloaders_every_n_epochs:
-                self._left = []
-            self._left.append(loader)
-            self._settle(getattr(loader, "batch_size", None))
+                self._undealt = []
+            self._undealt.append(loader)
+            self._set_accumulation(getattr(loader, "batch_size", None))
             limit = self.limits[stage]
             if isinstance(limit, int):
                 limit *= trainer.accumulate_grad_batches
@@ -366,7 +378,7 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
     return hasattr(sampling(loader).sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
 
 
-def _seed(loader: DataLoader[Any], trainer: Any) -> int:
+def _seed_of(loader: DataLoader[Any], trainer: Any) -> int:
     """Returns the seed of a loader's generator, of rank 0's where the ranks' differ; else the run's."""
     generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
     if generator is None:
@@ -378,7 +390,8 @@ def _seed(loader: DataLoader[Any], trainer: Any) -> int:
     return seed
 
 
-def _unshared(loader: object, ranks: int) -> str:
+def _why_unshared(loader: object, ranks: int) -> str:
+    """Describes why the ranks can't share a loader's batch sampler."""
     batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
     return (
         f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "

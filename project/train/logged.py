@@ -28,8 +28,8 @@ the number of samples in it (`ranks`)."""
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
-def _without_copies(log: Callable[..., None]) -> Callable[..., None]:
-    """Returns `log` without its copy: Lightning copies a number that is logged to the GPU, for which the host waits. A kernel
+def _without_host_wait(log: Callable[..., None]) -> Callable[..., None]:
+    """Returns `log` without its copy to the GPU, for which the host waits: Lightning copies a number that is logged. A kernel
     writes the same number.
     """
 
@@ -42,7 +42,7 @@ def _without_copies(log: Callable[..., None]) -> Callable[..., None]:
     return logged
 
 
-LightningModule.log = _without_copies(LightningModule.log)  # type: ignore[method-assign]
+LightningModule.log = _without_host_wait(LightningModule.log)  # type: ignore[method-assign]
 
 
 class Results(_ResultCollection):
@@ -52,21 +52,21 @@ class Results(_ResultCollection):
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self._from_before: tuple[Sums, int, int] | None = None
-        self.kept: set[str] = set()
+        self._sums_to_restore: tuple[Sums, int, int] | None = None
+        self.hooks_before_resume: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
-        self._taken_up: set[str] = set()  # what has not been logged since
+        self._not_logged_since: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
-        self.in_graph = False
+        self.is_being_recorded = False
         """The step at hand is being recorded, and nobody is called when it is repeated."""
-        self.may_leave_out = False
-        """A step may be left out, and then what it has logged does not count in its epoch."""
-        self._before: dict[str, Any] = {}  # this step, of an epoch
-        self._of_step: dict[str, tuple[Tensor, float, int]] = {}
+        self.steps_may_be_skipped = False
+        """A step may be skipped, and then what it has logged does not count in its epoch."""
+        self._before_step: dict[str, Any] = {}  # this step, of an epoch
+        self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
         """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
     def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
-        if self.in_graph:
+        if self.is_being_recorded:
             raise UserError(
                 f"self.log({name!r}) in {fx}: that is a part of a graph (trainer.capture), and is not called when the graph is "
                 "repeated. HINT: log in on_train_batch_end, where outputs is what training_step returned; or set "
@@ -75,48 +75,50 @@ class Results(_ResultCollection):
         strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
         if isinstance(strategy, DDPStrategy):
             how["sync_dist_fn"] = _Reduction(strategy)
-        if (key := f"{fx}.{name}") in self._taken_up:
+        if (key := f"{fx}.{name}") in self._not_logged_since:
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
-            self._taken_up.discard(key)
+            self._not_logged_since.discard(key)
             meta: Any = self[key].meta
             # First the function, which `should` takes: of another, Lightning makes a copy, with the strategy and the network.
             meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
             meta.sync.should = how.get("sync_dist", False)
             meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
-        super().log(fx, name, self._made_whole(name, value), **how)
+        super().log(fx, name, self._whole_value(name, value), **how)
 
-    def _made_whole(self, name: str, value: Any) -> Any:
-        """Returns the whole of a value that follows from parameters that are spread over the ranks, and so is spread, too. All
-        ranks log it.
-        """
+    def _whole_value(self, name: str, value: Any) -> Any:
+        """Returns a value as a whole tensor: one that follows from sharded parameters is sharded, too. All ranks log it."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
-            self._of_step.clear()
-            if self.may_leave_out:
-                self._before = {key: self._kept_of(key) for key in self._of_epoch()}
+            self._values_of_step.clear()
+            if self.steps_may_be_skipped:
+                self._before_step = {key: self._value_and_samples(key) for key in self._keys_of_epoch()}
 
-    def _of_epoch(self) -> list[str]:
-        """Returns what is summed up over this epoch; torchmetrics count for themselves."""
+    def _keys_of_epoch(self) -> list[str]:
+        """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
         metrics: Any = self.items()
         return [key for key, metric in metrics if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
 
-    def _kept_of(self, key: str) -> Any:
+    def _value_and_samples(self, key: str) -> Any:
+        """Returns the value of a key so far, and the number of samples in it where it is a mean."""
         metric: Any = self[key]
         return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
-    def leave_out(self, whether: bool | Tensor) -> None:
-        """Takes back what the step at hand has logged for its epoch. `whether`: on a GPU a tensor, which nobody waits for."""
-        for key in self._of_epoch() if self.may_leave_out and whether is not False else ():
-            self._take_back(key, self._before.get(key), whether)
+    def discard_skipped_step(self, skipped: bool | Tensor) -> None:
+        """Discards what a skipped step has logged for its epoch. `skipped`: on a GPU a tensor, for which the host does not
+        wait.
+        """
+        for key in self._keys_of_epoch() if self.steps_may_be_skipped and skipped is not False else ():
+            self._discard_value_of_step(key, self._before_step.get(key), skipped)
 
-    def _take_back(self, key: str, before: Any, whether: bool | Tensor) -> None:
+    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+        """Sets a value of the epoch back to what it was before the step."""
         metric: Any = self[key]
-        now = self._kept_of(key)
-        if whether is True:
+        now = self._value_and_samples(key)
+        if skipped is True:
             if before is None:
                 metric.reset()  # was logged for the first time
                 return
@@ -125,7 +127,7 @@ class Results(_ResultCollection):
             fresh.reset()
             before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
         value, count = (
-            earlier if whether is True or earlier is None else torch.where(whether, earlier.to(other.device), other)  # type: ignore[arg-type]
+            earlier if skipped is True or earlier is None else torch.where(skipped, earlier.to(other.device), other)  # type: ignore[arg-type]
             for earlier, other in zip(before, now, strict=True)
         )
         metric.value = value
@@ -144,9 +146,9 @@ class Results(_ResultCollection):
         shared, meta.sync.should = meta.sync.should, False  # the ranks need not meet before the step is over
         super().update_metrics(key, value, batch_size)
         meta.sync.should = shared
-        total, weights, count = self._of_step.get(key, (0.0, 0.0, 0))
+        total, weights, count = self._values_of_step.get(key, (0.0, 0.0, 0))
         total, weights, count = total + metric._forward_cache * self.weight, weights + self.weight, count + 1
-        self._of_step[key] = total, weights, count
+        self._values_of_step[key] = total, weights, count
         # The weights of all ranks add up to the number of micro-batches; a rank's own need not.
         met = shared and self.ends_step
         metric._forward_cache = meta.sync(total / count) if met else total / weights
@@ -168,14 +170,14 @@ class Results(_ResultCollection):
         known["pbar"] = {name: value if value.is_cuda else value.item() for name, value in values.items()}
         return known
 
-    def meet_in_step(self, hook_is_over: bool) -> None:
-        """Does nothing here; overridden where a step's values are brought together when it ends."""
+    def reduce_step(self, hook_is_over: bool) -> None:
+        """Does nothing here. `ExactResults` reduces the values of a step over the ranks."""
 
-    def meet(self) -> None:
-        """Does nothing here; overridden where an epoch's values are brought together when it ends."""
+    def reduce_epoch(self) -> None:
+        """Does nothing here. `ExactResults` reduces the values of an epoch over the ranks."""
 
-    def refuse_what_differs(self) -> None:
-        """Does nothing here; overridden where values are brought together, and others are left as they are."""
+    def refuse_values_of_single_ranks(self) -> None:
+        """Does nothing here. `ExactResults` refuses values that differ between the ranks."""
 
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
@@ -184,8 +186,8 @@ class Results(_ResultCollection):
             metric: Any = result
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
-                own[key] = self._held(key), samples.cpu()
-        by_rank = ranks.gathered(own)
+                own[key] = self._sum_of_this_rank(key), samples.cpu()
+        by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
         for key in own:
             if all(key in of_rank for of_rank in by_rank):
@@ -197,23 +199,23 @@ class Results(_ResultCollection):
                 }
         return made
 
-    def _held(self, key: str) -> Tensor:
+    def _sum_of_this_rank(self, key: str) -> Tensor:
         """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
         metric: Any = self[key]
         value: Tensor = metric.value.detach().cpu()
         return value
 
-    def go_on(self, sums: Sums, rank: int, ranks: int) -> None:
-        """Keeps a checkpoint's sums for the next epoch that begins."""
-        self._from_before = sums, rank, ranks
+    def resume_with(self, sums: Sums, rank: int, ranks: int) -> None:
+        """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
+        self._sums_to_restore = sums, rank, ranks
 
-    def put_back(self, device: torch.device, reduce: Callable[..., Any]) -> None:
+    def restore_sums(self, device: torch.device, reduce: Callable[..., Any]) -> None:
         """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now."""
-        if self._from_before is None:
+        if self._sums_to_restore is None:
             return
-        (sums, rank, ranks), self._from_before = self._from_before, None
+        (sums, rank, ranks), self._sums_to_restore = self._sums_to_restore, None
         for key, entry in sums.items():
-            value, samples = self._taken_over(key, sums, rank, ranks)
+            value, samples = self._restored_sum(key, sums, rank, ranks)
             should, rank_zero_only = entry["sync"].values()
             meta = dict(entry["meta"])
             self.pop(key, None)  # of an earlier fit
@@ -227,12 +229,12 @@ class Results(_ResultCollection):
             if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = samples
             self[key] = metric.to(device)
-            self.kept.add(fx)
-            self._taken_up.add(key)
-        self._of_step.clear()
+            self.hooks_before_resume.add(fx)
+            self._not_logged_since.add(key)
+        self._values_of_step.clear()
 
-    def _taken_over(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """Returns what this rank resumes with: the value, and the number of samples in it."""
+    def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """Returns what this rank resumes with: a value of the epoch so far, and the number of samples in it."""
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
         of_ranks = [(value.sum(), count) for value, count in of_ranks]
         if len(of_ranks) == ranks:
@@ -276,8 +278,8 @@ class _Reduction:
         return value
 
 
-class _OnItsWay:
-    """A number that a GPU computes; the host waits for it only when it reads it."""
+class _DelayedNumber:
+    """A number that a GPU computes, on its way to the host, which waits for it only in `read`."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value.detach().to("cpu", non_blocking=True)
@@ -292,7 +294,7 @@ class _OnItsWay:
 class TakesMeasurements:
     """A logger that wants what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
 
-    def since(self, step: int) -> list[tuple[int, str, float]]:
+    def logged_since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what was logged for this step and later ones, which a checkpoint takes along."""
         return []
 
@@ -305,20 +307,20 @@ def measurement_loggers(trainer: Trainer) -> list[Logger]:
 
 
 class Logged(_LoggerConnector):
-    """The logger connector: Lightning's guesses the size of a batch from what its `collate_fn` made (of strings, by their
-    length).
+    """Lightning's logger connector, with the true size of each batch: Lightning guesses it from what its `collate_fn` made (of
+    strings, by their length).
     """
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._on_their_way: dict[str, _OnItsWay] = {}
+        self._delayed_numbers: dict[str, _DelayedNumber] = {}
         """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
         if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
             bar: dict[str, Any] = self._progress_bar_metrics
-            self._on_their_way |= {name: _OnItsWay(value) for name, value in bar.items() if isinstance(value, Tensor)}
+            self._delayed_numbers |= {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
 
     @property
     def progress_bar_metrics(self) -> Any:
@@ -328,17 +330,17 @@ class Logged(_LoggerConnector):
         bar: dict[str, Any] = super().progress_bar_metrics
         for name, value in bar.items():
             if isinstance(value, Tensor):
-                late = self._on_their_way.get(name)
+                late = self._delayed_numbers.get(name)
                 bar[name] = value.item() if late is None else late.read()
         return bar
 
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        self._on_their_way.clear()
+        self._delayed_numbers.clear()
 
-    evaluated: tuple[int, int] | None = None
+    evaluated_key: tuple[int, int] | None = None
     """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
-    others_evaluate_more = False
+    peers_evaluate_more = False
     """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
     _exact_metrics: ExactMetrics | None = None
 
@@ -353,8 +355,8 @@ class Logged(_LoggerConnector):
         return self._exact_metrics
 
     @property
-    def arriving(self) -> tuple[int, int] | None:
-        """Returns the micro-batch of an evaluation that goes to the device, which `evaluated` holds from then on."""
+    def arriving_key(self) -> tuple[int, int] | None:
+        """Returns the micro-batch of an evaluation that goes to the device, which `evaluated_key` holds from then on."""
         loop: Any = self.trainer._active_loop
         for number, loader in enumerate(loop._combined_loader.flattened):
             if isinstance(loader, DealtLoader) and loader.taken:
@@ -373,27 +375,27 @@ class Logged(_LoggerConnector):
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, at.key)
             return
-        if span := self.take_evaluated(dataloader_idx or 0):
+        if span := self.begin_evaluated_micro_batch(dataloader_idx or 0):
             low, high = span
             results.batch_size = high - low
             if metrics := self.exact_metrics:
                 metrics.begin(self._stage, (dataloader_idx or 0, low))
 
-    def take_evaluated(self, dataloader_idx: int) -> tuple[int, int] | None:
+    def begin_evaluated_micro_batch(self, dataloader_idx: int) -> tuple[int, int] | None:
         """Notes which micro-batch of an evaluation comes now, also of a prediction, in which nothing is logged.
 
         Returns:
             The positions of its samples, if they are known.
         """
-        self.evaluated, self.others_evaluate_more = None, False
+        self.evaluated_key, self.peers_evaluate_more = None, False
         loop: Any = self.trainer._active_loop
         loader = loop._combined_loader.flattened[dataloader_idx]
         if not isinstance(loader, DealtLoader) or not loader.taken:
             return None
         _, step, number = loader.taken.popleft()
-        self.others_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
+        self.peers_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
         span = loader.keys.order.micro_span(step, number)
-        self.evaluated = dataloader_idx, span[0]
+        self.evaluated_key = dataloader_idx, span[0]
         return span
 
     @property
@@ -406,8 +408,8 @@ class Logged(_LoggerConnector):
         """
         reset: bool = super().should_reset_tensors(fx)
         results: Any = self.trainer._results
-        if isinstance(results, Results) and fx in results.kept:
-            results.kept.discard(fx)
+        if isinstance(results, Results) and fx in results.hooks_before_resume:
+            results.hooks_before_resume.discard(fx)
             return False
         return reset
 
@@ -418,9 +420,9 @@ class Logged(_LoggerConnector):
         super().epoch_end_reached()
         results: Any = self.trainer._results
         if isinstance(results, Results):
-            results.meet()
+            results.reduce_epoch()
         if (metrics := self.exact_metrics) and not self.trainer.predicting:
-            metrics.meet(self._stage)
+            metrics.reduce_epoch(self._stage)
         for metric in results.values():
             if metric.is_tensor and metric.meta.is_mean_reduction:
                 dtype = metric.value.dtype if metric.value.is_floating_point() else torch.float32
@@ -429,5 +431,5 @@ class Logged(_LoggerConnector):
     def on_epoch_end(self) -> None:
         results: Any = self.trainer._results
         if isinstance(results, Results):
-            results.refuse_what_differs()
+            results.refuse_values_of_single_ranks()
         super().on_epoch_end()

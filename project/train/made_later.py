@@ -14,6 +14,7 @@ Shapes = dict[str, tuple[int, ...] | None]
 
 
 def shapes(module: nn.Module) -> Shapes:
+    """Returns the shape of each tensor in a module's state_dict."""
     sizes: Shapes = {name: None for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in sizes and not is_lazy(parameter):
@@ -42,8 +43,8 @@ def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
         )
 
 
-def make_room(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Gives a buffer the shape that was saved (a queue may have grown). A UserError reports another network."""
+def resize_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Gives buffers the shapes that were saved (a queue may have grown). A UserError reports another network."""
     buffers = dict(module.named_buffers())
     differing = []
     ours = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}

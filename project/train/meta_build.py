@@ -32,7 +32,7 @@ SMALL = 16_384
 """Bytes of a parameter that keeps its values: Python often reads them."""
 
 
-class _Draws(TorchDispatchMode):
+class _DrawsOnMeta(TorchDispatchMode):
     """Draws for a tensor on the meta device as many random numbers as for one with values."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ _SKIP_META = {
 """Functions of torch.nn.init that draw nothing for a tensor on the meta device, by name."""
 
 
-def _draw_nevertheless(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _initialize_twin(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Initializes a tensor as large as one on the meta device: how much is drawn may depend on the values."""
     function(_with_memory(tensor), *args, **kwargs)
     return tensor
@@ -86,9 +86,9 @@ def parameters_on_meta() -> Iterator[None]:
             _replace(parameter, parameter.to("meta"))
 
     hook = register_module_parameter_registration_hook(move)
-    vars(nn.init).update({name: partial(_draw_nevertheless, function) for name, function in _SKIP_META.items()})
+    vars(nn.init).update({name: partial(_initialize_twin, function) for name, function in _SKIP_META.items()})
     try:
-        with _Draws(), warnings.catch_warnings():
+        with _DrawsOnMeta(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # a checkpoint is read in a constructor
             yield
     finally:

@@ -31,7 +31,7 @@ _OF_ALL_RANKS: dict[Any, Callable[[list[Any]], Any]] = {
 """The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
 
 
-def states(trainer: Trainer, module: LightningModule) -> States:
+def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
     """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
     left out.
     """
@@ -41,12 +41,12 @@ def states(trainer: Trainer, module: LightningModule) -> States:
         if metric.update_called and (counted is None or any(metric is other for other in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
-    by_rank = data_ranks(trainer).gathered(own)
+    by_rank = data_ranks(trainer).all_gather_objects(own)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
     return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
 
 
-def put_back(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
+def restore_metric_states(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
     """Restores states into the metrics of today's ranks."""
     metrics = dict(metrics_of(module))
     for name, of_ranks in saved.items():
@@ -59,6 +59,7 @@ def put_back(saved: States, module: LightningModule, rank: int, ranks: int) -> N
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Returns the states of a metric for today's ranks: all sums are rank 0's, or none where they can't be brought together."""
     made: dict[str, Any] = {}
     entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():

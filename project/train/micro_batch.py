@@ -47,7 +47,7 @@ class MicroBatch:
         return high - low
 
 
-def samples_of(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Returns how many samples a batch seems to have: the length of the first tensor in it."""
     lengths: list[int] = []
     apply_to_collection(batch, Tensor, lambda tensor: lengths.append(len(tensor) if tensor.ndim else 1))
@@ -60,48 +60,48 @@ def micro_batch(trainer: Trainer) -> MicroBatch:
     return cast(MicroBatch, loop.micro_batch)
 
 
-def evaluated(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the micro-batch that this rank evaluates: the number of its loader, and the position of its first sample, if
-    known.
+def evaluated_key(trainer: Trainer) -> tuple[int, int] | None:
+    """Returns the key of the micro-batch that this rank evaluates, if known: the number of its loader, and the position of its
+    first sample.
     """
     logged: Any = trainer._logger_connector
-    return cast(tuple[int, int] | None, logged.evaluated)
+    return cast(tuple[int, int] | None, logged.evaluated_key)
 
 
-def arriving(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the same of the micro-batch that goes to the device, before it is there."""
+def arriving_key(trainer: Trainer) -> tuple[int, int] | None:
+    """Returns the key, as `evaluated_key` does, of the micro-batch that is on its way to the device."""
     logged: Any = trainer._logger_connector
-    return cast(tuple[int, int] | None, logged.arriving)
+    return cast(tuple[int, int] | None, logged.arriving_key)
 
 
-def others_evaluate_more(trainer: Trainer) -> bool:
+def peers_evaluate_more(trainer: Trainer) -> bool:
     """Returns whether other ranks evaluate another micro-batch after this rank's last one."""
     logged: Any = trainer._logger_connector
-    return bool(logged.others_evaluate_more)
+    return bool(logged.peers_evaluate_more)
 
 
-def begin_prediction(trainer: Trainer, dataloader_idx: int) -> None:
-    """Notes the micro-batch that is predicted now, which Lightning does not report to those that log."""
+def begin_predicted_micro_batch(trainer: Trainer, dataloader_idx: int) -> None:
+    """Notes which micro-batch is predicted now: Lightning does not report it to its logger connector."""
     logged: Any = trainer._logger_connector
-    logged.take_evaluated(dataloader_idx)
+    logged.begin_evaluated_micro_batch(dataloader_idx)
 
 
-def may_skip(trainer: Trainer, whether: bool) -> None:
-    """Sets whether a step of this fit may be left out."""
+def allow_skipped_steps(trainer: Trainer, whether: bool) -> None:
+    """Sets whether a step of this fit may be skipped."""
     loop: Any = trainer.fit_loop.epoch_loop
-    loop.may_leave_out(whether)
+    loop.allow_skipped_steps(whether)
 
 
-def skip(trainer: Trainer, whether: bool | Tensor) -> None:
-    """Sets whether the step at hand is left out, as it is not finite: a tensor on a GPU, where only the device knows."""
+def set_step_skipped(trainer: Trainer, whether: bool | Tensor) -> None:
+    """Sets whether the step at hand is skipped, as it is not finite: a tensor on a GPU, where only the device knows."""
     loop: Any = trainer.fit_loop.epoch_loop
-    loop.skipped = whether
+    loop.step_skipped = whether
 
 
-def skipped(trainer: Trainer) -> bool | Tensor:
-    """Returns the last value given to `skip`."""
+def is_step_skipped(trainer: Trainer) -> bool | Tensor:
+    """Returns whether the step at hand is skipped, as `set_step_skipped` has set it."""
     loop: Any = trainer.fit_loop.epoch_loop
-    return cast(bool | Tensor, loop.skipped)
+    return cast(bool | Tensor, loop.step_skipped)
 
 
 def loss_at_hand(trainer: Trainer) -> Tensor | None:

@@ -81,8 +81,8 @@ def _gathers_only(layer: _BatchNorm) -> bool:
     )
 
 
-def compiled(module: nn.Module) -> set[nn.Module]:
-    """Returns the layers that torch.compile has translated."""
+def compiled_modules(module: nn.Module) -> set[nn.Module]:
+    """Returns the modules that torch.compile has translated."""
     return {layer for translated in module.modules() if is_translated(translated) for layer in translated.modules()}
 
 

@@ -43,8 +43,8 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def of(cls, saved: Any) -> "Position":
-        """Reads what `state_dict` gave; raises a TypeError or a ValueError where it is something else."""
+    def from_state_dict(cls, saved: Any) -> "Position":
+        """Returns the position that `state_dict` gave; raises a TypeError or a ValueError where `saved` is something else."""
         switches = {field.name for field in fields(cls) if field.default is False}
         for name, value in saved.items():
             if not isinstance(value, bool):
@@ -87,11 +87,11 @@ def position(trainer: Trainer) -> Position:
         return Position(*at, epoch_over=over, validation_due=due, begun=begun)
     if over:
         return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
-    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run goes on with it.
+    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run resumes within it.
     return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, logged, begun=True)
 
 
-def within_epoch(trainer: Trainer) -> bool:
+def stopped_within_epoch(trainer: Trainer) -> bool:
     """Returns, at the end of an epoch, whether training was stopped before all its micro-batches had been trained on."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
@@ -126,12 +126,12 @@ def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
     validation["is_last_batch"] = False
 
 
-def check_loops(saved: Any, name: str = "loops") -> None:
+def check_loop_progress(saved: Any, name: str = "loops") -> None:
     """Raises a UserError where the saved progress of Lightning's loops is no count: it would fail much later."""
     if isinstance(saved, Mapping):
         for key, item in saved.items():
             if not str(key).endswith("state_dict"):  # what they keep beside it
-                check_loops(item, f"{name}.{key}")
+                check_loop_progress(item, f"{name}.{key}")
     elif not isinstance(saved, int) or saved < 0 or name.count(".") < 3:
         raise UserError(f"{name} of the checkpoint can't be {str(saved)[:40]!r}. HINT: take an older one from the same folder.")
 

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from project.train.micro_batch import others_evaluate_more
+from project.train.micro_batch import peers_evaluate_more
 
 
 class Root:
@@ -18,47 +18,52 @@ class Root:
 
     Args:
         module: the root.
-        keeps: blocks stay gathered from the forward pass to the backward pass.
+        keeps_gathered: blocks stay gathered from the forward pass to the backward pass.
         gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
         offloaded: parameters lie in the host's memory.
     """
 
-    def __init__(self, module: nn.Module, keeps: bool, gathered_as: torch.dtype | None = None, offloaded: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, keeps_gathered: bool, gathered_as: torch.dtype | None = None, offloaded: bool = False
+    ) -> None:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
-        self._keeps, self._gathered_as, self._offloaded = keeps, gathered_as, offloaded
+        self._keeps_gathered, self._gathered_as, self._offloaded = keeps_gathered, gathered_as, offloaded
         self._parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._stays = False  # gathered, from one micro-batch of a step to the next
+        self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
 
     # The backward pass -----------------------------------------------------------------------------------------------
 
-    def reduce(self, on: bool) -> None:
+    def set_gradient_sync(self, on: bool) -> None:
         """Sets whether a backward pass adds up the gradients of all ranks."""
         for part in self._parts:
             # Not recursive: it would walk through all modules, for each micro-batch.
             part.set_requires_gradient_sync(on, recurse=False)
 
-    def begin_of_more(self, exact: bool) -> None:
+    def begin_accumulating(self, exact: bool) -> None:
         """Begins a micro-batch whose step continues: its gradients wait for those of the last one."""
         if not exact:
-            self.reduce(False)
-        self._let_go_after_backward(False)
+            self.set_gradient_sync(False)
+        self._set_reshard_after_backward(False)
 
-    def end_of_more(self, exact: bool) -> None:
+    def end_accumulating(self, exact: bool) -> None:
+        """Ends a micro-batch whose step continues."""
         if not exact:
-            self.reduce(True)
-        self._let_go_after_backward(True)
-        self._stays = self._keeps
+            self.set_gradient_sync(True)
+        self._set_reshard_after_backward(True)
+        self._stays_gathered = self._keeps_gathered
 
-    def _let_go_after_backward(self, on: bool) -> None:
-        for part in self._parts if self._keeps else ():
+    def _set_reshard_after_backward(self, on: bool) -> None:
+        for part in self._parts if self._keeps_gathered else ():
             part.set_reshard_after_backward(on, recurse=False)
 
     # The forward pass ------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step of the module, by its name, in its `forward`: hooks around that gather what it holds itself."""
+    def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step of the module (`training_step`, say) as its `forward`: the hooks of `fully_shard` around that gather the
+        root's parameters.
+        """
         module = self._root
         step, training = getattr(module, name), name == "training_step"
         # Else the hooks would bring what a batch holds to the device once more, and copy what holds it.
@@ -66,14 +71,14 @@ class Root:
         if self._gathered_as is None:
             bound = partial(step, *args, **kwargs)
             step, args, kwargs = (lambda _: bound()), (name,), {}
-        if training and not self._stays:
-            self._let_go()
-        self._stays = False
+        if training and not self._stays_gathered:
+            self._reshard()
+        self._stays_gathered = False
         before = module.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             put_back()
-            with self._entered():
+            with self._without_root_hooks():
                 return step(*args, **kwargs)
 
         def put_back() -> None:
@@ -85,19 +90,19 @@ class Root:
         try:
             if training:
                 return module(*args, **kwargs)
-            with self._noting_what_is_gathered():
+            with self._record_gather_order():
                 output = module(*args, **kwargs)
         finally:
             put_back()
-        self._let_go()
-        if others_evaluate_more(module.trainer):
-            self._gather_as_others()
+        self._reshard()
+        if peers_evaluate_more(module.trainer):
+            self._gather_like_peers()
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()
         return output
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _without_root_hooks(self) -> Iterator[None]:
         """Takes off the hooks of `fully_shard` within: a step that calls the module itself, as most do, is in its `forward`
         already. Entered once more, `fully_shard` would let go after that of what the backward pass needs, and gather it again.
         """
@@ -120,23 +125,25 @@ class Root:
                 hooks.update({key: hook for key, hook in were.items() if key in shards or key in now} | now)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Casts floating-point inputs to the dtype that parameters are gathered in."""
+
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._gathered_as) if tensor.is_floating_point() else tensor
 
         return apply_to_collection((args, kwargs), Tensor, cast)
 
-    def _let_go(self) -> None:
-        """Lets go of what is gathered: a copy, which is outdated when the parts are changed, by an average of weights, say."""
-        for part in self._parts if self._keeps else (self._root,):
+    def _reshard(self) -> None:
+        """Frees what is gathered: a copy, which is outdated when the shards are changed, by an average of weights, say."""
+        for part in self._parts if self._keeps_gathered else (self._root,):
             part.reshard()
 
     @contextmanager
-    def _noting_what_is_gathered(self) -> Iterator[None]:
-        """Notes which parts a forward pass gathers, and in which order."""
+    def _record_gather_order(self) -> Iterator[None]:
+        """Records which parts a forward pass gathers, and in which order."""
         self._order = []
 
         def note(part: Any, _: Any) -> None:
-            if not (self._keeps or part is self._root) or part not in self._order:
+            if not (self._keeps_gathered or part is self._root) or part not in self._order:
                 self._order.append(part)
 
         hooks = [part.register_forward_pre_hook(note, prepend=True) for part in self._parts]
@@ -146,10 +153,10 @@ class Root:
             for hook in hooks:
                 hook.remove()
 
-    def _gather_as_others(self) -> None:
+    def _gather_like_peers(self) -> None:
         """Gathers each part once more: other ranks evaluate one more micro-batch, and gather their blocks from all ranks."""
         for part in self._order:
             part.unshard()
-            if part is not self._root and not self._keeps:
+            if part is not self._root and not self._keeps_gathered:
                 part.reshard()
-        self._let_go()
+        self._reshard()

@@ -27,23 +27,23 @@ from project.cluster.environment import limits
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.train.blocks import Named, blocks_of
-from project.train.layout import usual_order
+from project.train.layout import use_contiguous_order
 from project.train.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
 from project.train.recompute import recompute
 from project.train.root import Root
 from project.train.sharded_checkpoints import ShardedCheckpoints
-from project.train.shards import clip_by_norm, overflow_together
-from project.train.strategy import begin_alike
-from project.train.tensor_parallel import Plan, cut, plan_of, refuse, refuse_alone
+from project.train.shards import clip_by_norm, skip_overflow_on_all_ranks
+from project.train.strategy import broadcast_from_rank_0
+from project.train.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.train.unspreadable import (
-    averages,
     averages_on_host,
-    fit_optimizers,
+    prepare_optimizers,
     refuse_copies,
     refuse_no_values,
     refuse_own_steps,
     refuse_pruning,
-    refuse_what_cant_be,
+    refuse_unshardable,
+    weight_averages,
 )
 
 log = logging.getLogger(__name__)
@@ -108,18 +108,18 @@ class Sharded(ShardedCheckpoints):
         self._state_of_fit: TrainerState | None = None
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Returns whether each rank holds a part. On one rank it has all: only a type, or the host's memory, needs this."""
         return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Returns whether a checkpoint is read after the setup: each rank takes its part of it."""
-        return self.spread
+        return self.is_sharded
 
     def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
         """Refuses settings of the Trainer that do not go together with these."""
-        refuse(self.shared_by, self.world_size, self.num_processes, self.exact)
+        refuse_settings(self.shared_by, self.world_size, self.num_processes, self.exact)
         rounds = self.param_dtype or self.reduce_dtype
         problems = {
             f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
@@ -157,9 +157,9 @@ class Sharded(ShardedCheckpoints):
         self._before_values.close()
         self._state_of_fit = trainer.state
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_alone(self.shared_by, self.world_size)
-        if not self.spread:
-            averages(trainer)  # refuses those that keep a whole network
+            refuse_single_rank(self.shared_by, self.world_size)
+        if not self.is_sharded:
+            weight_averages(trainer)  # refuses those that keep a whole network
             if self.checkpoint_activations:
                 self._recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
@@ -172,36 +172,36 @@ class Sharded(ShardedCheckpoints):
             refuse_own_steps(trainer.lightning_module)
             refuse_pruning(trainer)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
-            averaged = averages(trainer)
+            averaged = weight_averages(trainer)
             if training and self.is_global_zero and self.before_sharding is not None:
                 self.before_sharding()
-            self._agree(self.model, [average.module for average in averaged])
+            self._refuse_unsendable_network(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
-            self._tell(self._spread(self.model, plan))
+            self._log_sharding(self._shard_network(self.model, plan))
             for average in averaged:
-                self._spread(average.module, plan)
+                self._shard_network(average.module, plan)
             self._keep_freed_memory(self.model)
         else:  # and its end has brought it back to the host
             self._move(self.model)
         self.root = Root(self.model, self.shard == "gradients", DTYPES[self.param_dtype], self.cpu_offload)
-        self.root.reduce(not self.exact)
+        self.root.set_gradient_sync(not self.exact)
         if self._shared_layers:
             self._state = self.model.state_dict()
-            self.meet_by_data_ranks(self.model)
+            self.reduce_over_data_ranks(self.model)
             self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign,assignment]
             if scaler := getattr(self.precision_plugin, "scaler", None):
-                overflow_together(scaler)
+                skip_overflow_on_all_ranks(scaler)
         if training:
             self.setup_optimizers(trainer)
-            fit_optimizers(self.optimizers, self.exact)
+            prepare_optimizers(self.optimizers, self.exact)
         self.setup_precision_plugin()
 
     @property
-    def _home(self) -> torch.device:
-        """Returns where a shard lies while its block does not compute."""
+    def _shard_device(self) -> torch.device:
+        """Returns the device on which shards lie while their block does not compute."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
 
-    def _agree(self, model: nn.Module, copies: list[nn.Module]) -> None:
+    def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
         """Refuses a network whose values rank 0 can't send: it has none, or another rank's differs."""
         if self.is_global_zero:
             refuse_no_values(model)
@@ -212,20 +212,20 @@ class Sharded(ShardedCheckpoints):
             )
         refuse_other_network(model, self.broadcast(signature(model)))
 
-    def _spread(self, model: nn.Module, plan: Plan) -> Named:
-        """Spreads block by block, so that the device has one of them whole at a time."""
+    def _shard_network(self, model: nn.Module, plan: Plan) -> Named:
+        """Shards a network block by block, so that the device has one of them whole at a time."""
         blocks = blocks_of(model, self.blocks)
         if self.checkpoint_activations:
             self._recompute(blocks)
         settings = {"mesh": self._data_mesh, **self._settings()}
         for name, block in [*blocks, ("", model)]:
-            refuse_what_cant_be(name, block)
-            give_memory(block, self._home)
-            of_block = usual_order(block)
+            refuse_unshardable(name, block)
+            give_memory(block, self._shard_device)
+            of_block = use_contiguous_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
-            self._begin_alike(block)
+            self._broadcast_block(block)
             if self._shared_layers:
-                cut(name, block, plan, self._mesh["tensor"])
+                parallelize_layers(name, block, plan, self._mesh["tensor"])
             if block is model:
                 fully_shard(block, reshard_after_forward=False, **settings)
                 continue
@@ -243,11 +243,11 @@ class Sharded(ShardedCheckpoints):
             whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
             keep_freed_memory(large=_SPARE * whole <= left // self.num_processes)
 
-    def _begin_alike(self, block: nn.Module) -> None:
+    def _broadcast_block(self, block: nn.Module) -> None:
         """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
         self.precision_plugin.convert_module(block)
         self._move(block)
-        begin_alike(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
+        broadcast_from_rank_0(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
 
     def _move(self, module: nn.Module) -> None:
         if self.cpu_offload:
@@ -260,6 +260,7 @@ class Sharded(ShardedCheckpoints):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
+        """Returns the mesh of all ranks: copies, shards and tensor parallelism, where there are such."""
         share = self.data_ranks.shared_by
         sizes = {"shard": self.world_size // share}
         if self.shard == "node":
@@ -284,7 +285,7 @@ class Sharded(ShardedCheckpoints):
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
 
-    def _tell(self, blocks: Named) -> None:
+    def _log_sharding(self, blocks: Named) -> None:
         kinds = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks})
         ranks = f"{self.world_size} ranks"
         if self._shared_layers:
@@ -327,11 +328,11 @@ class Sharded(ShardedCheckpoints):
         if self.root is None:
             yield
             return
-        self.root.begin_of_more(self.exact)
+        self.root.begin_accumulating(self.exact)
         try:
             yield
         finally:
-            self.root.end_of_more(self.exact)
+            self.root.end_accumulating(self.exact)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -352,7 +353,7 @@ class Sharded(ShardedCheckpoints):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self.root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
-        return self.root.call(name, *args, **kwargs)
+        return self.root.run_step(name, *args, **kwargs)
 
 
 def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:

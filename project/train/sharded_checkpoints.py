@@ -27,7 +27,7 @@ class ShardedCheckpoints(ByDataRanks):
         self._state: dict[str, Any] = {}  # the network's, where layers are shared
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Returns whether each rank holds a shard."""
         raise NotImplementedError
 
@@ -54,18 +54,18 @@ class ShardedCheckpoints(ByDataRanks):
         parameters = _parameters(self.optimizers[optimizer])
         return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
 
-    def cut(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def shards_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns a checkpoint with this rank's shards of all states that are named and shaped like the parameters."""
         own = self.lightning_module.state_dict()  # type: ignore[union-attr]
 
-        def cut(state: Any) -> Any:
+        def shards_of(state: Any) -> Any:
             if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
                 return state
             # Another shape is left for the error that names another network.
             fitting = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
             return {**state, **shards_like(fitting, own)}
 
-        return {name: cut(state) for name, state in checkpoint.items()}
+        return {name: shards_of(state) for name, state in checkpoint.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes what trainer.save_checkpoint, a ModelCheckpoint and tuners save: one file, whole. Called by all ranks."""
@@ -74,18 +74,18 @@ class ShardedCheckpoints(ByDataRanks):
             tensor = gather(shard, self.root_device)
             return tensor.cpu() if self.is_global_zero else tensor.new_empty(0)
 
-        if self.spread:
+        if self.is_sharded:
             checkpoint = apply_to_collection(checkpoint, DTensor, gathered)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.spread:
+        if self.is_sharded:
             shards = shards_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
             checkpoint = {**checkpoint, "state_dict": shards}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self.spread:
+        if self.is_sharded:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
                 parameters = _parameters(optimizer)
                 for number, values in state["state"].items():

@@ -63,17 +63,17 @@ def _slice_of(value: Tensor, like: DTensor) -> Tensor:
 # Over all ranks ------------------------------------------------------------------------------------------------------
 
 
-def highest(flag: Tensor) -> Tensor:
+def max_over_ranks(flag: Tensor) -> Tensor:
     """Returns the highest of the ranks' flags, on all of them."""
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return flag
 
 
-def anywhere(flags: Sequence[bool]) -> list[bool]:
+def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Returns which flags are set on any rank. Called by all of them with as many."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     tensor = torch.tensor([*flags], dtype=torch.uint8, device=device)
-    return [bool(flag) for flag in (highest(tensor) if flags else tensor).tolist()]
+    return [bool(flag) for flag in (max_over_ranks(tensor) if flags else tensor).tolist()]
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ def clip_by_norm(optimizer: Optimizer, most: float) -> None:
 
 
 def clip_by_value(optimizer: Optimizer, most: float) -> None:
-    """Clips gradients by value, also in a step that is left out: torch's own fails where no parameter has a gradient."""
+    """Clips gradients by value, also in a step that is skipped: torch's own fails where no parameter has a gradient."""
     if parameters := _with_gradients(optimizer):
         torch.nn.utils.clip_grad_value_(parameters, most)
 
@@ -127,16 +127,17 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
 
 
-def overflow_together(scaler: Any) -> None:
+def skip_overflow_on_all_ranks(scaler: Any) -> None:
     """Has all ranks skip a step whose gradient overflows on one of them, where parameters are placed in several ways: torch's
-    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale."""
+    GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale.
+    """
     if "_unscale_grads_" in vars(scaler):  # since another fit
         return
     unscale = scaler._unscale_grads_
 
     def unscale_everywhere(*args: Any) -> dict[torch.device, Tensor]:
         flags: dict[torch.device, Tensor] = unscale(*args)
-        return {device: highest(flag) for device, flag in flags.items()}
+        return {device: max_over_ranks(flag) for device, flag in flags.items()}
 
     scaler._unscale_grads_ = unscale_everywhere
 

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from project.errors import SettingError
 
 
-def refuse_processes_within(strategy: Strategy, why: str) -> None:
+def refuse_ranks_in_process(strategy: Strategy, why: str) -> None:
     """Refuses strategies that start the ranks as parts of this process, as ddp_spawn, ddp_fork and ddp_notebook do.
 
     Raises:
@@ -29,7 +29,7 @@ def refuse_strategy(trainer: pl.Trainer, launched: bool, saves: bool) -> None:
         saves: whether the checkpoints are this project's, which hold whole tensors by the module's own names.
     """
     if launched:
-        refuse_processes_within(trainer.strategy, "and a launcher has started them already")
+        refuse_ranks_in_process(trainer.strategy, "and a launcher has started them already")
     if saves and trainer.world_size > 1 and isinstance(trainer.strategy, FSDPStrategy):
         raise SettingError(
             "trainer.strategy=fsdp has no network of which a checkpoint could be made here. HINT: trainer.strategy=sharded "

@@ -1,7 +1,7 @@
 """Notes which parameters learn, and in which of their optimisers' groups: by name, so that it can be saved and set up again.
 
-Callbacks and modules may freeze, unfreeze and add groups while a run goes on. PyTorch saves none of that: an optimiser's state
-does not fit one with fewer groups, and a parameter that was unfrozen is frozen again in the process that goes on.
+Callbacks and modules may freeze, unfreeze and add groups during a run. PyTorch saves none of that: an optimiser's state
+does not fit one with fewer groups, and a parameter that was unfrozen is frozen again in the process that resumes.
 """
 
 import logging
@@ -34,7 +34,8 @@ def holders(module: nn.Module, names: Iterable[str]) -> list[Holder]:
     return [(owner._parameters if name in owner._parameters else owner._buffers, name) for owner, name in split]  # type: ignore[misc]
 
 
-def structure(trainer: Trainer) -> Structure:
+def current_structure(trainer: Trainer) -> Structure:
+    """Returns which parameters learn, and in which groups of their optimisers, by name."""
     named = dict(trainer.lightning_module.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     groups: list[list[list[str]] | None] = []
@@ -45,8 +46,10 @@ def structure(trainer: Trainer) -> Structure:
     return {"trainable": [name for name, parameter in named.items() if parameter.requires_grad], "groups": groups}
 
 
-def set_up(trainer: Trainer, wanted: Structure) -> None:
-    """Makes it so. A group that is new has its optimiser's defaults, until its state is loaded."""
+def apply_structure(trainer: Trainer, wanted: Structure) -> None:
+    """Freezes, unfreezes and groups the parameters as in `wanted`. A new group has its optimiser's defaults, until its state is
+    loaded.
+    """
     named = dict(trainer.lightning_module.named_parameters())
     learning = {name.removesuffix(_PRUNED) if name not in named else name for name in wanted["trainable"]}
     if any(name.endswith(_PRUNED) for name in set(wanted["trainable"]) - set(named)):
@@ -59,7 +62,7 @@ def set_up(trainer: Trainer, wanted: Structure) -> None:
             parameter.requires_grad_(name in learning)
     if len(wanted["groups"]) != len(trainer.optimizers):
         return
-    now = structure(trainer)["groups"]
+    now = current_structure(trainer)["groups"]
     for optimizer, groups, ours in zip(trainer.optimizers, wanted["groups"], now, strict=True):
         if groups is None or ours is None or groups == ours or any(name not in named for group in groups for name in group):
             continue

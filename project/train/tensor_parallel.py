@@ -21,8 +21,8 @@ Plan = dict[str, ParallelStyle]
 _METHOD = "tensor_parallel_plan"
 
 
-def refuse(tensor: int, ranks: int, here: int, exact: bool) -> None:
-    """Refuses what does not go with so many ranks for a layer. `here`: the ranks of a host."""
+def refuse_settings(tensor: int, ranks: int, here: int, exact: bool) -> None:
+    """Refuses settings that do not go with so many ranks for a layer. `here`: the ranks of a host."""
     if tensor < 1:
         raise UserError(f"strategy=sharded: tensor_parallel={tensor}. HINT: 1 is none, 2 shares layers between two ranks.")
     if tensor == 1:
@@ -39,7 +39,7 @@ def refuse(tensor: int, ranks: int, here: int, exact: bool) -> None:
         )
 
 
-def refuse_alone(tensor: int, ranks: int) -> None:
+def refuse_single_rank(tensor: int, ranks: int) -> None:
     """Refuses a fit on one rank. An evaluation there has the network whole, and gives the same."""
     if tensor > 1 and ranks == 1:
         raise UserError(
@@ -58,7 +58,7 @@ def plan_of(module: nn.Module) -> Plan:
                 f"{type(owner).__name__}.{_METHOD}: {pattern} has {style!r}, which is no style. HINT: ColwiseParallel() and "
                 "others of torch.distributed.tensor.parallel."
             )
-        names = [name for name, _ in owner.named_modules() if name and _fits(name, pattern)]
+        names = [name for name, _ in owner.named_modules() if name and _matches(name, pattern)]
         if not names:
             raise UserError(
                 f"{type(owner).__name__}.{_METHOD}: there is no module {pattern}. HINT: names as in named_modules(), with * "
@@ -70,6 +70,7 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def _owner(module: Any) -> tuple[str, Any]:
+    """Returns the module or its `network`, whichever has a plan, with the prefix of its names."""
     for prefix, owner in (("", module), ("network.", getattr(module, "network", None))):
         if isinstance(owner, nn.Module) and callable(getattr(owner, _METHOD, None)):
             return prefix, owner
@@ -79,7 +80,7 @@ def _owner(module: Any) -> tuple[str, Any]:
     )
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -101,7 +102,7 @@ def _refuse_tied(module: nn.Module, plan: Plan) -> None:
                 )
 
 
-def cut(name: str, block: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+def parallelize_layers(name: str, block: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Cuts what the plan names in a block, of which all ranks have the same values. `name`: the block's."""
     for at, style in plan.items():
         if not name:
@@ -118,6 +119,7 @@ def cut(name: str, block: nn.Module, plan: Mapping[str, ParallelStyle], mesh: De
 
 
 def _refuse_odd_parts(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises a UserError where a layer's width is no multiple of the ranks that share it."""
     for at, part in layer.named_parameters():
         for placement in part.placements if isinstance(part, DTensor) else ():
             dimension = getattr(placement, "dim", None)

@@ -17,7 +17,7 @@ from project.errors import UserError
 from project.typed import typed
 
 
-def averages(trainer: pl.Trainer) -> list[AveragedModel]:
+def weight_averages(trainer: pl.Trainer) -> list[AveragedModel]:
     """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
     averaged = []
     for callback in typed(trainer).callbacks:
@@ -61,7 +61,7 @@ _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 """Optimisers of torch that compute with whole tensors."""
 
 
-def fit_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
+def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
     """Refuses optimisers that can't compute with shards, and chooses the implementations that can.
 
     Raises:
@@ -119,6 +119,7 @@ def refuse_no_values(model: nn.Module) -> None:
 
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
+    """Refuses ModelPruning, which needs whole tensors."""
     callbacks = typed(trainer).callbacks
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise UserError(
@@ -137,7 +138,8 @@ def refuse_own_steps(module: pl.LightningModule) -> None:
         )
 
 
-def refuse_what_cant_be(name: str, block: nn.Module) -> None:
+def refuse_unshardable(name: str, block: nn.Module) -> None:
+    """Raises a UserError for a parameter that `fully_shard` can't shard, or for a block of several dtypes."""
     own = {
         at: parameter
         for at, parameter in block.named_parameters(prefix=name)

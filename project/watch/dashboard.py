@@ -20,9 +20,9 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
+from project.train.fast_path import is_fused, is_sharded
 from project.train.logged import measurement_loggers
 from project.train.loop import add_callback, gradient_norm, remove_callback
-from project.train.usual import is_fused, spread
 from project.typed import typed
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of
@@ -82,7 +82,7 @@ class Dashboard(Callback):
         callbacks = typed(trainer).callbacks
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
         renews = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
-        shown = trainer.is_global_zero or spread(trainer)  # where it is spread, all ranks look together
+        shown = trainer.is_global_zero or is_sharded(trainer)  # where it is spread, all ranks look together
         looks = whole and measurement_loggers(trainer) and shown and len(trainer.optimizers) == 1 and not renews
         # A fused optimiser takes the loss scale off within its step, where the module steps by itself.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and not pl_module.automatic_optimization
@@ -91,7 +91,7 @@ class Dashboard(Callback):
         self._described = False
         if not trainer.is_global_zero:
             return
-        self._draws = bool(self.histograms and looks and boards(trainer) and not spread(trainer))
+        self._draws = bool(self.histograms and looks and boards(trainer) and not is_sharded(trainer))
         if self.histograms and not self._draws:
             log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
         if self.graph and not boards(trainer):

@@ -118,7 +118,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         """Leaves out the writer: a process that is started with a copy of this logger makes its own."""
         return {**super().__getstate__(), "_tensorboard": None}
 
-    def since(self, step: int) -> list[tuple[int, str, float]]:
+    def logged_since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what has been logged for this step and later ones, which a checkpoint saves."""
         return [entry for entry in self._latest if entry[0] >= step]
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.errors import UserError
-from project.train.loop import repeated
+from project.train.fast_path import is_sharded, replicates_weights
+from project.train.loop import as_graph_if_capturing
 from project.train.micro_batch import loss_at_hand, micro_batch
 from project.train.norms import batch_norms
-from project.train.strategy import gathered, left_to_each_rank
+from project.train.strategy import all_gather_objects, ignored_by_ddp
 from project.train.structure import holders
-from project.train.usual import shares_weights, spread
 from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
@@ -52,7 +52,7 @@ class _Watched:
             if plain(buffer) and (buffer.is_floating_point() or buffer.is_complex())
         ]
         self.names = (*parameters, *buffers)
-        alike = ({*parameters} - left_to_each_rank(module)) | norms
+        alike = ({*parameters} - ignored_by_ddp(module)) | norms
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
@@ -64,7 +64,7 @@ class _Watched:
         tensors: Any = [holder[name] for holder, name in self._holders]  # some are exchanged for others
         if self._checksums is None or not self._checksums.fit(tensors):
             self._checksums = Checksums(tensors)
-            self._compute = repeated(trainer, self._checksums)
+            self._compute = as_graph_if_capturing(trainer, self._checksums)
         return self._compute()
 
 
@@ -133,7 +133,7 @@ class Fingerprints(Callback):
         self._warned = self._failing = self._whole = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or spread(trainer)
+        sharded = not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or is_sharded(trainer)
         if sharded or typed(trainer).fast_dev_run:  # nothing is to be left of it
             typed(trainer).callbacks = [callback for callback in typed(trainer).callbacks if callback is not self]
         if sharded:
@@ -225,10 +225,10 @@ class Fingerprints(Callback):
             return
         read = [row.read() for row in rows]
         record: Brought = host(), [(values.shared, values.losses) for values in read], read[-1].tensors
-        of_all: list[Brought] = [record] if alone else gathered(record, trainer.world_size)
+        of_all: list[Brought] = [record] if alone else all_gather_objects(record, trainer.world_size)
         if trainer.is_global_zero:
             self._append(trainer, "".join(self._lines(trainer, rows, read, of_all)))
-        if shares_weights(trainer):
+        if replicates_weights(trainer):
             self._compare_ranks(trainer, rows, of_all)
 
     def _lines(self, trainer: Trainer, rows: list[_Row], read: list[_Read], of_all: list[Brought]) -> Iterator[str]:
@@ -239,7 +239,7 @@ class Fingerprints(Callback):
             if row.begins:
                 continue
             of_ranks = {number: bits for _, rows_of, _ in of_all for number, bits in rows_of[at][1].items()}
-            shared = {str(rank): rows_of[at][0] for rank, (_, rows_of, _) in enumerate(of_all) if shares_weights(trainer)}
+            shared = {str(rank): rows_of[at][0] for rank, (_, rows_of, _) in enumerate(of_all) if replicates_weights(trainer)}
             step = Step(
                 row.step, row.epoch, trainer.world_size, values.weights, values.tensors, of_ranks,
                 [(name, as_bytes(output.view(1), MODULE_BYTES)) for name, output in row.modules],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from project.train.norms import compiled
+from project.train.norms import compiled_modules
 from project.watch.checksums import Checksums, plain, together
 
 _MOST = 2000  # calls: a network that loops over its layers has many
@@ -32,7 +32,7 @@ class ModuleOutputs:
 
     def __init__(self, module: nn.Module) -> None:
         self.calls: list[tuple[str, Tensor]] = []
-        translated = compiled(module)
+        translated = compiled_modules(module)
         if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
             translated |= set(module.modules())
         self._hooks = [

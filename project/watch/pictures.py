@@ -157,7 +157,7 @@ class Pictures(Callback):
         if self._wanted and trainer.world_size > 1 and dist.get_backend() != "gloo":
             ranks = data_ranks(trainer)
             # On the host, as `Throughput` does.
-            self._group.make(members=ranks.members() if ranks.shared_by > 1 else None)
+            self._group.make(members=ranks.replica_groups() if ranks.shared_by > 1 else None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:

@@ -36,7 +36,7 @@ class PredictionWriter(Callback):
         self._rows.extend(zip(*columns, files, strict=True))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts = data_ranks(trainer).gathered(self._rows)
+        parts = data_ranks(trainer).all_gather_objects(self._rows)
         if trainer.is_global_zero and any(parts):
             path = Path(trainer.default_root_dir) / "predictions.csv"
             rows = sorted(row for part in parts for row in part)

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.profiler import DeviceType
 
-from project.train.allocator import save_doings
+from project.train.allocator import save_recording
 from project.untrusted import make_folder, replacing, write_text
 
 Span = tuple[float, float]  # microseconds
@@ -136,7 +136,7 @@ def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
     write_text(text, "\n".join([*_held(trainer, module), ""]))
     if trainer.strategy.root_device.type == "cuda":
         with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
-            save_doings(file)
+            save_recording(file)
     return text
 
 

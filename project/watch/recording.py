@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from project.train.allocator import note_doings
-from project.train.loop import fetching, fetching_now, remove_callback
+from project.train.allocator import start_recording
+from project.train.loop import fetch_hooks, remove_callback, set_fetch_hooks
 from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.recorded import RANGE, lines, write_held
@@ -33,7 +33,7 @@ class StepRanges(Callback):
 
     def name_parts(self, trainer: Trainer) -> None:
         """Names the parts from now on."""
-        before, after = self._before = fetching_now(trainer)
+        before, after = self._before = fetch_hooks(trainer)
 
         def fetch() -> None:
             self._next("data wait")
@@ -43,12 +43,12 @@ class StepRanges(Callback):
             after()
             self._next("rest")
 
-        fetching(trainer, fetch, fetched)
+        set_fetch_hooks(trainer, fetch, fetched)
 
     def name_no_more(self, trainer: Trainer) -> None:
         self._part.close()
         if self._before is not None:
-            fetching(trainer, *self._before)
+            set_fetch_hooks(trainer, *self._before)
             self._before = None
 
     def _next(self, name: str) -> None:
@@ -137,7 +137,7 @@ class Recording(StepRanges):
             self._part.close()
             self._profile.step()
             if self._memory and self._step == self.first - 1 and trainer.strategy.root_device.type == "cuda":
-                note_doings()
+                start_recording()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the recording, or begins it anew later: an evaluation is no part of a step, and its trace would be large."""

@@ -27,7 +27,7 @@ from project.cluster.place import host
 from project.errors import UserError
 from project.train.data_ranks import data_ranks
 from project.train.logged import measurement_loggers
-from project.train.loop import fetching
+from project.train.loop import set_fetch_hooks
 from project.train.micro_batch import micro_batch
 from project.typed import typed
 from project.watch.flops import flops, peak
@@ -118,7 +118,7 @@ class Throughput(Callback):
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
-        fetching(trainer, self._fetch, self._fetched)
+        set_fetch_hooks(trainer, self._fetch, self._fetched)
 
     def _hook(self, *parameters: Tensor) -> None:
         """Hooks these parameters alone, which then report when their gradient is there."""

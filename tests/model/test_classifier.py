@@ -22,7 +22,7 @@ from project.model import ImageClassifier, MiniResNet, classifier
 from project.model.classifier import lr_factor
 from project.model.compiled import refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
-from project.train.made_later import make_room
+from project.train.made_later import resize_buffers
 from project.trainer import Trainer
 from scripts.bench.worker import Trivial
 from tests.conftest import TINY, forked
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_another_network_says_what_differs():
     module = ImageClassifier(MiniResNet(widths=(4,)))
     other = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
     with pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"):
-        make_room(module, other)
+        resize_buffers(module, other)
 
 
 def test_the_means_of_an_epoch_go_on_from_a_checkpoint():

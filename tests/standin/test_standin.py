@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from project.train.strategy import begin_alike
+from project.train.strategy import broadcast_from_rank_0
 from tests.standin import build, pool
 
 pytestmark = pytest.mark.skipif(pool.REAL, reason="says what the stand-in promises")
@@ -312,7 +312,7 @@ def test_ranks_begin_alike_however_their_tensors_lie() -> None:
         return [of.flatten(1).t(), of.to(memory_format=torch.channels_last), of.flatten()[::2], of.short(), of.sum()]
 
     tensors = kinds(whole.clone())
-    begin_alike(tensors)
+    broadcast_from_rank_0(tensors)
     for tensor, wanted in zip(tensors, kinds(first), strict=True):
         assert tensor.stride() == wanted.stride()
         assert torch.equal(tensor.cpu(), wanted.cpu())

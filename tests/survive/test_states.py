@@ -243,7 +243,7 @@ class RestoredLate(Callback):
 
 def test_a_set_that_was_there_before_a_run_is_restored_counts_once(tmp_path: Path) -> None:
     loaders = fit(tmp_path, Regression(), points(), steps=2, callbacks=[RestoredLate()])._data_connector
-    assert loaders.sizes == [24]
+    assert loaders.set_sizes == [24]
 
 
 class Curriculum(LightningDataModule):

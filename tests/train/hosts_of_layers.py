@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from project.train.shards import local, shard_like, split, total_norm
-from project.train.tensor_parallel import cut
+from project.train.tensor_parallel import parallelize_layers
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 10), nn.GELU(), nn.Linear(10, 7)).double()
     network: Any = deepcopy(whole)
-    cut("", network, {"1": ColwiseParallel(), "3": RowwiseParallel()}, mesh["tensor"])
+    parallelize_layers("", network, {"1": ColwiseParallel(), "3": RowwiseParallel()}, mesh["tensor"])
     fully_shard(network, mesh=mesh["copies", "shard"])
     inputs = torch.randn(4, 7).double()
     for one in (whole, network):

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from project import same
 from project.model import ImageClassifier
 from project.survive.nonfinite import NonFinite
-from project.train.capture import WITHIN, is_capturable
+from project.train.capture import HOOKS_WITHIN_STEP, is_capturable
 from project.watch.throughput import Throughput
 from tests.conftest import TINY, Cli
 
@@ -197,13 +197,13 @@ def made(kind: type) -> Any:
 
 
 def test_a_class_says_so_anew_where_it_gives_a_part_of_the_step_anew():
-    of_a_module = ("training_step", "forward", *WITHIN)
+    of_a_module = ("training_step", "forward", *HOOKS_WITHIN_STEP)
     assert is_capturable(made(ImageClassifier), *of_a_module)
     assert not is_capturable(made(Speaking), *of_a_module)
     assert is_capturable(made(Declared), *of_a_module)
     assert not is_capturable(made(Plain), *of_a_module)
-    assert is_capturable(NonFinite(), *WITHIN)
-    assert not is_capturable(Throughput(), *WITHIN)
+    assert is_capturable(NonFinite(), *HOOKS_WITHIN_STEP)
+    assert not is_capturable(Throughput(), *HOOKS_WITHIN_STEP)
 
 
 def test_a_network_that_torch_puts_into_graphs_is_not_put_into_another():

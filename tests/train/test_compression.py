@@ -2,7 +2,7 @@
 
 import pytest
 
-from project.train.compression import fitting
+from project.train.compression import supported_compression
 from project.train.precision import cpu_precision
 from tests.conftest import TINY, forked
 
@@ -39,5 +39,5 @@ def test_fp16_would_lose_small_gradients_and_is_refused(tmp_path, precision):
 
 
 def test_with_scaling_it_stays():
-    assert fitting("fp16", "16-mixed", "16-mixed") == ("fp16", None)
-    assert fitting("bf16", "32-true", "32-true") == ("bf16", None)
+    assert supported_compression("fp16", "16-mixed", "16-mixed") == ("fp16", None)
+    assert supported_compression("bf16", "32-true", "32-true") == ("bf16", None)

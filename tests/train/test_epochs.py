@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from project.train.epochs import _keep
+from project.train.epochs import _copy_states
 from tests.conftest import forked
 from tests.survive.test_resume import FIT, assert_same_run, final, same
 
@@ -110,7 +110,7 @@ def test_weights_that_a_module_leaves_out_of_its_state_are_not_missed():
 
     module = Partly()
     before = module.head.weight.clone()
-    put_back = _keep(SimpleNamespace(lightning_module=module, optimizers=[], lr_scheduler_configs=[]), [])
+    put_back = _copy_states(SimpleNamespace(lightning_module=module, optimizers=[], lr_scheduler_configs=[]), [])
     torch.nn.init.zeros_(module.head.weight)
     put_back()
     assert torch.equal(module.head.weight, before)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from project.train.exact import ExactSum, WideSum, from_the_coarsest
+from project.train.exact import ExactSum, WideSum, sum_from_coarsest
 
 
 def added(terms, *, largest=1.0, ranks=1):
@@ -22,7 +22,7 @@ def added(terms, *, largest=1.0, ranks=1):
             sent[-len(one.terms) :] = [whole]
     above = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*(one.coarser(levels) for one in sums), strict=True)]
     total = torch.empty(length, dtype=torch.float64)
-    sums[0].fold(sent, total, coarser=from_the_coarsest(above) if above else None)
+    sums[0].fold(sent, total, coarser=sum_from_coarsest(above) if above else None)
     return total
 
 

@@ -168,7 +168,7 @@ def test_it_is_lightnings_loop(tmp_path, module, settings):
         )  # fmt: skip
         data = ImageData(Synthetic(train_size=101, val_size=20, image_size=8), batch_size=4, num_workers=0)
         trainer.fit(model, datamodule=data)
-        assert trainer.fit_loop.epoch_loop._own_steps == (profiler is None)
+        assert trainer.fit_loop.epoch_loop._on_fast_path == (profiler is None)
         state = trainer._checkpoint_connector.dump_checkpoint()
         found.append((recorder.notes, _plain(state["loops"]), state["state_dict"], state["optimizer_states"], model))
     ours, theirs = found
@@ -242,7 +242,7 @@ def test_after_a_step_schedules_look_at_their_metric_and_validations_are_due(tmp
     )  # fmt: skip
     data = ImageData(Synthetic(train_size=100, val_size=64, image_size=8), batch_size=2, num_workers=0)
     trainer.fit(Plateau(Trivial()), datamodule=data)
-    assert trainer.fit_loop.epoch_loop._own_steps
+    assert trainer.fit_loop.epoch_loop._on_fast_path
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**5  # the first is the best
     assert validations.steps == [2, 4, 6]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from project.errors import UserError
-from project.train.unspreadable import fit_optimizers
+from project.train.unspreadable import prepare_optimizers
 from tests.conftest import Cli, forked
 from tests.own import Regression
 from tests.survive.test_resume import curves
@@ -144,7 +144,7 @@ def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
 def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True)
     with pytest.raises(UserError, match="HINT: leave out capturable=true"):
-        fit_optimizers([optimizer], exact=False)
+        prepare_optimizers([optimizer], exact=False)
 
 
 def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +153,7 @@ def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
     values, *gradients = torch.randn(5, 103, generator=generator).to(dtype)
     parameters = [nn.Parameter(part.clone()) for part in values.split(parts)]
     optimizer = made(parameters)
-    fit_optimizers([optimizer], exact=True)
+    prepare_optimizers([optimizer], exact=True)
     for gradient in gradients:
         for parameter, part in zip(parameters, gradient.split(parts), strict=True):
             parameter.grad = part.clone()

@@ -269,4 +269,4 @@ def test_refused_in_one_line(tmp_path, message):
 
 
 def test_data_ranks_have_neighbouring_ranks():
-    assert DataRanks(1, 2, shared_by=3).members() == [[0, 3], [1, 4], [2, 5]]
+    assert DataRanks(1, 2, shared_by=3).replica_groups() == [[0, 3], [1, 4], [2, 5]]

@@ -24,7 +24,7 @@ def test_a_run_that_goes_on_has_each_point_once(tmp_path):
     killed = Events(str(tmp_path))
     killed.log_metrics({"train/loss": 1.0}, step=3)
     killed.log_metrics({"lr": 0.1}, step=3)
-    saved = killed.since(3)
+    saved = killed.logged_since(3)
     for tag, step in (("lr", 3), ("it/loss", 3), ("train/loss", 4), ("it/loss", 4)):
         killed.log_metrics({tag: 7.0}, step=step)
     killed.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import within
-from project.train.flight_recorder import ranks_of, record
+from project.train.flight_recorder import ranks_of, recorded_collectives
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _asking: list[threading.Thread] = []
@@ -25,7 +25,7 @@ def recorded() -> list[dict[str, Any]]:
     if _asking and _asking[-1].is_alive():
         return []
     entries: list[dict[str, Any]] = []
-    _asking[:] = [within(_PATIENCE, lambda: entries.extend(record()))]
+    _asking[:] = [within(_PATIENCE, lambda: entries.extend(recorded_collectives()))]
     return [] if _asking[0].is_alive() else entries
 
 

@@ -13,7 +13,7 @@ from torch.distributed import init_device_mesh
 
 from project.survive.hang.flights import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat
-from project.train.flight_recorder import record
+from project.train.flight_recorder import recorded_collectives
 from tests.cluster.machine import wait_until
 
 LATE = 1
@@ -41,10 +41,10 @@ def _speak(rank: int) -> None:
     def settled() -> bool:
         if rank == LATE:
             return all(file.exists() for file in others)
-        return any(one.number == 3 and one.stage == Flight.STARTED for one in flights(record()).values())
+        return any(one.number == 3 and one.stage == Flight.STARTED for one in flights(recorded_collectives()).values())
 
     wait_until(settled, 60, f"rank {rank} is not where it should be")
-    beat = Heartbeat((9, 0, 2), "forward", 8, 0, time.time() - 20, 20.0, 10.0, 10.0, flights=flights(record()))
+    beat = Heartbeat((9, 0, 2), "forward", 8, 0, time.time() - 20, 20.0, 10.0, 10.0, flights=flights(recorded_collectives()))
     unfinished = Path(f"{rank}.unfinished")
     unfinished.write_text(json.dumps(asdict(beat)))
     unfinished.rename(f"beat-{rank}.json")

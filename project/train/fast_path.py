@@ -1,4 +1,7 @@
-"""Decides whether this project's loop takes the steps of an epoch: where Lightning's hooks and settings are the common ones."""
+"""Decides whether an epoch's steps are taken on the fast path, our own loop of a step.
+
+They are where the hooks and settings are the common ones; else Lightning's own loop takes them.
+"""
 
 from typing import Any
 
@@ -24,8 +27,10 @@ _TAKES_OVER = (
 )
 
 
-def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
-    """Returns why the steps are left to Lightning's own loop, if they are. `takes_batches`: the module does so by itself."""
+def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
+    """Returns why Lightning's own loop takes the steps, or None where ours does. `fetches_batches`: `training_step` fetches the
+    batches by itself.
+    """
     module: Any = trainer.lightning_module
     strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
     own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
@@ -33,7 +38,7 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
     reasons = {
         f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
         f"{name} has a method {own[0] if own else ''} of its own": own,
-        "StochasticWeightAveraging renews the statistics of batch norm": _averages(trainer),
+        "StochasticWeightAveraging renews the statistics of batch norm": _renews_batch_norm(trainer),
         "typed(trainer).profiler looks on": type(typed(trainer).profiler) is not PassThroughProfiler,
         f"{type(strategy).__name__} is another strategy than DDP": type(strategy)
         not in (DDPStrategy, SingleDeviceStrategy, Sharded),
@@ -41,44 +46,46 @@ def why_not_ours(trainer: Trainer, takes_batches: bool) -> str | None:
         f"{type(precision).__name__} is in charge of the precision": type(precision)
         not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
         f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
-        "the optimiser may ask for the loss again": not all_step_once(trainer),
-        f"{name}.training_step takes the batches by itself (dataloader_iter)": takes_batches,
+        "the optimiser may ask for the loss again": not all_evaluate_once(trainer),
+        f"{name}.training_step takes the batches by itself (dataloader_iter)": fetches_batches,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _averages(trainer: Trainer) -> bool:
-    """Returns whether StochasticWeightAveraging goes through this epoch without a backward pass, for batch norm."""
+def _renews_batch_norm(trainer: Trainer) -> bool:
+    """Returns whether StochasticWeightAveraging uses this epoch to renew batch norm's statistics, without a backward pass."""
     callbacks = typed(trainer).callbacks
     averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
     return any(trainer.current_epoch > callback.swa_end for callback in averaging)
 
 
-def spread(trainer: Trainer) -> bool:
-    """Returns whether each rank holds a part of the weights only."""
-    return isinstance(trainer.strategy, Sharded) and trainer.strategy.spread
+def is_sharded(trainer: Trainer) -> bool:
+    """Returns whether each rank holds only its shards of the weights."""
+    return isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded
 
 
-def shares_weights(trainer: Trainer) -> bool:
+def replicates_weights(trainer: Trainer) -> bool:
     """Returns whether all ranks have the same weights after each step."""
     return (
         isinstance(trainer.strategy, DDPStrategy)
-        and not spread(trainer)
+        and not is_sharded(trainer)
         and getattr(trainer.strategy, "_model_averager", None) is None
     )
 
 
-def _steps_once(optimizer: Optimizer) -> bool:
-    """Returns whether one gradient is all that it asks for. LBFGS evaluates the loss repeatedly; of others nobody knows."""
+def _evaluates_once(optimizer: Optimizer) -> bool:
+    """Returns whether an optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others nothing is
+    known.
+    """
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
-def all_step_once(trainer: Trainer) -> bool:
-    """Returns whether each optimiser asks for one gradient, and for no loss."""
-    return all(map(_steps_once, trainer.optimizers))
+def all_evaluate_once(trainer: Trainer) -> bool:
+    """Returns whether each optimiser needs one gradient for a step, and evaluates no loss."""
+    return all(map(_evaluates_once, trainer.optimizers))
 
 
-def refuse_part_of_step(trainer: Trainer) -> None:
+def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:
     """Refuses LBFGS where a step has several micro-batches: Lightning evaluates the last of them anew, and adds its gradient to
     those before, which are of other weights.
 
@@ -94,7 +101,9 @@ def refuse_part_of_step(trainer: Trainer) -> None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Returns whether the device takes no step where a flag reports a gradient that is not finite: the host need not look."""
+    """Returns whether the optimiser itself, on the device, skips a step whose gradient is flagged as not finite: the host need
+    not wait.
+    """
     return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
 
 
@@ -108,8 +117,10 @@ def unscale_before_hooks(trainer: Trainer, whether: bool) -> None:
         optimizer._step_supports_amp_scaling = not whether  # type: ignore[attr-defined]
 
 
-def clip_in_steps_left_out(trainer: Trainer) -> None:
-    """Has Lightning's own loop clip by value what has a gradient: that of a step which is left out is gone."""
+def clip_in_skipped_steps(trainer: Trainer) -> None:
+    """Has Lightning's own loop clip by value what has a gradient: a skipped step has none left, and torch's function fails
+    then.
+    """
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
         plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]
