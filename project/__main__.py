@@ -40,7 +40,7 @@ def main() -> None:
         sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
-    SIGNALS.at_first = REQUEUE.when_noted
+    SIGNALS.at_first = REQUEUE.begin_countdown
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     SIGNALS.end_at_the_second()
     outlive_the_reader()

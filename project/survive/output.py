@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Patient(io.FileIO):
-    """A file descriptor that accepts what is written, also when it has nowhere to go; the next words are tried again."""
+    """Represents a file descriptor whose writes never fail: text that can't be written is dropped."""
 
     def write(self, data: Any) -> int:
         try:
