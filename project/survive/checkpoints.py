@@ -1,7 +1,7 @@
-"""Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one is removed.
+"""Saves checkpoints during training: whole or not at all, verified before an older one is removed.
 
-When a checkpoint is made, what goes into it, and which are kept. survive/files.py has how one lies on the disk, and
-survive/together.py how the ranks write one together, where the network is sharded.
+This file decides when a checkpoint is saved, what it holds, and which are kept. survive/files.py writes one to the disk, and
+survive/together.py where the network is sharded and all ranks write.
 """
 
 import logging

@@ -22,10 +22,11 @@ def manifest_at(path: Path) -> dict[str, Any]:
     """Reads the manifest of a checkpoint and none of its files; raises an OSError or a ValueError that names what is wrong with
     it.
     """
-    return _checked(read_json(manifest_of(path)))
+    return _check_manifest(read_json(manifest_of(path)))
 
 
-def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+def _check_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Returns the manifest; raises a UserError that names a value of the wrong kind."""
     for name, check in _CHECKS.items():
         if name in manifest:
             try:
@@ -38,7 +39,7 @@ def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
 def _check_position(position: Any) -> None:
     for name, value in position.items():
         if name in _SWITCHES:
-            _check_switch(value)
+            _check_boolean(value)
         else:
             as_count(value)
 
@@ -50,7 +51,7 @@ def check_complete(manifest: Mapping[str, Any]) -> None:
         raise UserError(f"its manifest has no {min(lacking)}")
 
 
-def _check_switch(value: Any) -> None:
+def _check_boolean(value: Any) -> None:
     if not isinstance(value, bool):
         raise UserError(f"{str(value)[:40]!r} is neither true nor false")
 
@@ -88,7 +89,7 @@ def _check_file(entry: Any) -> None:
 
 def _check_before(manifest: Any) -> None:
     _check_file(manifest)
-    _checked(manifest)
+    _check_manifest(manifest)
 
 
 def _check_mapping(value: Any) -> None:
@@ -99,7 +100,7 @@ def _check_mapping(value: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], object]] = {
     **{
         "position": _check_position,
-        "finished": _check_switch,
+        "finished": _check_boolean,
         "logged": _check_logged,
         "metrics": _check_metrics,
         "parts": _check_parts,

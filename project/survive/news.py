@@ -31,6 +31,7 @@ class LostRanks:
         self._mark()
 
     def _mark(self) -> None:
+        """Records the time of the first report, and ends `wait`."""
         self.since = self.since or time.monotonic()
         self._received.set()
 

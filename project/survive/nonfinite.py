@@ -38,7 +38,7 @@ _SHOWN = 64  # samples of a micro-batch
 
 @dataclass
 class Fault:
-    """A micro-batch whose loss is not finite, and where it was made."""
+    """Describes a micro-batch whose loss is not finite, and where it was computed."""
 
     rank: int
     host: str
@@ -57,13 +57,13 @@ class Fault:
 
 @dataclass
 class CheckedStep:
-    """A step's record, kept until the step is known to be fine. Counted as in the log: `number` is 1 for the first."""
+    """Records a step until its flag is known. `number` counts as the log does: 1 for the first step."""
 
     number: int
     epoch: int
     losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     late: bool = False
-    """The host looks at the flag when the device has it."""
+    """Whether the host reads the flag some steps later, when the device has computed it."""
     flag: Any = None
     ready: Any = None
 
@@ -108,8 +108,8 @@ class NonFinite(Callback):
         self._stream = torch.cuda.current_stream() if self._unit.is_cuda else None
         self._unread.clear()  # of a fit that failed
         may_skip(trainer, self.act == "skip")
-        if (checkpoints := checkpoints_of(trainer)) and self.read_flags not in checkpoints.before_save:
-            checkpoints.before_save.append(self.read_flags)
+        if (checkpoints := checkpoints_of(trainer)) and self.read_all_flags not in checkpoints.before_save:
+            checkpoints.before_save.append(self.read_all_flags)
         if (
             self._late
             and self.act == "skip"
@@ -178,7 +178,7 @@ class NonFinite(Callback):
         if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
             self._note_loss(trainer)
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:
-            self._read_later(trainer, self._step)
+            self._queue_flag(trainer, self._step)
 
     def _note_loss(self, trainer: Trainer) -> None:
         """Adds the current micro-batch and its loss to the record of the step."""
@@ -197,8 +197,8 @@ class NonFinite(Callback):
 
     # Later, on a GPU --------------------------------------------------------------------------------------------------
 
-    def _read_later(self, trainer: Trainer, step: CheckedStep) -> None:
-        """Reads the flags of steps before this one: this one's is on its way into pinned memory, and the host does not wait."""
+    def _queue_flag(self, trainer: Trainer, step: CheckedStep) -> None:
+        """Starts the copy of the step's flag into pinned memory, and reads those of earlier steps: the host does not wait."""
         step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
         self._flag.zero_()
         if self._stream is not None:
@@ -218,21 +218,21 @@ class NonFinite(Callback):
         else:
             self._faults_in_a_row = 0
 
-    def read_flags(self, trainer: Trainer) -> None:
+    def read_all_flags(self, trainer: Trainer) -> None:
         """Reads all unread flags: the state may be saved. The host waits for the device here."""
         while self._unread:
             self._read_oldest_flag(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.read_flags(trainer)
+        self.read_all_flags(trainer)
         if self.skipped and trainer.is_global_zero:
             log.warning("%d of %d steps were skipped, because they were not finite.", self.skipped, trainer.global_step)
 
     # What it was -----------------------------------------------------------------------------------------------------
 
     def _handle_fault(self, trainer: Trainer, step: CheckedStep, module: LightningModule | None = None) -> bool:
-        """Reports a step that is not finite, and stops the run if it is to stop; returns whether the step is to be skipped. It is
-        not if fp16's scale was merely too high: the scaler skips it. Called by all ranks for the same step.
+        """Reports a step that is not finite, and stops the run if it is to stop; returns whether the step is to be skipped.
+        False if fp16's scale was merely too high: the scaler skips it. Called by all ranks for the same step.
         """
         faults = _gather_faults(trainer, _own_faults(trainer, step))
         scaler = _gradient_scaler(trainer)

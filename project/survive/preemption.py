@@ -182,7 +182,7 @@ class StopTogether(Callback):
         else:
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
-            REQUEUE.put_back()
+            REQUEUE.requeue()
         if (group := self._group()) is not None:
             dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])

@@ -53,6 +53,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def _read(self, path: Path, address: str | Path, map_location: Any, safe: bool) -> Any:
+        """Reads a folder of parts, a file or a remote address; `safe`: runs no code from it."""
         if path.is_dir():
             return Parted(path, load if safe else _load_trusted).checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted

@@ -75,7 +75,7 @@ class Requeue:
             threading.Thread(target=self._requeue_before_end, name="requeue", daemon=True).start()
 
     def _requeue_before_end(self) -> None:
-        """Requeues the job shortly before its end, unless `put_back` was called before."""
+        """Requeues the job shortly before its end, unless `requeue` was called before."""
         left = _seconds_left()
         if left is None or self._over.wait(left - max(2.0, min(_MARGIN, left / 4))):
             return
@@ -83,7 +83,7 @@ class Requeue:
             "SIGUSR1 came %.0f s before the end of Slurm job %s, and %s takes longer: it is cut short. HINT: an earlier "
             "signal, #SBATCH --signal=USR1@%.0f", left, job_name(), self.doing(), max(60, 4 * left),
         )  # fmt: skip
-        if not self.put_back() and not self.given_up:
+        if not self.requeue() and not self.given_up:
             os._exit(128 + signal.SIGUSR1)  # no scontrol here: who started us knows what that means
 
     @property
@@ -93,7 +93,7 @@ class Requeue:
 
     given_up = False
 
-    def put_back(self) -> bool:
+    def requeue(self) -> bool:
         """Puts the job back into the queue, once, unless it makes no progress; returns whether it is in the queue."""
         self._over.set()
         with self._lock:

@@ -92,6 +92,7 @@ class ShardWriters:
             self._members = None
 
     def _write(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> tuple[Path, int]:
+        """Writes all parts into a new folder, renames it and verifies it; removes it, or sets it aside, where that fails."""
         staging, name = self._on_rank_0(lambda: _stage(path))
         try:
             written = self._on_all_ranks(lambda: self._write_own_files(staging, name, copied))

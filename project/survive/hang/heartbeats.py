@@ -1,4 +1,4 @@
-"""Messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
+"""Sends messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
 
 Every rank reports to rank 0 once in a while how far it is. Sending a datagram never waits: not for a stopped process, not for
 a host whose link is cut. torch's TCPStore does: some of its calls never end, and it prints C++ stacks when the other side is
@@ -25,7 +25,7 @@ _OVERHEAD = 250  # bytes of a packet: its headers, and the rest of the message
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the run: where it is, how to reach it, and what distinguishes its process from a later one of its number."""
+    """Describes a rank of the run: its host, its address, and its process (`pid` and `started`, as pids are reused)."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank's collectives of a group: the oldest one that has not ended, and how far that one is."""
+    """Describes how far a rank is with the collectives of a group: its oldest unfinished one, and the stage of that."""
 
     number: int
     stage: int
@@ -62,7 +62,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's progress. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
+    """Describes a rank's progress. `at` grows: its micro-batches, the part of one, and the phases begun in that part."""
 
     at: tuple[int, int, int]
     phase: str

@@ -1,4 +1,4 @@
-"""A small process beside each rank, which outlives it: it ends a rank that no longer can end itself, and reports how a killed
+"""Watches a rank from a small process that outlives it: kills a rank that can no longer end itself, and reports how a killed
 one ended, for rank 0 also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
