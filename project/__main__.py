@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from project.survive.orphans import end_with_parent, ends_with_parent
-from project.survive.output import outlive_the_reader
+from project.survive.output import ignore_output_errors
 from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
@@ -33,17 +33,17 @@ def main() -> None:
         return
     if len(sys.argv) > 1 and sys.argv[1] in _READERS:
         if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
-            outlive_the_reader()
+            ignore_output_errors()
         sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
     if len(sys.argv) > 1 and sys.argv[1] in _ENGINES:
-        outlive_the_reader()
+        ignore_output_errors()
         sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
     if ends_with_parent():
         end_with_parent()
-    SIGNALS.at_first = REQUEUE.when_noted
+    SIGNALS.at_first = REQUEUE.begin_countdown
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    SIGNALS.end_at_the_second()
-    outlive_the_reader()
+    SIGNALS.exit_at_second_signal()
+    ignore_output_errors()
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
         # Nothing is begun yet, and an exception in the middle of loading a library may come out as another one.

@@ -40,9 +40,9 @@ from project.export.export import SETTINGS, exportable
 from project.masking import masked
 from project.model import ImageClassifier
 from project.runs import open_beside, open_run, run_of, saved_config, weights
-from project.survive.changes import Changes
+from project.survive.changes import ChangedSettings
 from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.failure import end_at_once, hang_up, report_error
+from project.survive.failure import close_connections, exit_at_once, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.verification import Verification
 from project.sweep import with_trial
@@ -236,7 +236,7 @@ class ProjectCLI(LightningCLI):
             log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
-            ours += [Changes(configuration), SaveConfig(self._saved), Life()]
+            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life()]
             if self._begun is not None and _several_hosts(settings, launch):
                 ours.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
@@ -469,10 +469,10 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         ran, ProjectCLI.running = ProjectCLI.running, None
         if ran is not None:
             why = sys.exc_info()[1]
-            closed = hang_up(10 if why is None else 2)
+            closed = close_connections(10 if why is None else 2)
             _write_report(ran, say)
             if not closed:
-                end_at_once(why)
+                exit_at_once(why)
 
 
 def _report_of_run(error: Exception, trainer: Trainer) -> int:

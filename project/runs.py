@@ -20,7 +20,7 @@ from project.cluster.settings import flat
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.masking import masked
-from project.survive.checkpoints import goes_by
+from project.survive.checkpoints import chosen_metric
 from project.survive.files import checkpoints_in, newest_good, put_aside, read_manifest, step_of
 from project.survive.manifest import check_complete, manifest_at, manifest_of
 from project.untrusted import read_text, read_yaml, shortened, write_text
@@ -315,7 +315,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     """
     newest = checkpoints_in(folder / "checkpoints")[::-1]
     rated: list[tuple[float, Path]] = []
-    monitor, mode = goes_by(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
+    monitor, mode = chosen_metric(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
     if which != "last":
         for path in newest:
             value = _metrics(path).get(monitor)

@@ -66,7 +66,7 @@ from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
 from project.export.plain import as_one_file
 from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.failure import hang_up
+from project.survive.failure import close_connections
 from project.survive.files import newest_good
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
@@ -738,7 +738,7 @@ def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _disconnect() -> None:
     """Disconnects at the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hang_up()
+    close_connections()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

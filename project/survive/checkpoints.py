@@ -1,7 +1,7 @@
-"""Checkpoints that can be trusted: written beside the training, whole or not at all, verified before an older one is removed.
+"""Saves checkpoints during training: whole or not at all, verified before an older one is removed.
 
-When a checkpoint is made, what goes into it, and which are kept. survive/files.py has how one lies on the disk, and
-survive/together.py how the ranks write one together, where the network is sharded.
+This file decides when a checkpoint is saved, what it holds, and which are kept. survive/files.py writes one to the disk, and
+survive/together.py where the network is sharded and all ranks write.
 """
 
 import logging
@@ -26,7 +26,7 @@ from project.plain_values import load
 from project.survive.files import cause, checkpoints_in, clean_up, free_name, remove, same_step, write
 from project.survive.manifest import manifest_at
 from project.survive.readable import check
-from project.survive.together import Copied, Lost, Together
+from project.survive.together import HostCopy, Lost, ShardWriters
 from project.train.logged import TakesMeasurements, measurement_loggers
 from project.train.position import out_of_time, position, stopped_within_epoch
 from project.train.resuming import current_checkpoint
@@ -41,28 +41,30 @@ log = logging.getLogger(__name__)
 # The callback --------------------------------------------------------------------------------------------------------
 
 
-Record = tuple[Copied, dict[str, Any]]
-"""What this rank writes: a checkpoint, or its share of one, and its manifest."""
+Record = tuple[HostCopy, dict[str, Any]]
+"""What this rank writes: a checkpoint, or its slices of one, and the manifest."""
 
 
 class SaveFirst(Callback):
-    """Runs before all other callbacks, and saves the run before they change what belongs to it."""
+    """Runs before all other callbacks, and copies or saves the run's state before their hooks change it."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if checkpoints := checkpoints_of(trainer):
-            checkpoints.validation_begins(trainer, pl_module)
+            checkpoints.copy_before_validation(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if checkpoints := checkpoints_of(trainer):
-            checkpoints.epoch_ends(trainer)
+            checkpoints.save_before_epoch_end(trainer)
 
 
 def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
     return next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
 
 
-def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
-    """Returns whether a callback or module from outside this project has a hook at the start of a validation."""
+def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> bool:
+    """Returns whether a callback or module from outside this project has a hook at the start of a validation: it may
+    exchange the weights (for their average, say).
+    """
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
     others: list[tuple[Any, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
     others.append((module, LightningModule))
@@ -73,17 +75,17 @@ def _exchanges(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-_USUAL = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
+_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
 
 
-def goes_by(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
+def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
     """Returns the metric that `checkpoints.monitor` means, of the known ones, and whether more ('max') or less of it is
     better.
     """
     if monitor != "auto":
         return monitor, mode
     names = set(known)
-    return next((item for item in _USUAL.items() if item[0] in names), ("val/acc", "max"))
+    return next((item for item in _DEFAULT_METRICS.items() if item[0] in names), ("val/acc", "max"))
 
 
 class Checkpoints(Checkpoint):
@@ -122,13 +124,13 @@ class Checkpoints(Checkpoint):
         self.monitor, self.mode = monitor, mode
         self.needs_metric = monitor not in (None, "auto")
         self.manifest: dict[str, Any] = {}  # what else belongs to the run: set by who knows
-        self.before_save: list[Callable[[Trainer], None]] = []  # who must first know that the state is fit to be saved
+        self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
         self.by_default = False
-        """Nobody asked for it: it gives way to a checkpoint callback of the module's `configure_callbacks`."""
+        """Whether the Trainer added it: it is removed if the module's `configure_callbacks` returns a checkpoint callback."""
         self._current: float | None = None
-        self._of_all = ""
+        self._shared_best_path = ""
         self.failed: str | None = None
         self.seconds: float | None = None  # that the last one took
         self._measurements: dict[str, float] = {}  # for the loggers
@@ -141,7 +143,7 @@ class Checkpoints(Checkpoint):
         self._before_validation: Record | None = None
         self._ended_at: int | None = None
         self._read_back = False
-        self._together: Together | None = None
+        self._shard_writers: ShardWriters | None = None
 
     # When ------------------------------------------------------------------------------------------------------------
 
@@ -151,17 +153,17 @@ class Checkpoints(Checkpoint):
             typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
-        self._together = None
+        self._shard_writers = None
         if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
-            self._together = Together(host())
-            self._together.meet(trainer.strategy.patience)
+            self._shard_writers = ShardWriters(host())
+            self._shard_writers.connect(trainer.strategy.patience)
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
-            for path, manifest in self._kept():
-                self._note(path, manifest)
+            for path, manifest in self._readable_checkpoints():
+                self._update_last_and_best(path, manifest)
 
-    def _leave_to_another_run(self) -> None:
-        """Moves the folder's checkpoints out of the way: this run does not continue the one that wrote them."""
+    def _put_other_run_aside(self) -> None:
+        """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""
         aside = self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}")
         self._folder.rename(aside)
         self.last = self.best = None
@@ -173,7 +175,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not trainer.global_step and not self.manifest and checkpoints_in(self._folder):
-            self._leave_to_another_run()
+            self._put_other_run_aside()
         # Now, and not when the run has been lost: could it go on from what would be saved?
         check(current_checkpoint(trainer))
         self._read_back = False
@@ -191,12 +193,12 @@ class Checkpoints(Checkpoint):
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
         if self._measurements:
-            self._log(trainer)
+            self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._together is not None:
+        if self._shard_writers is not None:
             self.wait()  # whether it has failed is known to all ranks alike when all have written
         if self._has_failed(trainer) or self._ended_at != trainer.global_step:
             self.save(trainer, finished=not out_of_time(trainer))
@@ -205,11 +207,11 @@ class Checkpoints(Checkpoint):
             self.save(trainer, finished=not out_of_time(trainer))
             self.wait()
         if trainer.world_size > 1:  # rank 0 alone knows, and all of them read it
-            self._of_all = trainer.strategy.broadcast(self.best_model_path)
-        self._log(trainer)
+            self._shared_best_path = trainer.strategy.broadcast(self.best_model_path)
+        self._log_cost(trainer)
 
-    def _log(self, trainer: Trainer) -> None:
-        """Logs what the writing has cost, some steps later; loggers that keep checkpoints receive this one."""
+    def _log_cost(self, trainer: Trainer) -> None:
+        """Logs the time and size of the last checkpoint, some steps later; loggers that keep checkpoints receive it."""
         measurements, self._measurements = self._measurements, {}
         for logger in trainer.loggers if measurements else ():
             logger.after_save_checkpoint(self)  # type: ignore[arg-type]
@@ -225,12 +227,12 @@ class Checkpoints(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """Returns the path of the best checkpoint, like Lightning's ModelCheckpoint: '' where there is none."""
-        return str(self.best[1]) if self.best else self._of_all or self.last_model_path
+        return str(self.best[1]) if self.best else self._shared_best_path or self.last_model_path
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         """Sets the path that rank 0, or the processes that ddp_spawn started, have determined."""
-        self._of_all = path
+        self._shared_best_path = path
 
     @property
     def last_model_path(self) -> str:
@@ -264,15 +266,15 @@ class Checkpoints(Checkpoint):
 
     # Before others change what is to be saved ------------------------------------------------------------------------
 
-    def validation_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the run's state before others exchange the weights for a validation. A validation that is stopped is repeated
-        from here.
+    def copy_before_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the run's state before others exchange the weights for a validation. A run that is stopped within the
+        validation resumes from here.
         """
         self._before_validation = None
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and _exchanges(trainer, pl_module):
-            self._before_validation = self._record(trainer, finished=False)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and _validation_may_change_state(trainer, pl_module):
+            self._before_validation = self._copy_state(trainer, finished=False)
 
-    def epoch_ends(self, trainer: Trainer) -> None:
+    def save_before_epoch_end(self, trainer: Trainer) -> None:
         """Saves a run that was stopped within an epoch before the epoch's end hooks run: a longer run calls them again."""
         if stopped_within_epoch(trainer):
             self.save(trainer, finished=not out_of_time(trainer))
@@ -286,17 +288,17 @@ class Checkpoints(Checkpoint):
             return  # nothing is to be left of it
         at = position(trainer)
         if self._saved_at == (at.global_step, finished) and not self._validated:
-            if self._together is not None:
+            if self._shard_writers is not None:
                 self.wait()
             if not self._has_failed(trainer):
                 return
-        for settle in self.before_save:
-            settle(trainer)
+        for prepare in self.before_save:
+            prepare(trainer)
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
-        remembered, self._before_validation = self._before_validation, None
-        copy, manifest = remembered if remembered and at.validation_due else self._record(trainer, finished)
-        if not trainer.is_global_zero and self._together is None:
+        copied_before, self._before_validation = self._before_validation, None
+        copy, manifest = copied_before if copied_before and at.validation_due else self._copy_state(trainer, finished)
+        if not trainer.is_global_zero and self._shard_writers is None:
             return
         self.wait()
         # '-' sorts before '.': when the validation is over, the checkpoint without it is no longer the newest.
@@ -309,20 +311,20 @@ class Checkpoints(Checkpoint):
         """Returns whether the last checkpoint could not be written, on all ranks alike: all of them take part in another
         one.
         """
-        if self._together is not None or trainer.world_size == 1:
+        if self._shard_writers is not None or trainer.world_size == 1:
             return self.failed is not None
         return bool(trainer.strategy.broadcast(self.failed is not None))
 
-    def _record(self, trainer: Trainer, finished: bool) -> Record:
+    def _copy_state(self, trainer: Trainer, finished: bool) -> Record:
         """Copies what this rank writes of the run's state into main memory; returns it with its manifest, which is rank 0's."""
         at = position(trainer)
         checkpoint = current_checkpoint(trainer)
         slices: dict[str, torch.Tensor] = {}
-        if self._together is not None:
+        if self._shard_writers is not None:
             apart = split(checkpoint)
             checkpoint, slices = apart.marked, apart.slices
         if not trainer.is_global_zero:
-            return Copied({}, _copied(slices)), {}
+            return HostCopy({}, _copy_to_host(slices)), {}
         # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.
         first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
@@ -342,7 +344,7 @@ class Checkpoints(Checkpoint):
             "image": image(),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        return Copied(_copied(checkpoint), _copied(slices)), manifest
+        return HostCopy(_copy_to_host(checkpoint), _copy_to_host(slices)), manifest
 
     @property
     def writing(self) -> bool:
@@ -354,15 +356,16 @@ class Checkpoints(Checkpoint):
             self._pending.result()
             self._pending = None
 
-    def _write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> None:
+    def _write(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> None:
+        """Runs in the thread: writes a checkpoint, removes older ones, and records and logs a failure."""
         began = time.monotonic()
-        first = self._together is None or bool(manifest)  # rank 0, who speaks for all
+        first = self._shard_writers is None or bool(manifest)  # rank 0, who speaks for all
         try:
-            path, size = self._stored(path, copied, manifest)
+            path, size = self._write_and_read_back(path, copied, manifest)
             self.failed, self.seconds = None, time.monotonic() - began
             if first:
                 self._measurements = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
-                self._note(path, manifest)
+                self._update_last_and_best(path, manifest)
                 self._prune()
         except Lost as error:
             self.failed = str(error)
@@ -373,10 +376,10 @@ class Checkpoints(Checkpoint):
             level = logging.ERROR if first else logging.DEBUG
             log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
-    def _stored(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+    def _write_and_read_back(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> tuple[Path, int]:
         """Writes a checkpoint, whole and read back; returns its path and its size."""
-        if self._together is not None:
-            return self._together.write(path, copied, manifest)
+        if self._shard_writers is not None:
+            return self._shard_writers.write(path, copied, manifest)
         make_folder(path.parent)
         check(copied.marked)
         path = free_name(path, folder=False)
@@ -386,10 +389,11 @@ class Checkpoints(Checkpoint):
             self._read_back = True
         return path, size
 
-    def _note(self, path: Path, manifest: dict[str, Any]) -> None:
+    def _update_last_and_best(self, path: Path, manifest: dict[str, Any]) -> None:
+        """Makes a checkpoint the last one and, if its metric is no worse, the best one."""
         self.last = path
         metrics = manifest.get("metrics", {})
-        name, mode = goes_by(self.monitor, self.mode, metrics)
+        name, mode = chosen_metric(self.monitor, self.mode, metrics)
         value = self._current = metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
@@ -398,7 +402,8 @@ class Checkpoints(Checkpoint):
         if better:
             self.best = value, path
 
-    def _kept(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def _readable_checkpoints(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yields the folder's checkpoints whose manifests can be read, with the manifests, the oldest first."""
         for path in checkpoints_in(self._folder):
             try:
                 yield path, manifest_at(path)
@@ -406,6 +411,7 @@ class Checkpoints(Checkpoint):
                 continue
 
     def _prune(self) -> None:
+        """Removes all checkpoints but the newest `keep_last`, the last and the best."""
         paths = [path for path in checkpoints_in(self._folder) if not self._superseded(path)]
         keep = {*paths[-self.keep_last :], self.last, self.best[1] if self.best else None}
         for path in checkpoints_in(self._folder):
@@ -417,13 +423,13 @@ class Checkpoints(Checkpoint):
         return self.last is not None and path != self.last and same_step(path, self.last)
 
 
-def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
+def _copy_to_host(tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy in main memory. The host waits for the device here: it must hold this step's values, not a later one's."""
     copies: dict[int, Any] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         return tensor
 
-    apply_to_collection(tensors, torch.Tensor, keep)
+    apply_to_collection(tensors, torch.Tensor, copy)
     return deepcopy(tensors, copies)  # arrays, lists and whatever else a state has: they may change while they are written

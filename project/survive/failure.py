@@ -25,8 +25,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import TRY_AGAIN, NonFiniteError, UserError
-from project.survive.hang.warden import Memory
-from project.survive.news import NEWS
+from project.survive.hang.warden import OomKills
+from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.untrusted import shortened
 
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 # Gloo's errors have no type of their own: they name its source files, or are one of these. NCCL's are a DistError, but those of
 # the library that torch 2.15 calls nccl2. Words that anybody may use count only where the error was not raised by code of the
 # user's own.
-_OF_A_LIBRARY = re.compile(r"\[\S*gloo/\S+:\d+\]|NCCL [\w ]+ failed|NCCL communicator was aborted")
-_LOST = re.compile(
+_LIBRARY_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]|NCCL [\w ]+ failed|NCCL communicator was aborted")
+_LOST_CONNECTION = re.compile(
     r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue"
     r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
     re.I,
 )
 _TORCH = Path(torch.__file__).parent
-_CONNECTED = (
+_CONNECTION_CODE = (
     *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel")),
     str(_TORCH / "_ops.py"),  # calls compiled operators, as functional collectives are
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -55,43 +55,46 @@ _LONGEST = 1_000  # characters of an error's cause, and of its hint
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
 # Errors of a setting, with its name, that Lightning raises as those of a bug.
-_OF_A_SETTING = re.compile(r"`strategy='ddp_find_unused_parameters_true'`|does not allow for gradient clipping")
+_SETTING_ERROR = re.compile(r"`strategy='ddp_find_unused_parameters_true'`|does not allow for gradient clipping")
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
-_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))")
+_LOADER_ERROR = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited unexpectedly(.*))"
+)
 
-_MEMORY = Memory()
+_OOM_KILLS = OomKills()
 
 Kind = Literal["mendable", "loader", "lost", "crash"]
 
 
 def kind(error: BaseException) -> Kind:
     """Returns whose fault an error is: the user's to correct, a loader process's end, another rank's, or a bug's."""
-    if _loader(error):
+    if _loader_failure(error):
         return "loader"
     if isinstance(error, (UserError, NonFiniteError, MisconfigurationException)) or any(
-        pattern.search(str(error)) for pattern in (_NO_COMPILER, _OF_A_SETTING)
+        pattern.search(str(error)) for pattern in (_NO_COMPILER, _SETTING_ERROR)
     ):
         return "mendable"
-    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_of_a_connection(error)):
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_connection_error(error)):
         return "mendable" if "EADDRINUSE" in str(error) else "lost"
     return "crash"
 
 
-def _is_of_a_connection(error: RuntimeError) -> bool:
-    if not _LOST.search(str(error)):
+def _is_connection_error(error: RuntimeError) -> bool:
+    """Returns whether torch's or this project's code, and not the user's, has raised an error of a connection."""
+    if not _LOST_CONNECTION.search(str(error)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     # The last frame is Python's: the one that raised, or that called what is compiled.
-    return not frames or bool(_OF_A_LIBRARY.search(str(error))) or frames[-1].filename.startswith(_CONNECTED)
+    return not frames or bool(_LIBRARY_ERROR.search(str(error))) or frames[-1].filename.startswith(_CONNECTION_CODE)
 
 
-def _loader(error: BaseException | None) -> str:
-    """Returns how a loader process ended, if that is what an error is about; where it struck (in the network's forward pass,
-    say, or in a hook) does not matter.
+def _loader_failure(error: BaseException | None) -> str:
+    """Returns how a loader process ended and a hint, if that is the cause of an error, or ''. The place where torch raised it
+    (in the forward pass, say, or in a hook) does not matter.
     """
     matches = []
     while error is not None:
-        matches += _LOADER.findall(str(error)) if isinstance(error, RuntimeError) else []
+        matches += _LOADER_ERROR.findall(str(error)) if isinstance(error, RuntimeError) else []
         error = error.__cause__ or error.__context__
     if not matches:
         return ""
@@ -106,21 +109,21 @@ def _loader(error: BaseException | None) -> str:
         signal.SIGBUS: f"{shared_memory()} may be full: {MORE_SHARED_MEMORY}",
     }
     crashed = "it crashed in what the dataset calls: --data.num_workers 0 shows where."
-    how = f"signal {number}{_MEMORY}" if number else name
+    how = f"signal {number}{_OOM_KILLS}" if number else name
     return f"Loader process {pids} of this rank was killed by {how}. HINT: {hint.get(number, crashed)}"
 
 
-def in_short(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the error in one line, for the other ranks."""
     text = f"{type(error).__name__}: {error}" if kind(error) == "crash" else message(error)
     return text.strip().partition("\n")[0]
 
 
 def message(error: BaseException) -> str:
-    """Returns what to print of an error."""
+    """Returns the text to print for an error: a line for what the user can correct, else the traceback."""
     which = kind(error)
     if which == "loader":
-        return _loader(error)
+        return _loader_failure(error)
     if which == "crash":
         text = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, torch.OutOfMemoryError):
@@ -146,13 +149,13 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     which = kind(error)
     _failed.set()
     if which == "lost":
-        if not _say_lost(error, rank, host, children):
-            _wait(children, _LINGER)
+        if not _report_lost_rank(error, rank, host, children):
+            _wait_for_children(children, _LINGER)
             if any(child.poll() not in (None, 0, TRY_AGAIN) for child in children):
                 return 1  # it has ended by itself, and would again
-        return NEWS.code
+        return LOST_RANKS.exit_code
     if not alone:
-        hang_up(_FIRST)
+        close_connections(_FIRST)
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error)
@@ -173,27 +176,27 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
 # The death of another rank -------------------------------------------------------------------------------------------
 
 
-def _say_lost(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
-    """Reports why this rank ends, and returns whether that is known: then one rank on each host reports it. Otherwise each
-    reports what it saw, and the rank at fault may have more to report.
+def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
+    """Reports that another rank is lost, and returns whether it is known which: then one rank on each host reports it.
+    Otherwise each reports its own error, and the rank at fault may have more to report.
     """
     for number, child in enumerate(children, rank + 1):
         code = child.poll() or 0
         if code < 0 and -code not in EXIT_CODES:
-            NEWS.of_death(number, f"rank {number} on {host} was killed by signal {-code}{_MEMORY}.")
-    if not NEWS.deaths:
+            LOST_RANKS.note_death(number, f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
+    if not LOST_RANKS.deaths:
         log.warning("lost another rank: %s", message(error).splitlines()[0])
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        why = " ".join(NEWS.deaths.values())
+        why = " ".join(LOST_RANKS.deaths.values())
         log.error("lost another rank: %s The same command goes on from the newest checkpoint.", why)
-    return bool(NEWS.deaths)
+    return bool(LOST_RANKS.deaths)
 
 
-def hang_up(seconds: float = 10) -> bool:
-    """Closes the connections: the other ranks notice, and Gloo's threads end while there is a Python.
+def close_connections(seconds: float = 10) -> bool:
+    """Closes the connections to the other ranks, which notice that; returns whether they are closed.
 
-    They hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python has gone
-    aborts the process. One that waits for a dead rank is not waited for longer than so many seconds; then this is False.
+    Gloo's threads hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python
+    has ended aborts the process. One that waits for a dead rank is given up after so many seconds, and this is False.
 
     NCCL's are aborted where the run has failed: to destroy them is agreed on with ranks that may be gone. They leave threads
     and memory behind for the process to end with, and so this is False, too. (By torch's sources; not run on a GPU.)
@@ -215,12 +218,11 @@ _failed = threading.Event()
 _closing: list[threading.Thread] = []
 
 
-def end_at_once(error: BaseException | None) -> None:
-    """Ends the process with the program's exit code. NCCL may wait for a dead rank for ever, and would again at the end of
-    Python.
+def exit_at_once(error: BaseException | None) -> None:
+    """Ends the process with the program's exit code, without Python's cleanup, where NCCL might wait for a dead rank for ever.
 
     Args:
-        error: on its way out of the program; None where it is done.
+        error: the exception that ends the program; None where it has succeeded.
     """
     code: Any = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else error
     logging.shutdown()
@@ -230,7 +232,7 @@ def end_at_once(error: BaseException | None) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))  # as Python does
 
 
-def _wait(children: Sequence[Popen[Any]], seconds: float) -> None:
+def _wait_for_children(children: Sequence[Popen[Any]], seconds: float) -> None:
     """Waits until a launched rank has ended, or for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: whole or not there, with a manifest that verifies it; and the choice of the one to be trusted.
+"""Writes and reads checkpoints on the disk, each with a manifest that verifies it, and finds the newest intact one.
 
 A checkpoint is a file or, where the network was spread over the ranks, a folder of parts: step-N.ckpt; beside it lies its
 manifest, step-N.json: checksums, position, metrics, the run's configuration and versions. Both are written under another
@@ -173,7 +173,7 @@ def put_aside(path: Path, suffix: str) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Removes what is left of writes that were cut off."""
+    """Removes the files of interrupted writes."""
     for left in () if foreign_link(folder) else (*folder.glob(".step-*"), *folder.glob("step-*.json")):
         if left.name.startswith(".") or not os.path.lexists(left.with_suffix(".ckpt")):
             try:
@@ -226,7 +226,7 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
     temporary = path.with_name(f".{path.name}.part")
     try:
         write_file(temporary, lambda file: torch.save(checkpoint, file))
-        manifest = {**manifest, **entry_of(temporary), **_before(path)}
+        manifest = {**manifest, **entry_of(temporary), **_replaced_manifest(path)}
         write_manifest(path, manifest)
         temporary.replace(path)
     except BaseException:
@@ -237,8 +237,10 @@ def write(path: Path, checkpoint: dict[str, Any], manifest: dict[str, Any]) -> i
     return size
 
 
-def _before(path: Path) -> dict[str, Any]:
-    """Returns the manifest of the file that is about to be replaced: neither can be renamed together with the other."""
+def _replaced_manifest(path: Path) -> dict[str, Any]:
+    """Returns the manifest of the file that is about to be replaced, as {'before': manifest}, or {}: file and manifest can't be
+    renamed at once.
+    """
     try:
         known = manifest_at(path) if path.is_file() else {}
     except (OSError, ValueError):

@@ -22,10 +22,11 @@ def manifest_at(path: Path) -> dict[str, Any]:
     """Reads the manifest of a checkpoint and none of its files; raises an OSError or a ValueError that names what is wrong with
     it.
     """
-    return _checked(read_json(manifest_of(path)))
+    return _check_manifest(read_json(manifest_of(path)))
 
 
-def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+def _check_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Returns the manifest; raises a UserError that names a value of the wrong kind."""
     for name, check in _CHECKS.items():
         if name in manifest:
             try:
@@ -35,10 +36,10 @@ def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _position(position: Any) -> None:
+def _check_position(position: Any) -> None:
     for name, value in position.items():
         if name in _SWITCHES:
-            _switch(value)
+            _check_boolean(value)
         else:
             as_count(value)
 
@@ -50,53 +51,65 @@ def check_complete(manifest: Mapping[str, Any]) -> None:
         raise UserError(f"its manifest has no {min(lacking)}")
 
 
-def _switch(value: Any) -> None:
+def _check_boolean(value: Any) -> None:
     if not isinstance(value, bool):
         raise UserError(f"{str(value)[:40]!r} is neither true nor false")
 
 
-def _number(value: Any) -> None:
+def _check_number(value: Any) -> None:
     if type(value) not in (int, float):
         raise UserError(f"{str(value)[:40]!r} is no number")
 
 
-def _logged(entries: Any) -> None:
+def _check_logged(entries: Any) -> None:
     for step, tag, value in entries:
         as_count(step)
         as_text(tag)
-        _number(value)
+        _check_number(value)
 
 
-def _metrics(metrics: Any) -> None:
+def _check_metrics(metrics: Any) -> None:
     for value in metrics.values():
-        _number(value)
+        _check_number(value)
 
 
-def _parts(parts: Any) -> None:
+def _check_parts(parts: Any) -> None:
     for entry in parts.values():
-        _file(entry)
+        _check_file(entry)
         as_count(entry["rank"])
         as_text(entry["host"])
 
 
-def _file(entry: Any) -> None:
+def _check_file(entry: Any) -> None:
     if not {"bytes", "sha256"} <= entry.keys():
         raise UserError("a size or a checksum is missing")
     as_count(entry["bytes"])
     as_text(entry["sha256"])
 
 
-def _before(manifest: Any) -> None:
-    _file(manifest)
-    _checked(manifest)
+def _check_before(manifest: Any) -> None:
+    _check_file(manifest)
+    _check_manifest(manifest)
 
 
-def _mapping(value: Any) -> None:
+def _check_mapping(value: Any) -> None:
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"{str(value)[:40]!r} has no keys")
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
-    **{"position": _position, "finished": _switch, "logged": _logged, "metrics": _metrics, "parts": _parts},
-    **{"bytes": as_count, "sha256": as_text, "before": _before, "configuration": _mapping, "versions": _mapping},
+    **{
+        "position": _check_position,
+        "finished": _check_boolean,
+        "logged": _check_logged,
+        "metrics": _check_metrics,
+        "parts": _check_parts,
+    },
+    **{
+        "bytes": as_count,
+        "sha256": as_text,
+        "before": _check_before,
+        "configuration": _check_mapping,
+        "versions": _check_mapping,
+    },
 }

@@ -1,4 +1,4 @@
-"""Collects what a rank receives of the end of another: from that rank, which failed, or from its warden, as it was killed."""
+"""Records the ranks that this rank has lost: those that failed, and those that were killed, which their wardens report."""
 
 import threading
 import time
@@ -6,52 +6,53 @@ import time
 from project.errors import TRY_AGAIN
 
 
-class News:
-    """The deaths and failures that the watchdog's thread receives; a moment earlier, the main thread meets a closed
-    connection.
+class LostRanks:
+    """Records deaths and failures of other ranks. The watchdog's thread receives them; a moment earlier, the main thread gets
+    an error from a closed connection.
     """
 
     def __init__(self) -> None:
         self.deaths: dict[int, str] = {}
         self.failures: dict[int, str] = {}
-        self.silence = False
-        """A rank has gone, and nobody says how: with its warden, and so with its host."""
+        self.unexplained = False
+        """Whether a rank is lost and nothing reports how: its warden, and so its host, is lost too."""
         self.since: float | None = None
-        """When the first came; None: nothing is known."""
-        self._heard = threading.Event()
+        """When the first report came; None: no rank is lost."""
+        self._received = threading.Event()
 
-    def of_death(self, rank: int, text: str) -> None:
-        """Notes the death of a rank that was killed: its warden reports it."""
+    def note_death(self, rank: int, text: str) -> None:
+        """Records the death of a rank that was killed: its warden reports it."""
         self.deaths.setdefault(rank, text)
-        self._hear()
+        self._mark()
 
-    def of_failure(self, rank: int, text: str) -> None:
-        """Notes the failure of a rank that an error ends: it reports that itself."""
+    def note_failure(self, rank: int, text: str) -> None:
+        """Records the failure of a rank that an error ends: it reports that itself."""
         self.failures.setdefault(rank, text)
-        self._hear()
+        self._mark()
 
-    def _hear(self) -> None:
+    def _mark(self) -> None:
+        """Records the time of the first report, and ends `wait`."""
         self.since = self.since or time.monotonic()
-        self._heard.set()
+        self._received.set()
 
     @property
-    def code(self) -> int:
-        """Returns the exit code of the ranks that are left, where one was killed or its host is gone; an error would come
-        again.
+    def exit_code(self) -> int:
+        """Returns the exit code of the remaining ranks: 'try again' where one was killed or its host is lost, 1 after an error,
+        which would occur again.
         """
-        return TRY_AGAIN if (self.deaths or self.silence) and not self.failures else 1
+        return TRY_AGAIN if (self.deaths or self.unexplained) and not self.failures else 1
 
     def wait(self, seconds: float) -> bool:
         """Waits until a death or a failure is known, or so long; returns whether one is."""
-        return self._heard.wait(seconds)
+        return self._received.wait(seconds)
 
     def clear(self) -> None:
-        """Forgets everything: another run begins in this process."""
+        """Removes all records: another run begins in this process."""
         self.deaths.clear()
         self.failures.clear()
-        self.silence = False
+        self.unexplained = False
         self.since = None
-        self._heard.clear()
+        self._received.clear()
 
 
-NEWS = News()
+LOST_RANKS = LostRanks()

@@ -38,7 +38,7 @@ _SHOWN = 64  # samples of a micro-batch
 
 @dataclass
 class Fault:
-    """A micro-batch whose loss is not finite, and where it was made."""
+    """Describes a micro-batch whose loss is not finite, and where it was computed."""
 
     rank: int
     host: str
@@ -57,13 +57,13 @@ class Fault:
 
 @dataclass
 class CheckedStep:
-    """A step's record, kept until the step is known to be fine. Counted as in the log: `number` is 1 for the first."""
+    """Records a step until its flag is known. `number` counts as the log does: 1 for the first step."""
 
     number: int
     epoch: int
     losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     late: bool = False
-    """The host looks at the flag when the device has it."""
+    """Whether the host reads the flag some steps later, when the device has computed it."""
     flag: Any = None
     ready: Any = None
 
@@ -83,7 +83,7 @@ class NonFinite(Callback):
     def __init__(self, act: Act = "stop") -> None:
         self.act = act
         self.skipped = self.scaled = 0
-        self._row = 0
+        self._faults_in_a_row = 0
         self._step = CheckedStep(0, 0)
         self._unread: deque[CheckedStep] = deque()
         self._unit, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
@@ -108,16 +108,22 @@ class NonFinite(Callback):
         self._stream = torch.cuda.current_stream() if self._unit.is_cuda else None
         self._unread.clear()  # of a fit that failed
         allow_skipped_steps(trainer, self.act == "skip")
-        if (checkpoints := checkpoints_of(trainer)) and self.settle not in checkpoints.before_save:
-            checkpoints.before_save.append(self.settle)
-        if self._late and self.act == "skip" and _scaler(trainer) is None and not all(map(is_fused, trainer.optimizers)):
+        if (checkpoints := checkpoints_of(trainer)) and self.read_all_flags not in checkpoints.before_save:
+            checkpoints.before_save.append(self.read_all_flags)
+        if (
+            self._late
+            and self.act == "skip"
+            and _gradient_scaler(trainer) is None
+            and not all(map(is_fused, trainer.optimizers))
+        ):
             log.info(
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
             )
-        self._give_momentum(trainer)  # also in the middle of an epoch that the run resumes
+        self._zero_momentum(trainer)  # also in the middle of an epoch that the run resumes
 
-    def _give_momentum(self, trainer: Trainer) -> None:
+    def _zero_momentum(self, trainer: Trainer) -> None:
+        """Initialises the momentum of fused optimisers, which a first step that is skipped would leave undefined."""
         for optimizer in trainer.optimizers:
             give_zero_momentum(optimizer)
 
@@ -125,17 +131,17 @@ class NonFinite(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # whose callbacks may have unfrozen a parameter when the epoch began
-            self._give_momentum(trainer)
+            self._zero_momentum(trainer)
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
-            self._step.late = self._late and self._is_late(trainer)
+            self._step.late = self._late and self._may_look_later(trainer)
             set_step_skipped(trainer, self._skips if self._step.late and self.act == "skip" else False)
 
-    def _is_late(self, trainer: Trainer) -> bool:
-        """Returns whether the host need not look at the step at hand: it stops later, or the device leaves the step out by
+    def _may_look_later(self, trainer: Trainer) -> bool:
+        """Returns whether the host may read the flag of the current step later: it stops then, or the device skips the step by
         itself.
         """
-        return self.act == "stop" or _scaler(trainer) is not None or all(map(is_fused, trainer.optimizers))
+        return self.act == "stop" or _gradient_scaler(trainer) is not None or all(map(is_fused, trainer.optimizers))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach()
@@ -154,15 +160,15 @@ class NonFinite(Callback):
             torch.maximum(self._flag, flag, out=self._flag)
             if self.act == "skip":
                 torch.gt(self._flag, 0, out=self._skips)  # of any of the module's optimisers
-                if _scaler(trainer) is None:
+                if _gradient_scaler(trainer) is None:
                     optimizer.found_inf = flag  # type: ignore[attr-defined]
         # The host waits for the device here: always on a CPU, where that is nothing; on a GPU see `on_train_start`.
         elif not flag.item():
-            self._row = 0
+            self._faults_in_a_row = 0
         else:
-            self._add_loss(trainer)
-            if self._is_a_fault(trainer, self._step, pl_module):
-                self._leave_out(trainer, optimizer)
+            self._note_loss(trainer)
+            if self._handle_fault(trainer, self._step, pl_module):
+                self._drop_gradients(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -170,28 +176,29 @@ class NonFinite(Callback):
         for optimizer in trainer.optimizers if self._late else ():
             vars(optimizer).pop("found_inf", None)
         if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
-            self._add_loss(trainer)
+            self._note_loss(trainer)
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:
-            self._read_later(trainer, self._step)
+            self._queue_flag(trainer, self._step)
 
-    def _add_loss(self, trainer: Trainer) -> None:
+    def _note_loss(self, trainer: Trainer) -> None:
+        """Adds the current micro-batch and its loss to the record of the step."""
         if (loss := loss_at_hand(trainer)) is not None:
             self._step.losses.append((micro_batch(trainer), loss))
 
-    def _leave_out(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Removes the gradients: the optimiser passes over what has none, and neither weights nor momenta nor counts are
-        touched.
+    def _drop_gradients(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Skips the step by removing its gradients: the optimiser ignores parameters without one, and changes neither weights
+        nor momenta nor counts.
         """
         set_step_skipped(trainer, True)
-        if _scaler(trainer) is None:  # which would miss them, and has found out by itself
+        if _gradient_scaler(trainer) is None:  # which would miss them, and has found out by itself
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
     # Later, on a GPU --------------------------------------------------------------------------------------------------
 
-    def _read_later(self, trainer: Trainer, step: CheckedStep) -> None:
-        """Reads the flags of steps before this one: this one's is on its way into pinned memory, and the host does not wait."""
+    def _queue_flag(self, trainer: Trainer, step: CheckedStep) -> None:
+        """Starts the copy of the step's flag into pinned memory, and reads those of earlier steps: the host does not wait."""
         step.flag = self._flag.to("cpu", non_blocking=True, copy=True)
         self._flag.zero_()
         if self._stream is not None:
@@ -199,59 +206,60 @@ class NonFinite(Callback):
             step.ready.record(self._stream)
         self._unread.append(step)
         while len(self._unread) > _LATER:
-            self._read(trainer)
+            self._read_oldest_flag(trainer)
 
-    def _read(self, trainer: Trainer) -> None:
+    def _read_oldest_flag(self, trainer: Trainer) -> None:
+        """Reads the flag of the oldest step whose flag is unread, and handles its fault."""
         step = self._unread.popleft()
         if step.ready is not None:
             step.ready.synchronize()  # of two steps ago: the device has steps to work on meanwhile
         if step.flag.item():
-            self._is_a_fault(trainer, step)
+            self._handle_fault(trainer, step)
         else:
-            self._row = 0
+            self._faults_in_a_row = 0
 
-    def settle(self, trainer: Trainer) -> None:
+    def read_all_flags(self, trainer: Trainer) -> None:
         """Reads all unread flags: the state may be saved. The host waits for the device here."""
         while self._unread:
-            self._read(trainer)
+            self._read_oldest_flag(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.settle(trainer)
+        self.read_all_flags(trainer)
         if self.skipped and trainer.is_global_zero:
             log.warning("%d of %d steps were skipped, because they were not finite.", self.skipped, trainer.global_step)
 
     # What it was -----------------------------------------------------------------------------------------------------
 
-    def _is_a_fault(self, trainer: Trainer, step: CheckedStep, module: LightningModule | None = None) -> bool:
-        """Returns False if fp16's scale was merely too high; stops the run if it is to stop. Called by all ranks for the same
-        step.
+    def _handle_fault(self, trainer: Trainer, step: CheckedStep, module: LightningModule | None = None) -> bool:
+        """Reports a step that is not finite, and stops the run if it is to stop; returns whether the step is to be skipped.
+        False if fp16's scale was merely too high: the scaler skips it. Called by all ranks for the same step.
         """
-        faults = _exchange(trainer, _own(trainer, step))
-        scaler = _scaler(trainer)
+        faults = _gather_faults(trainer, _own_faults(trainer, step))
+        scaler = _gradient_scaler(trainer)
         if not faults and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
             self.scaled += 1
-            self._count(trainer, step, "train/fp16_skipped_steps", self.scaled)
+            self._log_count(trainer, step, "train/fp16_skipped_steps", self.scaled)
             log.info("Step %d is skipped by fp16's loss scaling, which lowers its scale (%d so far).", step.number, self.scaled)
             return False
-        what = _describe(step, faults, _parameters(module) if module and not faults else [])
-        self._row += 1
-        if self.act == "stop" or self._row > _IN_A_ROW:
-            self._stop(trainer, what, _hint(trainer, faults), before=module is not None)
+        what = _describe(step, faults, _faulty_parameters(module) if module and not faults else [])
+        self._faults_in_a_row += 1
+        if self.act == "stop" or self._faults_in_a_row > _IN_A_ROW:
+            self._save_and_stop(trainer, what, _hint(trainer, faults), before=module is not None)
         self.skipped += 1
-        self._count(trainer, step, "train/skipped_steps", self.skipped)
+        self._log_count(trainer, step, "train/skipped_steps", self.skipped)
         if trainer.is_global_zero:
             log.warning("%s The step is skipped (%d so far).", what, self.skipped)
         return True
 
     @staticmethod
-    def _count(trainer: Trainer, step: CheckedStep, tag: str, count: int) -> None:
+    def _log_count(trainer: Trainer, step: CheckedStep, tag: str, count: int) -> None:
         for logger in measurement_loggers(trainer):
             logger.log_metrics({tag: count}, step=step.number)
 
-    def _stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
-        """Ends all ranks. `before`: the step has not been taken, so this is a state to resume from."""
+    def _save_and_stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
+        """Saves a checkpoint if the state is sound, and ends all ranks. `before`: the step has not been taken, so it may be."""
         checkpoints = checkpoints_of(trainer)
-        if checkpoints and before and _finite(trainer.lightning_module):
+        if checkpoints and before and _parameters_are_finite(trainer.lightning_module):
             checkpoints.save(trainer)
         if checkpoints:
             checkpoints.wait()
@@ -263,16 +271,17 @@ class NonFinite(Callback):
         raise NonFiniteError(what)
 
 
-def _scaler(trainer: Trainer) -> Any:
+def _gradient_scaler(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _finite(module: LightningModule) -> bool:
+def _parameters_are_finite(module: LightningModule) -> bool:
+    """Returns whether all parameters are finite, on all ranks if they are sharded."""
     here = not all(bool(local(parameter).isfinite().all()) for parameter in module.parameters())
     return not (any_rank([here])[0] if is_sharded(module.trainer) else here)
 
 
-def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
+def _own_faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
     """Returns this rank's micro-batches whose loss is not finite."""
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
     return [
@@ -282,11 +291,12 @@ def _own(trainer: Trainer, step: CheckedStep) -> list[Fault]:
     ]
 
 
-def _exchange(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
+def _gather_faults(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
+    """Returns the faults of all ranks. Called by all of them."""
     return [fault for part in data_ranks(trainer).all_gather_objects(faults) for fault in part]
 
 
-def _parameters(module: LightningModule) -> list[str]:
+def _faulty_parameters(module: LightningModule) -> list[str]:
     """Names the parameters whose gradient is not finite, from the output backwards: the fault began at the first, or next to
     it.
     """
@@ -298,6 +308,7 @@ def _parameters(module: LightningModule) -> list[str]:
 
 
 def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> str:
+    """Returns the message: the losses that are not finite or, if all are, the parameters whose gradients are not."""
     which = f"step {step.number} (epoch {step.epoch})"
     if faults:
         more = f"; and {len(faults) - 3} more micro-batches" if len(faults) > 3 else ""

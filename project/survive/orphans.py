@@ -18,8 +18,10 @@ def ends_with_parent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def launched_by(host: str) -> str:
-    """Returns for the warden what this process ends with, as text for one of its ranks; 'quiet' for the others; or ''."""
+def describe_launcher(host: str) -> str:
+    """Returns the launcher whose end also ends this process, as text for the warden that reports it; 'quiet' for the wardens
+    that don't; '' where this process was not launched.
+    """
     if not ends_with_parent():
         return ""
     first = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0"

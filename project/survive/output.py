@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 
-class _Patient(io.FileIO):
-    """A file descriptor that accepts what is written, also when it has nowhere to go; the next words are tried again."""
+class _TolerantFile(io.FileIO):
+    """Represents a file descriptor whose writes never fail: text that can't be written is dropped."""
 
     def write(self, data: Any) -> int:
         try:
@@ -18,17 +18,17 @@ class _Patient(io.FileIO):
             return len(data)
 
 
-def _patient(stream: Any, number: int) -> Any:
-    """Returns the same stream over a patient descriptor; what is no program's own output (under a test, say) stays as it is."""
+def _tolerant_stream(stream: Any, number: int) -> Any:
+    """Returns a stream whose writes never fail; one that is not the program's own (under a test, say) is returned as it is."""
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
         return stream
     stream.flush()
-    raw = io.BufferedWriter(_Patient(number, "w", closefd=False))
+    raw = io.BufferedWriter(_TolerantFile(number, "w", closefd=False))
     kept = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
     return io.TextIOWrapper(raw, **kept)
 
 
-def outlive_the_reader() -> None:
+def ignore_output_errors() -> None:
     """Makes writing to standard output and standard error succeed from here on."""
-    sys.stdout = _patient(sys.stdout, 1)
-    sys.stderr = _patient(sys.stderr, 2)
+    sys.stdout = _tolerant_stream(sys.stdout, 1)
+    sys.stderr = _tolerant_stream(sys.stderr, 2)

@@ -1,4 +1,4 @@
-"""Signals set a flag; all ranks stop at the same step, with a checkpoint.
+"""Stops all ranks at the same step when any of them receives a signal, with a checkpoint.
 
 Lightning's own handlers talk to the other ranks from inside the handler, and hang when the ranks are not in step. Here a
 handler only notes the signal; at every step, or at every eighth at most where steps are short, the ranks compare notes on the
@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.cluster.group import Group
 from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.requeue import REQUEUE, lead
+from project.survive.requeue import REQUEUE, grace_period
 from project.survive.signals import EXIT_CODES, Signals
 
 log = logging.getLogger(__name__)
@@ -29,34 +29,34 @@ log = logging.getLogger(__name__)
 _INTERVAL, _MOST = 0.05, 8  # seconds and steps from one comparison to the next
 
 
-class Question(Protocol):
-    """A further action that the ranks are to begin at the same step."""
+class SharedAction(Protocol):
+    """Describes a further action that all ranks begin at the same step."""
 
-    def asks(self, trainer: Trainer) -> bool:
-        """Returns whether this rank wants it. Called between steps."""
+    def is_wanted(self, trainer: Trainer) -> bool:
+        """Returns whether this rank requests the action. Called between steps."""
 
-    def answers(self, trainer: Trainer, group: Any) -> None:
-        """Begins the action on all ranks before the same step, if any wants it; `group`: that of all ranks, on CPU."""
+    def begin_on_all_ranks(self, trainer: Trainer, group: Any) -> None:
+        """Begins the action. Called on all ranks before the same step, if any rank requests it; `group`: all ranks, on CPU."""
 
 
 class StopTogether(Callback):
-    """Stops all ranks at the same step when any of them was asked to, and saves when the time for it has come.
+    """Stops all ranks at the same step when any of them has received a signal, and saves when a save is due by any clock.
 
     Args:
-        signals: those that have come.
-        question: what else is to begin on all ranks at once.
+        signals: the signals that this process has received.
+        action: a further action to begin on all ranks at the same step.
     """
 
-    def __init__(self, signals: Signals, question: Question | None = None) -> None:
-        self.signals, self._question = signals, question
+    def __init__(self, signals: Signals, action: SharedAction | None = None) -> None:
+        self.signals, self._action = signals, action
         self._group = Group()
         self._notes = torch.zeros(4, dtype=torch.int32)
-        self._answer: Any = None
+        self._exchange: Any = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
-        self._shared = 0.0  # batches of this evaluation that all ranks still have
-        self._lead: tuple[float, str] | None = None
+        self._shared_batches = 0.0  # batches of this evaluation that all ranks still have
+        self._grace_period: tuple[float, str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero and (checkpoints := checkpoints_of(trainer)) is not None:
@@ -68,19 +68,19 @@ class StopTogether(Callback):
 
     def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool]:
         """Returns the signal that any rank had noted at the last step, or 0; whether any rank's clock calls for a save; whether
-        any rank has a question.
+        any rank requests the action.
         """
-        asks = self._question is not None and self._question.asks(trainer)
-        own = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, asks)
+        is_wanted = self._action is not None and self._action.is_wanted(trainer)
+        own = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, is_wanted)
         if (group := self._group()) is None:
             return own
         last = (0, False, False)
         self._since += 1
-        if self._answer is not None:
-            self._answer.wait()
-            self._answer = None
-            number, overdue, asks, steps = self._notes.tolist()
-            last = (number, bool(overdue), bool(asks))
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
+            number, overdue, is_wanted, steps = self._notes.tolist()
+            last = (number, bool(overdue), bool(is_wanted))
             self._pause = 0 if self._stale else -steps - 1
         if self._pause:
             self._pause -= 1
@@ -88,12 +88,12 @@ class StopTogether(Callback):
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
             # Where all are about to save, or to answer, those have had their say.
-            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps())
+            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps_per_interval())
             self._notes[0], self._notes[1], self._notes[2], self._notes[3] = notes
-            self._answer = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
+            self._exchange = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 
-    def _steps(self) -> int:
+    def _steps_per_interval(self) -> int:
         """Returns how many of this rank's steps make an interval, going by the last ones."""
         if self._since < 3:  # of this phase
             return 1
@@ -102,45 +102,45 @@ class StopTogether(Callback):
         self._last, self._since = now, 0
         return max(1, min(_MOST, int(_INTERVAL / max(each, 1e-6))))
 
-    def _at_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures the steps anew: those that follow may take another time."""
+    def _restart_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restarts the measurement of step times, and compares at the next step: another phase begins."""
         self._pause, self._stale = 0, True
         self._last, self._since = time.monotonic(), 0
 
-    on_train_epoch_start = on_validation_end = _at_once
+    on_train_epoch_start = on_validation_end = _restart_interval
 
-    def _evaluates(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the batches that all ranks have: ranks may differ in number, and compare notes at those that all of them
-        have.
+    def _count_shared_batches(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the batches that every rank has in this evaluation: ranks may have different numbers, and can compare only
+        at these.
         """
-        self._at_once(trainer, pl_module)
-        self._shared = _batches(trainer)
+        self._restart_interval(trainer, pl_module)
+        self._shared_batches = _evaluation_batches(trainer)
         if (group := self._group()) is not None:
             # Where nobody knows how many will come, a signal waits for the end of the evaluation.
-            fewest = torch.tensor(self._shared if math.isfinite(self._shared) else 0.0)
+            fewest = torch.tensor(self._shared_batches if math.isfinite(self._shared_batches) else 0.0)
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
-            self._shared = float(fewest)
+            self._shared_batches = float(fewest)
 
-    on_validation_start = on_test_start = on_predict_start = _evaluates
+    on_validation_start = on_test_start = on_predict_start = _count_shared_batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._lead = lead() if trainer.is_global_zero else None
+        self._grace_period = grace_period() if trainer.is_global_zero else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            REQUEUE.forget()
+            REQUEUE.remove_marks()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Waits for the last comparison: it holds Gloo's threads as long as it is held, and they must not outlive Python."""
-        if self._answer is not None:
-            self._answer.wait()
-            self._answer = None
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
 
-    def _warn_of_a_short_lead(self, seconds: float | None) -> None:
+    def _warn_of_short_grace_period(self, seconds: float | None) -> None:
         """Warns, once and long before a signal comes, that a checkpoint takes longer than the grace period."""
-        if self._lead is not None and seconds is not None and seconds > self._lead[0]:
-            given, setting = self._lead
-            self._lead = None
+        if self._grace_period is not None and seconds is not None and seconds > self._grace_period[0]:
+            given, setting = self._grace_period
+            self._grace_period = None
             log.warning(
                 "A checkpoint takes %.0f s, and after a signal this job has %.0f s: it would be cut short. HINT: %s",
                 seconds, given, setting.format(max(60, round(2 * seconds))),
@@ -148,26 +148,28 @@ class StopTogether(Callback):
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (checkpoints := checkpoints_of(trainer)) is not None:
-            self._warn_of_a_short_lead(checkpoints.seconds)
-        number, overdue, has_question = self._compare(trainer, checkpoints)
+            self._warn_of_short_grace_period(checkpoints.seconds)
+        number, overdue, any_wants_action = self._compare(trainer, checkpoints)
         if number:
             self._stop(trainer, number)
         if overdue and checkpoints:
             checkpoints.save(trainer)
-        if has_question and self._question is not None:
-            self._question.answers(trainer, self._group())
+        if any_wants_action and self._action is not None:
+            self._action.begin_on_all_ranks(trainer, self._group())
 
-    def _between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._shared == 0:
+    def _stop_between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Stops an evaluation before a batch that all ranks have, if any rank has received a signal."""
+        if self._shared_batches == 0:
             return
-        self._shared -= 1
+        self._shared_batches -= 1
         number, *_ = self._compare(trainer, checkpoints_of(trainer))
         if number:
             self._stop(trainer, number)
 
-    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _between_batches
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _stop_between_batches
 
     def _stop(self, trainer: Trainer, number: int) -> None:
+        """Saves a checkpoint, requeues a Slurm job and exits with the signal's exit code. Called by all ranks."""
         name = signal.Signals(number).name
         checkpoints = checkpoints_of(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and checkpoints:
@@ -175,18 +177,18 @@ class StopTogether(Callback):
             log.info("%s: all ranks stop here, with a checkpoint%s.", name, took)
             checkpoints.save(trainer)
             checkpoints.wait()
-            self._warn_of_a_short_lead(checkpoints.seconds)
+            self._warn_of_short_grace_period(checkpoints.seconds)
             log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
         else:
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
-            REQUEUE.put_back()
+            REQUEUE.requeue()
         if (group := self._group()) is not None:
             dist.barrier(group=group)  # srun and torchrun end all ranks when one has: not before rank 0 has saved
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
-def _batches(trainer: Trainer) -> float:
+def _evaluation_batches(trainer: Trainer) -> float:
     """Returns how many batches this rank has in the evaluation that begins; infinite where that is unknown."""
     if trainer.sanity_checking:
         return float(sum(trainer.num_sanity_val_batches))

@@ -41,11 +41,11 @@ def _problem(part: Any) -> str | None:
         with plain_values():
             torch.load(file, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        return _brief(str(error))
+        return _torch_reason(str(error))
     return None
 
 
-def _brief(text: str) -> str:
+def _torch_reason(text: str) -> str:
     """Returns PyTorch's reason, without its page of advice."""
     _, separator, reason = text.partition("WeightsUnpickler error: ")
     return (reason if separator else text).strip().splitlines()[0].partition(" was not an allowed global")[0]

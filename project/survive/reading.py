@@ -53,21 +53,24 @@ class SafeCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def _read(self, path: Path, address: str | Path, map_location: Any, safe: bool) -> Any:
+        """Reads a folder of parts, a file or a remote address; `safe`: runs no code from it."""
         if path.is_dir():
             return Parted(path, load if safe else _load_trusted).checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
             with plain_values():
                 return finished(super().load_checkpoint(address, map_location, safe))
         if self.slice_of is not None:
-            return _let_go(load(path))
+            return _copy_small_tensors(load(path))
         return load(path, map_location, mmap=False)
 
 
 def _load_trusted(path: Path) -> Any:
+    """Reads a file that the user trusts: it may run code."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
-def _let_go(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _copy_small_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint whose small tensors are copies: they no longer keep the mapped file open."""
     copied: dict[str, Any] = apply_to_collection(
         checkpoint, Tensor, lambda tensor: tensor.clone() if tensor.nbytes < _SMALL else tensor
     )

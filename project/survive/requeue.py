@@ -26,7 +26,8 @@ MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch count
 _MARGIN = 10.0  # seconds before the end, or a quarter of what is left where that is less
 
 
-def injob_name() -> bool:
+def in_job_step() -> bool:
+    """Returns whether this process runs in a step of a Slurm job (srun)."""
     return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" in os.environ
 
 
@@ -47,9 +48,9 @@ def _seconds_left() -> float | None:
     return (datetime.fromisoformat(match[1]) - datetime.now()).total_seconds() if match else None
 
 
-def lead() -> tuple[float, str] | None:
-    """Returns the seconds from a signal to the end, as far as that is known before one comes, and what to set for more."""
-    if injob_name():
+def grace_period() -> tuple[float, str] | None:
+    """Returns the grace period in seconds, and the setting that lengthens it; None where it is not known in advance."""
+    if in_job_step():
         script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
         match = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
         return (float(match[1]), "#SBATCH --signal=USR1@{}") if match else None
@@ -68,12 +69,13 @@ class Requeue:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._put = False
 
-    def when_noted(self, number: signal.Signals) -> None:
-        """Starts to wait for the job's end: after this signal its time runs out."""
-        if number == signal.SIGUSR1 and injob_name() and os.environ.get("SLURM_PROCID") == "0":
-            threading.Thread(target=self._before_the_end, name="requeue", daemon=True).start()
+    def begin_countdown(self, number: signal.Signals) -> None:
+        """Starts a thread that requeues the job shortly before its end, if this signal announces the end."""
+        if number == signal.SIGUSR1 and in_job_step() and os.environ.get("SLURM_PROCID") == "0":
+            threading.Thread(target=self._requeue_before_end, name="requeue", daemon=True).start()
 
-    def _before_the_end(self) -> None:
+    def _requeue_before_end(self) -> None:
+        """Requeues the job shortly before its end, unless `requeue` was called before."""
         left = _seconds_left()
         if left is None or self._over.wait(left - max(2.0, min(_MARGIN, left / 4))):
             return
@@ -81,21 +83,21 @@ class Requeue:
             "SIGUSR1 came %.0f s before the end of Slurm job %s, and %s takes longer: it is cut short. HINT: an earlier "
             "signal, #SBATCH --signal=USR1@%.0f", left, job_name(), self.doing(), max(60, 4 * left),
         )  # fmt: skip
-        if not self.put_back() and not self.given_up:
+        if not self.requeue() and not self.given_up:
             os._exit(128 + signal.SIGUSR1)  # no scontrol here: who started us knows what that means
 
     @property
     def _marks(self) -> Path:
-        """Returns the file with the newest checkpoint at each requeueing, a line for each."""
+        """Returns the path of the file that names the newest checkpoint at each requeueing, a line for each."""
         return Path("lightning_logs") / f".requeues-{os.environ['SLURM_JOB_ID']}"
 
     given_up = False
 
-    def put_back(self) -> bool:
-        """Puts the job back into the queue; returns whether it is there."""
+    def requeue(self) -> bool:
+        """Puts the job back into the queue, once, unless it makes no progress; returns whether it is in the queue."""
         self._over.set()
         with self._lock:
-            if self._put or self.given_up or not injob_name():
+            if self._put or self.given_up or not in_job_step():
                 return self._put
             marks = ["none"]
             with suppress(OSError):
@@ -119,9 +121,9 @@ class Requeue:
             log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will go on from {newest}" if newest else "")
         return self._put
 
-    def forget(self) -> None:
-        """Removes the marks: the run is finished."""
-        if injob_name():
+    def remove_marks(self) -> None:
+        """Removes the file of requeueings: the run is finished."""
+        if in_job_step():
             self._marks.unlink(missing_ok=True)
 
 

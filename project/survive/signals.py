@@ -51,7 +51,7 @@ class Signals:
             signal.signal(number, handler)
         self._before.clear()
 
-    def end_at_the_second(self) -> None:
+    def exit_at_second_signal(self) -> None:
         """Makes a second signal end this process from here on, also while its main thread is in code that is not Python's,
         where it can note none: in a library that is loaded, or a connection that is waited for.
         """
@@ -59,9 +59,10 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a loader process is ended by one
-        threading.Thread(target=self._count, args=(reader,), name="signals", daemon=True).start()
+        threading.Thread(target=self._watch_for_second_signal, args=(reader,), name="signals", daemon=True).start()
 
-    def _count(self, reader: int) -> None:
+    def _watch_for_second_signal(self, reader: int) -> None:
+        """Runs in a thread: reads the numbers of signals from a pipe, and ends the process at the second one."""
         first: float | None = None
         while number := os.read(reader, 1):
             if number[0] not in self._before:
@@ -73,6 +74,7 @@ class Signals:
                 os._exit(EXIT_CODES[signal.Signals(number[0])])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal: records the first one, and ends the process at the second."""
         now = time.monotonic()
         if self.noted is None:
             self.noted, self._since = signal.Signals(number), now

@@ -1,7 +1,7 @@
-"""Writes checkpoints in parts, one by each rank: all of it, or nothing.
+"""Writes a checkpoint in parts, one by each rank: the whole checkpoint, or nothing.
 
 Each rank's writer is a thread beside the training. The writers have a group of their own, as the training's may be in use,
-and exchange results after each move: a disk that is full on one host is every rank's failure, and a rank that is gone ends
+and exchange results after each action: a disk that is full on one host is every rank's failure, and a rank that is gone ends
 the wait of the others. The parts lie in a new folder under another name until all are on the disk and the manifest names
 them; then rank 0 renames the folder, and each rank reads back its part.
 
@@ -34,23 +34,25 @@ T = TypeVar("T")
 
 
 class Incomplete(Exception):
-    """A checkpoint that at least one rank could not write."""
+    """Raised when at least one rank could not write its part of a checkpoint."""
 
 
 class Lost(Incomplete):
-    """A checkpoint that was abandoned because a rank is gone."""
+    """Raised when a checkpoint is abandoned because a rank is lost."""
 
 
 @dataclass
-class Copied:
-    """A rank's part of a checkpoint, in main memory: its slices of sharded tensors; on rank 0, all else, with marks."""
+class HostCopy:
+    """Holds a rank's part of a checkpoint in main memory: `slices` of sharded tensors; on rank 0 also `marked`, all else, with
+    marks where sharded tensors belong.
+    """
 
     marked: dict[str, Any]
     slices: dict[str, Tensor]
 
 
-class Together:
-    """Represents this rank's writer among those of all ranks.
+class ShardWriters:
+    """Writes this rank's part of a checkpoint, in step with the writers of the other ranks.
 
     Args:
         host: this rank's.
@@ -62,7 +64,7 @@ class Together:
         self._members: Any = None  # torch's group, held while something is being written
         self._read_back = False
 
-    def meet(self, timeout: timedelta | None) -> None:
+    def connect(self, timeout: timedelta | None) -> None:
         """Connects the writers. Called by all ranks; `timeout`: how long they wait for each other's disks."""
         self._group.make(timeout)
 
@@ -78,7 +80,7 @@ class Together:
     def _ranks(self) -> int:
         return dist.get_world_size(self._members)
 
-    def write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+    def write(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> tuple[Path, int]:
         """Writes a checkpoint, and returns its path and size. All ranks' writers call it, and all raise Incomplete where one of
         them fails."""
         self._members = self._group()
@@ -89,10 +91,11 @@ class Together:
         finally:
             self._members = None
 
-    def _write(self, path: Path, copied: Copied, manifest: dict[str, Any]) -> tuple[Path, int]:
+    def _write(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> tuple[Path, int]:
+        """Writes all parts into a new folder, renames it and verifies it; removes it, or sets it aside, where that fails."""
         staging, name = self._on_rank_0(lambda: _stage(path))
         try:
-            written = self._all(lambda: self._parts(staging, name, copied))
+            written = self._on_all_ranks(lambda: self._write_own_files(staging, name, copied))
             entries = {file: entry for entries in written for file, entry in entries.items()}
             path = self._on_rank_0(lambda: _commit(staging, path, {**manifest, "parts": entries}))
         except Exception:
@@ -100,7 +103,7 @@ class Together:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         try:
-            self._all(lambda: self._verify(path, written[self._rank]))
+            self._on_all_ranks(lambda: self._verify(path, written[self._rank]))
         except Lost:  # the files are there: who resumes reads them, and finds out
             raise
         except Incomplete:
@@ -109,30 +112,36 @@ class Together:
             raise
         return path, sum(entry["bytes"] for entry in entries.values())
 
-    # Moves -----------------------------------------------------------------------------------------------------------
+    # Actions ---------------------------------------------------------------------------------------------------------
 
-    def _all(self, move: Callable[[], T]) -> list[T]:
-        """Returns the results of all ranks' moves, by rank. Incomplete names the ranks that failed, and why."""
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Runs an action on each rank, and returns the results of all, by rank.
+
+        Raises:
+            Incomplete: it failed on some ranks, which are named, with the reasons.
+            Lost: a rank does not answer.
+        """
         own: Any = (None, "")
         try:
-            own = (move(), "")
+            own = (action(), "")
         except Exception as error:
             own = (None, cause(error) or type(error).__name__)
         of_ranks: list[Any] = [None] * self._ranks
         try:
             dist.all_gather_object(of_ranks, (*own, self.host), group=self._members)
         except RuntimeError as error:  # gloo's
-            raise Lost(f"a rank does not answer: {_brief(str(error))}") from error
+            raise Lost(f"a rank does not answer: {_gloo_reason(str(error))}") from error
         if failures := [f"rank {rank} on {host}: {problem}" for rank, (_, problem, host) in enumerate(of_ranks) if problem]:
             raise Incomplete("; ".join(failures))
         return [result for result, _, _ in of_ranks]
 
-    def _on_rank_0(self, move: Callable[[], T]) -> T:
-        result = self._all(lambda: move() if self._rank == 0 else None)[0]
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        """Runs an action on rank 0, and returns its result on all ranks."""
+        result = self._on_all_ranks(lambda: action() if self._rank == 0 else None)[0]
         assert result is not None
         return result
 
-    def _parts(self, staging: Path, name: str, copied: Copied) -> dict[str, Entry]:
+    def _write_own_files(self, staging: Path, name: str, copied: HostCopy) -> dict[str, Entry]:
         """Writes this rank's files, and returns their entries of the manifest."""
         contents: dict[str, Any] = {}
         if self._rank == 0:
@@ -147,14 +156,15 @@ class Together:
         return entries
 
     def _verify(self, path: Path, entries: dict[str, Entry]) -> None:
+        """Reads back this rank's files and compares their checksums; the first time, also loads them as a resumed run does."""
         for file, entry in entries.items():
             if problem := part_problem(path, file, entry):
                 raise OSError(problem)
         if not self._read_back:  # the first of this process, as one that goes on will read it
-            Parted(path, load).checkpoint(self._try)
+            Parted(path, load).checkpoint(self._read_own_slices)
             self._read_back = True
 
-    def _try(self, stored: Stored) -> None:
+    def _read_own_slices(self, stored: Stored) -> None:
         for rank, box in stored.layout.slices(stored.shape):
             if rank == self._rank:
                 stored.read(box)
@@ -179,6 +189,6 @@ def _commit(staging: Path, path: Path, manifest: dict[str, Any]) -> Path:
     return path
 
 
-def _brief(text: str) -> str:
+def _gloo_reason(text: str) -> str:
     """Returns gloo's reason without its file and its guesses."""
     return re.sub(r"^\[\S+gloo\S+\] ", "", text.strip()).partition(" This is typically")[0].partition("\n")[0].rstrip(".")

@@ -146,7 +146,7 @@ class Sharded(ShardedCheckpoints):
             )
         if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_copies(module.trainer)
-            if self.spread:
+            if self.is_sharded:
                 self._before_values.enter_context(averages_on_host(module.trainer))
         self._before_values.enter_context(StayOnMeta())
 

@@ -76,7 +76,7 @@ class Profile(Callback):
 
     # What a file asks for --------------------------------------------------------------------------------------------
 
-    def asks(self, trainer: Trainer) -> bool:
+    def is_wanted(self, trainer: Trainer) -> bool:
         """Returns whether rank 0 has found the file. It is called between steps."""
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _PAUSE
@@ -85,7 +85,7 @@ class Profile(Callback):
             self._file_exists = free and os.path.lexists(file) and (file.is_symlink() or not file.is_dir())
         return self._file_exists
 
-    def answers(self, trainer: Trainer, group: Any) -> None:
+    def begin_on_all_ranks(self, trainer: Trainer, group: Any) -> None:
         """Starts the recording that a file asks for, on all ranks before the same step."""
         requests: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
         if group is not None:

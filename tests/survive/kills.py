@@ -44,14 +44,14 @@ class Kill(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         Path(f"rank-{os.getpid()}").touch()
         trainer.strategy.barrier()
-        note = Checkpoints._note
+        note = Checkpoints._update_last_and_best
 
         def noted(checkpoints: Checkpoints, path: Path, manifest: dict[str, Any]) -> None:
             note(checkpoints, path, manifest)
             with Path("saved").open("a") as file:
                 file.write(f"{manifest['position']['global_step']}\n")
 
-        Checkpoints._note = noted  # type: ignore[method-assign]
+        Checkpoints._update_last_and_best = noted  # type: ignore[method-assign]
         if self.where == "write":
             save = torch.save
 

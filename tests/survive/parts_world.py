@@ -20,7 +20,7 @@ from project.cluster.interfaces import use_loopback
 from project.parts import Stored
 from project.survive.checkpoints import Checkpoints
 from project.survive.reading import SafeCheckpointIO
-from project.survive.together import Copied, Together
+from project.survive.together import HostCopy, ShardWriters
 from project.train.shards import read_shard, split
 from tests.conftest import _SERVER, PATIENCE
 
@@ -129,10 +129,10 @@ def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | Non
     """Writes a checkpoint of each step as `Checkpoints` does, struck in the last; what became of each, and how many moves the
     last one took."""
     rank = dist.get_rank()
-    together = Together(f"host-{rank}")
-    together.meet(None)
+    together = ShardWriters(f"host-{rank}")
+    together.connect(None)
     checkpoints = Checkpoints(keep_last=keep, monitor=None)
-    checkpoints._together, checkpoints._folder = together, world.folder / "checkpoints"
+    checkpoints._shard_writers, checkpoints._folder = together, world.folder / "checkpoints"
     said: list[Any] = []
     moves = [0]
     for step in steps:
@@ -141,7 +141,7 @@ def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | Non
             _count(moves, strike, world)
         manifest = {"position": {"global_step": step}} if rank == 0 else {}
         path = checkpoints._folder / f"step-{step:09d}.ckpt"
-        checkpoints._write(path, Copied(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        checkpoints._write(path, HostCopy(apart.marked if rank == 0 else {}, apart.slices), manifest)
         said.append(checkpoints.failed)
     return [*said, moves[0]]
 
@@ -179,17 +179,17 @@ def full_disk(world: World, mesh: DeviceMesh, sick: int) -> list[Any]:
         raise RuntimeError("unexpected pos 64 vs 0") from OSError(28, "No space left on device")
 
     rank = dist.get_rank()
-    together = Together(f"host-{rank}")
-    together.meet(None)
+    together = ShardWriters(f"host-{rank}")
+    together.connect(None)
     checkpoints = Checkpoints(keep_last=9, monitor=None)
-    checkpoints._together, checkpoints._folder = together, world.folder / "checkpoints"
+    checkpoints._shard_writers, checkpoints._folder = together, world.folder / "checkpoints"
     said: list[Any] = []
     for step in (1, 2, 3):
         torch.save = full if step == 2 and rank == sick else real
         apart = split(spread(whole(step), mesh))
         manifest = {"position": {"global_step": step}} if rank == 0 else {}
         path = checkpoints._folder / f"step-{step:09d}.ckpt"
-        checkpoints._write(path, Copied(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        checkpoints._write(path, HostCopy(apart.marked if rank == 0 else {}, apart.slices), manifest)
         dist.barrier()  # what is left goes when the others have been told
         there = sorted(one.name for one in checkpoints._folder.iterdir())
         said.append((checkpoints.failed, there))

@@ -14,7 +14,7 @@ import torch
 from project.runs import weights
 from project.survive.checkpoints import Checkpoints
 from project.survive.files import newest_good, read_manifest, write
-from project.survive.together import Copied
+from project.survive.together import HostCopy
 from project.survive.verification import Verification
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
@@ -99,13 +99,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     callback = Checkpoints(keep_last=2)
     callback._folder = tmp_path
     for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.2, 0.4], start=1):
-        callback._write(tmp_path / f"step-{step:09d}.ckpt", Copied(STATE, {}), {"metrics": {"val/acc": accuracy}})
+        callback._write(tmp_path / f"step-{step:09d}.ckpt", HostCopy(STATE, {}), {"metrics": {"val/acc": accuracy}})
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step-{n:09d}.ckpt" for n in (2, 4, 5)]
     assert callback.best is not None
     assert callback.best[1].name == "step-000000002.ckpt"
     callback._write(
         path := tmp_path / "step-000000006.ckpt",
-        Copied(STATE, {}),
+        HostCopy(STATE, {}),
         {"metrics": {"val/acc": 0.9}, "position": {"global_step": 6}},
     )
     assert callback.best == (0.9, path), "of equals, the newest"
@@ -115,13 +115,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
 def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
     callback = Checkpoints(keep_last=1, monitor=None)
     callback._folder = tmp_path
-    callback._write(tmp_path / "step-000000001.ckpt", Copied(STATE, {}), {})
+    callback._write(tmp_path / "step-000000001.ckpt", HostCopy(STATE, {}), {})
 
     def broken(path):
         raise ValueError("its checksum is wrong")
 
     monkeypatch.setattr("project.survive.files.read_manifest", broken)
-    callback._write(tmp_path / "step-000000002.ckpt", Copied(STATE, {}), {})
+    callback._write(tmp_path / "step-000000002.ckpt", HostCopy(STATE, {}), {})
     assert callback.failed is not None
     monkeypatch.undo()
     assert read_manifest(tmp_path / "step-000000001.ckpt")

@@ -50,12 +50,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def test_where_the_run_has_failed_connections_are_aborted_once_and_not_destroyed(group: Group) -> None:
     assert failure.report_error(KeyError("this device is broken"), 1, "h1") == 1
     assert group.aborted == 1
-    assert not failure.hang_up(0.1)  # the process is to end at once
+    assert not failure.close_connections(0.1)  # the process is to end at once
     assert group.aborted == 1
 
 
 def test_where_it_has_not_they_are_destroyed(group: Group) -> None:
-    assert not failure.hang_up(0.1)
+    assert not failure.close_connections(0.1)
     assert group.aborted == 0
 
 

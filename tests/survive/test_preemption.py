@@ -164,7 +164,7 @@ def test_when_the_time_has_come_all_save_once(monkeypatch):
     trainer = SimpleNamespace(callbacks=[due], accumulate_grad_batches=1)
     for _ in range(30):
         stop.on_step_begins(trainer, None)
-        stop._at_once(trainer, None)  # so that they compare notes at every step
+        stop._restart_interval(trainer, None)  # so that they compare notes at every step
     assert due.saves == 1
 
 

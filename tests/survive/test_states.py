@@ -108,10 +108,10 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     (state,) = [state for name, state in copied["callbacks"].items() if "Counting" in name]
     assert state["counts"].tolist() == [4] * 5
 
-    from project.survive.checkpoints import _copied
+    from project.survive.checkpoints import _copy_to_host
 
     array, tensor = np.zeros(2), torch.zeros(2)
-    copy = _copied({"array": array, "deep": [{"tensor": tensor}]})
+    copy = _copy_to_host({"array": array, "deep": [{"tensor": tensor}]})
     array += 1
     tensor += 1
     assert copy["array"].tolist() == copy["deep"][0]["tensor"].tolist() == [0, 0]

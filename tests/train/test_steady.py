@@ -63,7 +63,7 @@ def test_no_step_looks_at_what_the_device_has(tmp_path, monkeypatch, late, preci
     # Before the first step: how long the loader is, and what the first batch looks like.
     monkeypatch.setattr("lightning.pytorch.loops.fit_loop.has_len_all_ranks", lambda *_, **__: True)
     monkeypatch.setattr(ImageData, "_look_at", lambda *_: None)
-    monkeypatch.setattr(NonFinite, "_read_later", lambda *_: None)  # without a wait: counted in test_loop.py
+    monkeypatch.setattr(NonFinite, "_queue_flag", lambda *_: None)  # without a wait: counted in test_loop.py
     monkeypatch.setattr(Fingerprints, "_write_all", lambda *_, **__: None)  # at the end
     fit(tmp_path, ImageClassifier(SMALL()), precision=precision, **on_meta(), **settings)
     with pytest.raises(RuntimeError, match="meta"):

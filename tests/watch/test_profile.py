@@ -170,10 +170,10 @@ class Asks:
     def __init__(self) -> None:
         self.answered = 0
 
-    def asks(self, trainer):
+    def is_wanted(self, trainer):
         return not self.answered
 
-    def answers(self, trainer, group):
+    def begin_on_all_ranks(self, trainer, group):
         self.answered += 1
 
 

@@ -1,4 +1,4 @@
-"""This rank's warden (warden.py), as the rank itself sees it."""
+"""Starts the warden of this rank (warden.py) and sends it messages."""
 
 import json
 import subprocess
@@ -8,38 +8,45 @@ from typing import Any
 
 from project.survive.hang import warden
 from project.survive.hang.heartbeats import Member
-from project.survive.orphans import launched_by
+from project.survive.orphans import describe_launcher
 
 
-class Beside:
-    """Starts it, and tells it things. One that could not be started, or has gone, is none."""
+class WardenProcess:
+    """Represents the warden, a child process. Does nothing where it could not be started or has ended."""
 
-    def __init__(self, me: Member) -> None:
-        words = [str(me.pid), me.started, me.dump, f"rank {me.rank} on {me.host}", launched_by(me.host)]
+    def __init__(self, member: Member) -> None:
+        arguments = [
+            str(member.pid),
+            member.started,
+            member.dump,
+            f"rank {member.rank} on {member.host}",
+            describe_launcher(member.host),
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         with suppress(OSError):
-            self._process = subprocess.Popen([sys.executable, "-I", "-S", warden.__file__, *words], stdin=subprocess.PIPE)
+            self._process = subprocess.Popen([sys.executable, "-I", "-S", warden.__file__, *arguments], stdin=subprocess.PIPE)
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 
-    def tell(self, **facts: Any) -> None:
-        self._say(json.dumps(facts))
+    def send(self, **facts: Any) -> None:
+        """Sends facts that the warden needs to report or record the end of this rank, such as the path of a file."""
+        self._write_line(json.dumps(facts))
 
-    def allow(self, seconds: float) -> None:
-        """Sets how long it may hear nothing."""
-        self._say(f"{seconds:g}")
+    def allow_silence(self, seconds: float) -> None:
+        """Restarts the countdown after which the warden kills this rank."""
+        self._write_line(f"{seconds:g}")
 
-    def ends(self) -> None:
-        """This process is about to end, and says why itself."""
-        self._say("end")
+    def announce_exit(self) -> None:
+        """Announces that this process is about to exit and reports the reason itself."""
+        self._write_line("end")
 
-    def dismiss(self, seconds: float) -> None:
-        """This process goes on without it."""
-        self.ends()
+    def stop(self, seconds: float) -> None:
+        """Ends the warden, and waits for that. This process continues without it."""
+        self.announce_exit()
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired, OSError):
                 self._process.communicate(timeout=seconds)

@@ -11,43 +11,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from project.survive.hang.heartbeats import Flight, Heartbeat
-from project.survive.hang.leaving import within
+from project.survive.hang.leaving import run_with_timeout
 from project.train.flight_recorder import ranks_of, recorded_collectives
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
-_asking: list[threading.Thread] = []
+_readers: list[threading.Thread] = []
 
 
-def recorded() -> list[dict[str, Any]]:
+def read_recorder() -> list[dict[str, Any]]:
     """Returns the recorder's entries, or none where it does not answer soon: a thread reads them, since that queries CUDA's
     events.
     """
-    if _asking and _asking[-1].is_alive():
+    if _readers and _readers[-1].is_alive():
         return []
     entries: list[dict[str, Any]] = []
-    _asking[:] = [within(_PATIENCE, lambda: entries.extend(recorded_collectives()))]
-    return [] if _asking[0].is_alive() else entries
+    _readers[:] = [run_with_timeout(_PATIENCE, lambda: entries.extend(recorded_collectives()))]
+    return [] if _readers[0].is_alive() else entries
 
 
-def flights(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
-    """Returns how far the collectives of each group are, by its name: of each that has recorded any."""
+def progress_by_group(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
+    """Returns how far the collectives of each group are, by the group's name; groups without any are left out."""
     of_groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         name, description = entry["process_group"]
         if not entry["is_p2p"]:
             of_groups.setdefault(ALL if description == ALL else name, []).append(entry)
     members = {name: () if name == ALL else ranks_of(name) for name in of_groups}
-    return {name: _flight(those, members[name]) for name, those in of_groups.items() if name == ALL or members[name]}
+    return {name: _progress_in_group(those, members[name]) for name, those in of_groups.items() if name == ALL or members[name]}
 
 
-def _flight(entries: Sequence[Mapping[str, Any]], ranks: tuple[int, ...]) -> Flight:
+def _progress_in_group(entries: Sequence[Mapping[str, Any]], ranks: tuple[int, ...]) -> Flight:
     """Returns the oldest collective that has not ended on this rank; or, where all have, the next that it will be asked for."""
     nccl = [entry for entry in entries if entry["profiling_name"].startswith("nccl")]
     stages: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in nccl or entries:
         number = entry["collective_seq_id"]
-        stages[number] = max(stages.get(number, Flight.ABSENT), _stage(entry))
+        stages[number] = max(stages.get(number, Flight.ABSENT), _stage_of(entry))
         names[number] = f"{entry['profiling_name']} number {number} of {entry['input_sizes']}"
     # One NCCL collective comes after the other: what was recorded as a part of another may never be seen to complete.
     # Gloo has several threads, and so the next may be done before the last.
@@ -63,19 +63,20 @@ ALL = "default_pg"
 _COMPLETED = Flight.STARTED + 1
 
 
-def _stage(entry: Mapping[str, Any]) -> int:
+def _stage_of(entry: Mapping[str, Any]) -> int:
+    """Returns how far a collective is, as one of the stages of a Flight or _COMPLETED."""
     if entry["profiling_name"].startswith("gloo:"):  # it stays 'scheduled' to its end
         return _COMPLETED if entry["retired"] else Flight.STARTED
     return {"started": Flight.STARTED, "completed": _COMPLETED}.get(entry["state"], Flight.SCHEDULED)
 
 
-def undecided(beats: Iterable[Heartbeat]) -> bool:
+def awaits_reports(beats: Iterable[Heartbeat]) -> bool:
     """Returns whether a rank that still moves, or has only just stopped, has yet to report how far its collectives are."""
-    known = list(beats)
-    return any(beat.flights for beat in known) and any(not beat.flights and not beat.waits for beat in known)
+    reported = list(beats)
+    return any(beat.flights for beat in reported) and any(not beat.flights and not beat.waits_too_long for beat in reported)
 
 
-def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
+def ranks_behind(beats: Mapping[int, Heartbeat]) -> list[int]:
     """Returns the ranks that the others wait for: those that are furthest behind in what all ranks do together, and of these
     the ones that wait for nobody in another group. (A host may be ahead in a group of its own while its device hangs.)
     """
@@ -83,8 +84,8 @@ def behind(beats: Mapping[int, Heartbeat]) -> list[int]:
     if len(known) == len(ranks):
         if len(set(known)) == 1 and known[0].stage == Flight.STARTED:
             return ranks  # all are in the same one, and it does not end
-        last = min(flight.place for flight in known)
-        ranks = [rank for rank in ranks if beats[rank].flights[ALL].place == last]
+        last = min(flight.order for flight in known)
+        ranks = [rank for rank in ranks if beats[rank].flights[ALL].order == last]
     waits = {rank: _waits_for(rank, beats) & {*ranks} for rank in ranks}
     if awaited := {other for others in waits.values() for other in others}:
         # Where each waits for another, they are in a circle: groups were entered in another order.
@@ -101,14 +102,14 @@ def _waits_for(rank: int, beats: Mapping[int, Heartbeat]) -> set[int]:
     for group, flight in beats[rank].flights.items():
         if flight.stage != Flight.ABSENT:
             members = [other for other in flight.ranks or beats if other in beats and beats[other].flights]
-            others |= {other for other in members if beats[other].flights.get(group, _NONE).place < flight.place}
+            others |= {other for other in members if beats[other].flights.get(group, _NONE).order < flight.order}
     return others
 
 
 _NONE = Flight(-1, Flight.ABSENT)  # of a group of which a rank has recorded nothing
 
 
-def awaiting(beats: Mapping[int, Heartbeat], late: Iterable[int]) -> str:
+def describe_wait(beats: Mapping[int, Heartbeat], late: Iterable[int]) -> str:
     """Returns in which collective of a group a rank waits for these, in a few words; '' where it is one of all ranks."""
     for rank, beat in sorted(beats.items()):
         for flight in beat.flights.values():
@@ -117,17 +118,17 @@ def awaiting(beats: Mapping[int, Heartbeat], late: Iterable[int]) -> str:
     return ""
 
 
-def shared(beats: Sequence[Heartbeat]) -> Flight | None:
-    """Returns the collective in which all of these ranks are, if it is one."""
+def shared_collective(beats: Sequence[Heartbeat]) -> Flight | None:
+    """Returns the collective in which all of these ranks are; None if they differ."""
     for group, flight in sorted(beats[0].flights.items(), key=lambda item: -item[1].stage):
         if flight.name and all(beat.flights.get(group) == flight for beat in beats):
             return flight
     return None
 
 
-def evidence(beats: Sequence[Heartbeat]) -> str:
+def describe_stall(beats: Sequence[Heartbeat]) -> str:
     """Returns what the collectives of the ranks at fault show, in a sentence, or ''."""
-    first = shared(beats)
+    first = shared_collective(beats)
     if first is None:
         return ""
     if first.stage == Flight.SCHEDULED:

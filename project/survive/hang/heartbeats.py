@@ -1,4 +1,4 @@
-"""Messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
+"""Sends messages between the watchdogs of a run's ranks: small datagrams beside NCCL and gloo, which are what hangs.
 
 Every rank reports to rank 0 once in a while how far it is. Sending a datagram never waits: not for a stopped process, not for
 a host whose link is cut. torch's TCPStore does: some of its calls never end, and it prints C++ stacks when the other side is
@@ -20,12 +20,12 @@ from project.survive.hang.warden import Opener, sealer
 
 _LARGEST = 60_000  # bytes in a datagram
 _WAKE = "wake"
-_REST = 250  # of a packet, for its headers and what else a message says
+_OVERHEAD = 250  # bytes of a packet: its headers, and the rest of the message
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the run: where it is, how to reach it, and what distinguishes its process from a later one of its number."""
+    """Describes a rank of the run: its host, its address, and its process (`pid` and `started`, as pids are reused)."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank's collectives of a group: the oldest one that has not ended, and how far that one is."""
+    """Describes how far a rank is with the collectives of a group: its oldest unfinished one, and the stage of that."""
 
     number: int
     stage: int
@@ -55,13 +55,14 @@ class Flight:
     """The device is in it, and waits for the others'."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
+        """Returns the key by which ranks are compared: the smaller one is behind."""
         return self.number, self.stage
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's progress. `at` grows: its micro-batches, the part of one, and what it has done in that part."""
+    """Describes a rank's progress. `at` grows: its micro-batches, the part of one, and the phases begun in that part."""
 
     at: tuple[int, int, int]
     phase: str
@@ -73,24 +74,26 @@ class Heartbeat:
     """Seconds without progress."""
     allowed: float
     """Seconds that it may be without progress, if it waits for others."""
-    own: float
-    """And if it does something itself that may take long, as writing a checkpoint does."""
+    allowed_own_work: float
+    """Seconds that it may be without progress, if it does work of its own that may take long, such as writing a checkpoint."""
     collective: bool = False
     """Whether it waits in a collective; looked at only when it waits too long."""
     flights: dict[str, Flight] = field(default_factory=dict)
     """How far its collectives are, by group, as far as that is known; looked at when it waits."""
 
     @property
-    def waits(self) -> bool:
+    def waits_too_long(self) -> bool:
+        """Returns whether the rank is overdue, if it waits for others."""
         return self.idle > self.allowed
 
     @property
-    def stuck(self) -> bool:
-        return self.idle > self.own
+    def is_stuck(self) -> bool:
+        """Returns whether the rank is overdue, whatever it does."""
+        return self.idle > self.allowed_own_work
 
 
-def machine() -> str:
-    """Returns what two processes have in common that can signal each other by number: host, boot, and space of process ids."""
+def machine_id() -> str:
+    """Returns a name that two processes share if they can signal each other: host, boot, and namespace of process ids."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -106,10 +109,10 @@ class Channel:
         self._socket.bind((here, 0))
         self.address: tuple[str, int] = (here, self._socket.getsockname()[1])
         self.members: list[Member] = []
-        self.join([], secrets.token_hex(32))
+        self.set_members([], secrets.token_hex(32))
 
-    def join(self, members: list[Member], secret: str) -> None:
-        """Sets the members of the run. `secret`: rank 0's, with which all of the run's datagrams are sealed."""
+    def set_members(self, members: list[Member], secret: str) -> None:
+        """Sets all ranks of the run. `secret`: the key of rank 0, with which all datagrams are signed."""
         self.members, self.secret = members, secret
         self._seal, self._opener = sealer(secret), Opener(secret)
 
@@ -120,9 +123,9 @@ class Channel:
         with suppress(OSError):  # no route, no buffer, too long: as good as lost on the way
             self._socket.sendto(self._seal({"kind": kind, **content}), tuple(address))
 
-    def fill(self, to: int, kind: str, size: int, **content: Any) -> None:
-        """Sends a message that makes a packet of about so many bytes."""
-        filling = base64.b85encode(secrets.token_bytes(max(0, min(size, _LARGEST) - _REST))).decode()
+    def send_padded(self, to: int, kind: str, size: int, **content: Any) -> None:
+        """Sends a message that is padded to a packet of about `size` bytes."""
+        filling = base64.b85encode(secrets.token_bytes(max(0, min(size, _LARGEST) - _OVERHEAD))).decode()
         self.send(to, kind, size=size, filling=filling, **content)
 
     def wake(self) -> None:
@@ -148,6 +151,6 @@ class Channel:
         self._socket.close()
 
 
-def unpacked(content: dict[str, Any]) -> Heartbeat:
+def heartbeat_from_dict(content: dict[str, Any]) -> Heartbeat:
     flights = {group: Flight(**{**known, "ranks": tuple(known["ranks"])}) for group, known in content["flights"].items()}
     return Heartbeat(**{**content, "at": tuple(content["at"]), "flights": flights})

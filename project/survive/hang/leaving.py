@@ -1,4 +1,4 @@
-"""The exit of a process whose main thread can't take it: it waits in a call that does not end.
+"""Ends a process from another thread, while its main thread waits in a call that does not end.
 
 Nothing here waits for anything for long: a disk or a terminal may be what hangs.
 """
@@ -20,14 +20,14 @@ from project.cluster.launcher import detect
 from project.survive.agent import agent
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
-from project.survive.hang.warden import end_with_children, started
+from project.survive.hang.warden import kill_with_children, start_time
 
-_GRACE = 2.0  # seconds in which the others write their last words before rank 0 ends, which may be their parent
+_FINAL_WRITES = 2.0  # seconds in which the others write their last words before rank 0 ends, which may be their parent
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a rank knows when the run ends: all ranks, which of them it is, and the run's folder, if they were connected."""
+class RankContext:
+    """Holds what a rank knows of the run when it ends it: all ranks, itself, and the run's folder, if they were connected."""
 
     members: Sequence[Member]
     me: Member
@@ -35,53 +35,64 @@ class Scene:
     folder: Path | None
     local_rank: int
 
-    def speaks(self, silent: set[int]) -> bool:
-        """One rank on each host; before the ranks are connected, the one that does not just wait for others, too."""
+    def reports(self, silent: set[int]) -> bool:
+        """Returns whether this rank reports: one on each host does; before the ranks are connected, also each that does not
+        wait for others. `silent`: the ranks that can't.
+        """
         if self.folder is None:
             return self.local_rank == 0 or not stacks.in_collective(stacks.main_frames())
-        here = [one.rank for one in self.members if one.machine == self.me.machine and one.rank not in silent]
+        here = [member.rank for member in self.members if member.machine == self.me.machine and member.rank not in silent]
         return self.me.rank == min(here, default=self.me.rank)
 
 
 def flush() -> None:
+    """Flushes the log and the standard streams."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def within(seconds: float, act: Callable[[], Any]) -> threading.Thread:
-    """Does something that may hang, and waits for it only so long; the thread in which it goes on, if it does."""
+def run_with_timeout(seconds: float, action: Callable[[], Any]) -> threading.Thread:
+    """Runs in a thread what may hang, and waits at most so many seconds; returns the thread, which may still be running."""
 
-    def attempt() -> None:
+    def run_action() -> None:
         with suppress(Exception):
-            act()
+            action()
 
-    thread = threading.Thread(target=attempt, daemon=True, name="watchdog's report")
+    thread = threading.Thread(target=run_action, daemon=True, name="watchdog's report")
     thread.start()
     thread.join(seconds)
     return thread
 
 
-def leave(scene: Scene, code: int, here: Iterable[Member] = (), agent_ends: float | None = None) -> None:
-    """Ends this process. `here`: processes on this host that can't end themselves. `agent_ends`: seconds that torchrun's
-    agent has to end by itself."""
+def exit_process(
+    context: RankContext, code: int, unresponsive: Iterable[Member] = (), agent_seconds: float | None = None
+) -> None:
+    """Ends this process, its loader processes and the unresponsive ranks on its host.
+
+    Args:
+        context: what this rank knows of the run.
+        code: the exit code.
+        unresponsive: ranks on this host that can't end themselves.
+        agent_seconds: seconds that torchrun's agent has to end by itself; None: it is left alone.
+    """
     for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
         child.kill()
-    launch, ranks = detect(), {one.rank: one for one in here}
+    launch, ranks = detect(), {member.rank: member for member in unresponsive}
     agent().wake()
-    if launch.kind == "torchrun" and agent_ends is not None:
-        end_agent_later(os.getppid(), agent_ends)
-    if scene.me.rank == 0:
-        time.sleep(_GRACE)
-    elif launch.kind == "python" and scene.local_rank > 0 and 0 not in ranks:
-        time.sleep(2 * _GRACE)  # rank 0 is the parent: it ends last, and the rest with it
-    for one in ranks.values():
-        end_with_children(one.pid)
+    if launch.kind == "torchrun" and agent_seconds is not None:
+        end_agent_later(os.getppid(), agent_seconds)
+    if context.me.rank == 0:
+        time.sleep(_FINAL_WRITES)
+    elif launch.kind == "python" and context.local_rank > 0 and 0 not in ranks:
+        time.sleep(2 * _FINAL_WRITES)  # rank 0 is the parent: it ends last, and the rest with it
+    for member in ranks.values():
+        kill_with_children(member.pid)
     os._exit(code)
 
 
-_END = """
+_AGENT_KILLER = """
 import os, signal, sys, time
 pid, started, rank, last, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "last", float(sys.argv[5])
 def stat(pid):
@@ -111,6 +122,6 @@ def end_agent_later(pid: int, seconds: float) -> None:
     last = "last" if starts[0] == starts[1] else ""
     with suppress(OSError):
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _END, str(pid), started(pid), str(os.getpid()), last, str(seconds)],
+            [sys.executable, "-I", "-S", "-c", _AGENT_KILLER, str(pid), start_time(pid), str(os.getpid()), last, str(seconds)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

@@ -20,7 +20,7 @@ import lightning
 import torch
 from lightning.pytorch.trainer import trainer
 
-from project.survive.hang.warden import DUMP, dumped
+from project.survive.hang.warden import DUMP, read_dump
 
 _LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
 _PACKAGES = sysconfig.get_paths()["purelib"]
@@ -49,10 +49,11 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def main_frames() -> list[FrameType]:
+    """Returns the frames of the main thread, from the outermost call to the innermost."""
     return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
-def threads() -> str:
+def thread_stacks() -> str:
     """Returns the stacks of all threads of this process but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = sys._current_frames()
@@ -72,16 +73,16 @@ def _short(file: str) -> str:
     return file.removeprefix(_PACKAGES + os.sep)
 
 
-def loaders(path: str) -> str:
+def loader_stacks(path: str) -> str:
     """Returns the stacks of the loader processes."""
     sections = []
     for child in multiprocessing.active_children()[:_PROCESSES]:
-        if child.pid and (text := dumped(child.pid, path)):
+        if child.pid and (text := read_dump(child.pid, path)):
             sections.append(f"Loader process {child.name}:\n{text}")
     return "\n".join(sections)
 
 
-def place(frames: list[FrameType]) -> str:
+def innermost_call(frames: list[FrameType]) -> str:
     """Returns the innermost call in code that is not a library's; in the loops alone, the innermost of all."""
     for frame in reversed(frames):
         file = frame.f_code.co_filename
@@ -95,7 +96,8 @@ def place(frames: list[FrameType]) -> str:
     return f"{frames[-1].f_code.co_name} ({_short(frames[-1].f_code.co_filename)}:{frames[-1].f_lineno})"
 
 
-def debugged(frames: list[FrameType]) -> bool:
+def in_debugger(frames: list[FrameType]) -> bool:
+    """Returns whether a debugger is among the frames: the user looks at the process, and it does not hang."""
     return any(name in frame.f_code.co_filename for frame in frames for name in _DEBUGGERS)
 
 
@@ -108,7 +110,7 @@ def in_collective(frames: list[FrameType]) -> bool:
     return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
 
 
-def pending(entries: list[dict[str, Any]]) -> str:
+def pending_collectives(entries: list[dict[str, Any]]) -> str:
     """Returns the collectives that have begun and not ended, in a sentence, or ''."""
     open_ones = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
     return ", ".join(

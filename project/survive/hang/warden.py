@@ -1,4 +1,4 @@
-"""A small process beside each rank, which outlives it: it ends a rank that no longer can end itself, and reports how a killed
+"""Watches a rank from a small process that outlives it: kills a rank that can no longer end itself, and reports how a killed
 one ended, for rank 0 also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
@@ -42,7 +42,7 @@ SEAL = 32
 
 
 def sealer(secret: str) -> Callable[[dict[str, Any]], bytes]:
-    """Returns what makes datagrams of messages: a seal over all that follows, the sender's number, a counter, the message."""
+    """Returns a function that makes a datagram of a message: a signature of all that follows, sender, counter, message."""
     sender, counter, key = os.urandom(8), itertools.count(1), bytes.fromhex(secret)
 
     def seal(message: dict[str, Any]) -> bytes:
@@ -53,14 +53,14 @@ def sealer(secret: str) -> Callable[[dict[str, Any]], bytes]:
 
 
 class Opener:
-    """Opens the datagrams of those that know the secret, each once. Looks at nothing before the seal is right."""
+    """Reads datagrams that are signed with the secret, each once. Parses nothing before the signature is verified."""
 
     def __init__(self, secret: str) -> None:
         self._key = bytes.fromhex(secret)
         self._newest: dict[bytes, tuple[int, int]] = {}  # of each sender: its newest counter, and a bit for each before it
 
     def open(self, datagram: bytes) -> dict[str, Any] | None:
-        """Returns the message; None for what comes from somebody else, or for the second time."""
+        """Returns the message; None if the signature is wrong, or the datagram has been received before."""
         seal, data = datagram[:SEAL], datagram[SEAL:]
         if len(data) < _HEADER.size or not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
             return None
@@ -84,19 +84,20 @@ class Opener:
         return True
 
 
-def started(pid: int | str) -> str:
-    """Returns when a process began, in ticks since boot, or '' where that can't be known or it is gone."""
+def start_time(pid: int | str) -> str:
+    """Returns when a process was started, in ticks since boot, or '' where that can't be known or it has ended."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
-def dumped(pid: int, path: str, wake: bool = False) -> str:
-    """Returns the stacks of a process on this host that can't report them itself, or ''. `wake`: it may be stopped, and runs
-    for that moment.
+def read_dump(pid: int, path: str, wake: bool = False) -> str:
+    """Makes a process on this host write its stacks into a file, and returns them, or ''.
+
+    `wake`: it may be stopped (SIGSTOP); it is continued for that moment, and stopped again.
     """
     try:
-        if not _listens(pid):
+        if not _handles_dump_signal(pid):
             return ""
         before = os.stat(path).st_size
         _signal_main_thread(pid, DUMP)
@@ -128,7 +129,7 @@ def _signal_main_thread(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _listens(pid: int) -> bool:
+def _handles_dump_signal(pid: int) -> bool:
     """Returns whether the process handles our signal, which would otherwise end it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
@@ -136,7 +137,7 @@ def _listens(pid: int) -> bool:
     return False
 
 
-def end_with_children(pid: int) -> None:
+def kill_with_children(pid: int) -> None:
     """Kills a rank and its loader processes, which may not notice that they are alone."""
     children: list[int] = []
     with suppress(OSError):
@@ -150,32 +151,33 @@ def end_with_children(pid: int) -> None:
 # How a process ended --------------------------------------------------------------------------------------------------
 
 
-class Memory:
-    """Detects whether the kernel has killed for memory in a process's cgroup since this was made."""
+class OomKills:
+    """Counts the OOM kills in a process's cgroup, to tell whether there was one since this object was made."""
 
     def __init__(self, pid: int | str = "self") -> None:
         self._pid = pid
-        self._place = self._last = _oom_counter(pid)
-        self._before = self._kills()
+        self._counter = self._last = _oom_counter(pid)
+        self._count_before = self._count()
 
-    def follow(self) -> None:
+    def follow_cgroup(self) -> None:
         """Follows the process into another cgroup: one that it is seen in twice. A process that ends is in none."""
         now, last = _oom_counter(self._pid), self._last
         self._last = now
-        if now == last != self._place and not _exits(self._pid) and not ended(self._pid, started(self._pid), None)[0]:
-            self._place, self._before = now, 0
+        if now == last != self._counter and not _is_exiting(self._pid) and not ended(self._pid, start_time(self._pid), None)[0]:
+            self._counter, self._count_before = now, 0
 
-    def _kills(self) -> int:
+    def _count(self) -> int:
+        """Returns how many OOM kills the kernel has counted in the cgroup so far."""
         with suppress(OSError, ValueError):
-            words = self._place[0].read_text().split()
+            words = self._counter[0].read_text().split()
             return int(words[words.index("oom_kill") + 1])
         return 0
 
     def __str__(self) -> str:
-        """Returns words that continue 'was killed by signal 9', or ''."""
-        self.follow()
-        self.follow()
-        return f", and its {self._place[1]} reports an OOM kill" if self._kills() > self._before else ""
+        """Returns the end of the sentence 'was killed by signal 9' if there was an OOM kill, or ''."""
+        self.follow_cgroup()
+        self.follow_cgroup()
+        return f", and its {self._counter[1]} reports an OOM kill" if self._count() > self._count_before else ""
 
 
 def _oom_counter(pid: int | str) -> tuple[Path, str]:
@@ -196,7 +198,7 @@ def _oom_counter(pid: int | str) -> tuple[Path, str]:
 _PF_EXITING = 0x4
 
 
-def _exits(pid: int | str) -> bool:
+def _is_exiting(pid: int | str) -> bool:
     """Returns whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be
     seen to have ended, and it is in no cgroup of version 1 any more.
     """
@@ -225,14 +227,15 @@ def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | N
     return True, None
 
 
-# Signals by which a process is asked to end, and by which it is not news that it did.
-_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+# Signals that request a process to end: that it did needs no report.
+_REQUESTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
 
 _ABORTED = 75  # see abort.py; who ends with it by itself has said so
 
 
-def _aborted(status: int) -> bool:
+def _was_aborted(status: int) -> bool:
+    """Returns whether a wait status is that of a process that received SIGABRT, with or without the handler of abort.py."""
     if os.WIFSIGNALED(status):
         return os.WTERMSIG(status) == signal.SIGABRT
     return os.WEXITSTATUS(status) == _ABORTED
@@ -241,81 +244,83 @@ def _aborted(status: int) -> bool:
 QUIET = "quiet"
 
 
-class Watch:
-    """A warden's knowledge of its rank."""
+class WatchedRank:
+    """Represents the rank that this warden watches."""
 
     def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
         self.pid, self.began, self.dump, self.name, self.launcher = pid, began, dump, name, launcher
         self.handle: int | None = None
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(pid)
-        self.memory = Memory(pid)
-        self.parent = self._parent()
+        self.oom_kills = OomKills(pid)
+        self.parent = self._find_parent()
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
-        self.known: dict[str, Any] = {}
-        self._unread = b""
+        self.facts: dict[str, Any] = {}
+        self._incomplete_line = b""
 
-    def _parent(self) -> tuple[int, str]:
+    def _find_parent(self) -> tuple[int, str]:
+        """Returns the process id and start time of the rank's parent, its launcher."""
         with suppress(OSError, IndexError):
             pid = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            return pid, started(pid)
+            return pid, start_time(pid)
         return 0, ""
 
-    def hear(self, data: bytes) -> None:
-        *lines, self._unread = (self._unread + data).split(b"\n")
+    def read(self, data: bytes) -> None:
+        """Reads lines that the rank has written to the warden's standard input."""
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         for line in lines:
             if line.startswith(b"{"):
-                self.known |= json.loads(line)
+                self.facts |= json.loads(line)
             elif line == b"end":
                 self.ending = True
             else:
                 self.silent, self.allowed = 0, float(line)
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return ended(self.pid, self.began, self.handle)[0]
 
-    def how(self) -> str:
-        """Returns in a sentence how the rank ended, or '' where it or another has reported that."""
+    def describe_end(self) -> str:
+        """Returns how the rank ended, in a sentence; '' where it lives, or where it or another process reports that."""
         over, status = ended(self.pid, self.began, self.handle)
         if not over:
             return ""
         if self.launcher and ended(*self.parent, None)[0]:  # which takes its ranks along: see orphans.py
-            return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.memory}."
+            return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.oom_kills}."
         if status is None:
-            return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.memory}."
-        if _aborted(status) and not self.ending:
-            return f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.memory}."
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in _ASKED:
+            return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.oom_kills}."
+        if _was_aborted(status) and not self.ending:
+            return f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in _REQUESTED:
             return ""
-        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.memory}."
+        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.oom_kills}."
 
-    def tell(self, text: str) -> None:
-        """Reports a text here, and to the ranks that are left."""
+    def report(self, text: str) -> None:
+        """Prints a text, and sends it to the other ranks."""
         print(text, file=sys.stderr, flush=True)
-        if "secret" not in self.known:
+        if "secret" not in self.facts:
             return
-        seal = sealer(self.known["secret"])
-        data = seal({"kind": "died", "rank": self.known.get("rank"), "text": text})
-        for address in self.known.get("addresses", ()):
+        seal = sealer(self.facts["secret"])
+        data = seal({"kind": "died", "rank": self.facts.get("rank"), "text": text})
+        for address in self.facts.get("addresses", ()):
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sender:
                 sender.sendto(data, tuple(address))
 
-    def end_it(self) -> None:
-        """Ends a rank that was silent for too long."""
+    def kill_silent_rank(self) -> None:
+        """Kills a rank that was silent for too long, and writes its stacks into the run's folder."""
         text = f"{self.name} shows no sign of life for {self.silent} s, not even its watchdog: it is ended."
-        file = self.known["file"]
+        file = self.facts["file"]
         print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
-        dump = dumped(self.pid, self.dump, wake=True)
+        dump = read_dump(self.pid, self.dump, wake=True)
         with suppress(OSError):
-            _put(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{dump}\n")
-        end_with_children(self.pid)
+            _write_whole(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{dump}\n")
+        kill_with_children(self.pid)
 
-    def note_end(self, how: str) -> None:
-        """Adds the stop to the run's file of starts and stops, where the rank could not; then has the run's report written."""
-        life = Path(self.known.get("life", ""))
-        why = self.known.get("why")
+    def record_end(self, how: str) -> None:
+        """Records the end in the run's file of starts and stops, where the rank could not, and starts `project report`."""
+        life = Path(self.facts.get("life", ""))
+        why = self.facts.get("why")
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
         line |= {"state": "failed" if why else "killed", "why": why or how or None}
         try:
@@ -332,7 +337,8 @@ class Watch:
 _LAST = 1 << 16  # bytes, in which the last line is
 
 
-def _put(file: Path, text: str) -> None:
+def _write_whole(file: Path, text: str) -> None:
+    """Writes a file under another name and renames it, so that it is never half written."""
     part = file.with_name(f".{os.urandom(4).hex()}.{file.name}")
     try:
         with part.open("x") as opened:
@@ -356,31 +362,32 @@ def _add_stop(life: Path, pid: int, line: str) -> bool:
 
 
 def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
+    """Watches a rank until it ends or is silent for too long, then reports and records that."""
     # They go to the whole group, and the rank knows what to do.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watch = Watch(pid, began, dump, name, launcher)
+    watch = WatchedRank(pid, began, dump, name, launcher)
     inputs = [0] if watch.handle is None else [0, watch.handle]
     while watch.silent <= watch.allowed:
         ready = select.select(inputs, [], [], 1.0)[0]
         if 0 in ready:
             if data := os.read(0, 1 << 16):
-                watch.hear(data)
+                watch.read(data)
                 continue
             inputs.remove(0)  # the rank has let go of its warden, or is about to end
-            if watch.ending and "why" not in watch.known:
+            if watch.ending and "why" not in watch.facts:
                 return
-        elif ready or watch.over():
+        elif ready or watch.has_ended():
             break
         else:
             watch.silent += 1
-            watch.memory.follow()
+            watch.oom_kills.follow_cgroup()
     text = ""
-    if not watch.over() and watch.silent > watch.allowed:
-        watch.end_it()
-    elif text := watch.how():
-        watch.tell(text)
-    watch.note_end(text)
+    if not watch.has_ended() and watch.silent > watch.allowed:
+        watch.kill_silent_rank()
+    elif text := watch.describe_end():
+        watch.report(text)
+    watch.record_end(text)
 
 
 if __name__ == "__main__":

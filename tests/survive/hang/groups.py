@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
-from project.survive.hang.flights import flights
+from project.survive.hang.flights import progress_by_group
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.train.flight_recorder import recorded_collectives
 from tests.cluster.machine import wait_until
@@ -41,10 +41,14 @@ def _speak(rank: int) -> None:
     def settled() -> bool:
         if rank == LATE:
             return all(file.exists() for file in others)
-        return any(one.number == 3 and one.stage == Flight.STARTED for one in flights(recorded_collectives()).values())
+        return any(
+            one.number == 3 and one.stage == Flight.STARTED for one in progress_by_group(recorded_collectives()).values()
+        )
 
     wait_until(settled, 60, f"rank {rank} is not where it should be")
-    beat = Heartbeat((9, 0, 2), "forward", 8, 0, time.time() - 20, 20.0, 10.0, 10.0, flights=flights(recorded_collectives()))
+    beat = Heartbeat(
+        (9, 0, 2), "forward", 8, 0, time.time() - 20, 20.0, 10.0, 10.0, flights=progress_by_group(recorded_collectives())
+    )
     unfinished = Path(f"{rank}.unfinished")
     unfinished.write_text(json.dumps(asdict(beat)))
     unfinished.rename(f"beat-{rank}.json")

@@ -24,7 +24,7 @@ def channels():
     pair = [Channel("127.0.0.1") for _ in range(2)]
     members = [Member(rank, "here", "", 1, "", channel.address, "") for rank, channel in enumerate(pair)]
     for channel in pair:
-        channel.join(members, pair[0].secret)
+        channel.set_members(members, pair[0].secret)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         yield *pair, stranger
     for channel in pair:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from project.survive.hang import flights
-from project.survive.hang.heartbeats import Flight, Heartbeat, Member, unpacked
-from project.survive.hang.verdict import Guilty, Verdict
+from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
+from project.survive.hang.verdict import RankAtFault, Verdict
 from project.survive.hang.watchdog import Watchdog
 from tests.conftest import environment, forked
 
@@ -29,9 +29,9 @@ def beat(monkeypatch: pytest.MonkeyPatch, rank: int, dump: Dump, at: tuple[int, 
     monkeypatch.setattr(flights, "record", lambda: dump)
     watchdog = Watchdog(at_least=5.0, startup=10.0)
     watchdog._trainer = SimpleNamespace(global_rank=rank, global_step=8, current_epoch=0)
-    watchdog._now = ("backward and gradient sync", time.monotonic() - 2 * watchdog.startup, at)
-    sent = json.dumps(watchdog._beat().__dict__, default=vars)
-    return unpacked(json.loads(sent))
+    watchdog._progress = ("backward and gradient sync", time.monotonic() - 2 * watchdog.startup, at)
+    sent = json.dumps(watchdog._heartbeat().__dict__, default=vars)
+    return heartbeat_from_dict(json.loads(sent))
 
 
 class Net:
@@ -47,7 +47,7 @@ class Net:
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
         for rank in self._asked:
-            yield {"kind": "testimony", "guilty": Guilty(rank, f"h{rank}", self._beats[rank]).packed()}
+            yield {"kind": "testimony", "guilty": RankAtFault(rank, f"h{rank}", self._beats[rank]).to_dict()}
         self._asked.clear()
 
 
@@ -55,7 +55,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, beats: list[Heartbeat]) -> Verdict |
     watchdog: Any = Watchdog(at_least=5.0)
     watchdog._trainer = SimpleNamespace(global_rank=0)
     watchdog._channel = Net(beats)
-    watchdog._heard = {rank: (time.monotonic(), one) for rank, one in enumerate(beats)}
+    watchdog._heartbeats = {rank: (time.monotonic(), one) for rank, one in enumerate(beats)}
     watchdog._judge(time.monotonic())
     found: Verdict | None = watchdog._verdict
     return found
@@ -64,8 +64,8 @@ def judged(monkeypatch: pytest.MonkeyPatch, beats: list[Heartbeat]) -> Verdict |
 def test_the_rank_that_the_others_wait_for_is_named(monkeypatch):
     found = judged(monkeypatch, [beat(monkeypatch, rank, dump) for rank, dump in enumerate(GLOO)])
     assert found is not None
-    assert [one.rank for one in found.guilty] == [1]
-    one, two, three = (flights.flights(dump)[flights.ALL] for dump in GLOO)
+    assert [one.rank for one in found.at_fault] == [1]
+    one, two, three = (flights.progress_by_group(dump)[flights.ALL] for dump in GLOO)
     assert one == three == Flight(8, Flight.STARTED, "gloo:all_reduce number 8 of [[36]]")
     assert two == Flight(8, Flight.ABSENT)
 
@@ -76,10 +76,10 @@ def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
     """Ranks 2 and 3 wait in groups in which rank 1 is not, or for a rank that waits itself."""
     run = forked(tmp_path, ranks=4, program="tests.survive.hang.groups:main")
     assert run.code == 0, run.output
-    beats = [unpacked(json.loads((tmp_path / f"beat-{rank}.json").read_text())) for rank in range(4)]
+    beats = [heartbeat_from_dict(json.loads((tmp_path / f"beat-{rank}.json").read_text())) for rank in range(4)]
     found = judged(monkeypatch, beats)
     assert found is not None
-    assert [one.rank for one in found.guilty] == [1]
+    assert [one.rank for one in found.at_fault] == [1]
     assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(found)
 
 
@@ -89,7 +89,7 @@ def test_nobody_is_judged_before_all_have_said_how_far_they_are(monkeypatch):
 
 
 def test_without_a_record_nothing_is_known():
-    assert flights.flights([]) == {}
+    assert flights.progress_by_group([]) == {}
 
 
 def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
@@ -104,9 +104,9 @@ def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
 
     monkeypatch.setattr(flights, "record", locked)
     monkeypatch.setattr(flights, "_PATIENCE", 0.1)
-    monkeypatch.setattr(flights, "_asking", [])
+    monkeypatch.setattr(flights, "_readers", [])
     began = time.monotonic()
-    assert [flights.recorded() for _ in range(5)] == [[]] * 5
+    assert [flights.read_recorder() for _ in range(5)] == [[]] * 5
     never.set()
     assert time.monotonic() - began < 1
     assert len(asked) == 1  # and it is not asked again meanwhile

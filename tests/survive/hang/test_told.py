@@ -6,49 +6,49 @@ from typing import Any
 import pytest
 
 from project.survive.hang import told
-from project.survive.news import News
+from project.survive.news import LostRanks
 
 
 @pytest.fixture
 def news(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = News()
-    monkeypatch.setattr(told, "NEWS", found)
+    found = LostRanks()
+    monkeypatch.setattr(told, "LOST_RANKS", found)
     return found
 
 
-def test_who_was_told_nothing_goes_on(news: News) -> None:
-    assert not told.due(writing=False)
+def test_who_was_told_nothing_goes_on(news: LostRanks) -> None:
+    assert not told.exit_due(writing=False)
 
 
-def test_the_main_thread_may_notice_by_itself_and_a_checkpoint_has_longer(news: News) -> None:
-    news.of_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
-    assert not told.due(writing=False)
+def test_the_main_thread_may_notice_by_itself_and_a_checkpoint_has_longer(news: LostRanks) -> None:
+    news.note_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
+    assert not told.exit_due(writing=False)
     news.since = time.monotonic() - 5
-    assert told.due(writing=False)
-    assert not told.due(writing=True)
+    assert told.exit_due(writing=False)
+    assert not told.exit_due(writing=True)
     news.since = time.monotonic() - 61
-    assert told.due(writing=True)
+    assert told.exit_due(writing=True)
 
 
-def test_an_error_would_come_again_and_a_rank_that_was_killed_need_not(news: News) -> None:
-    news.of_death(2, "rank 2 on h2 was killed by signal 9.")
-    assert news.code == 75
-    news.of_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
-    assert news.code == 1
+def test_an_error_would_come_again_and_a_rank_that_was_killed_need_not(news: LostRanks) -> None:
+    news.note_death(2, "rank 2 on h2 was killed by signal 9.")
+    assert news.exit_code == 75
+    news.note_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
+    assert news.exit_code == 1
 
 
-def test_a_rank_that_has_gone_with_its_host_need_not_go_again(news: News) -> None:
-    assert news.code == 1  # it may be that nobody could have said anything
-    news.silence = True
-    assert news.code == 75
-    news.of_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
-    assert news.code == 1
+def test_a_rank_that_has_gone_with_its_host_need_not_go_again(news: LostRanks) -> None:
+    assert news.exit_code == 1  # it may be that nobody could have said anything
+    news.unexplained = True
+    assert news.exit_code == 75
+    news.note_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
+    assert news.exit_code == 1
 
 
-def test_another_run_in_this_process_begins_with_no_news(news: News) -> None:
-    news.of_death(2, "rank 2 on h2 was killed by signal 9.")
-    news.silence = True
+def test_another_run_in_this_process_begins_with_no_news(news: LostRanks) -> None:
+    news.note_death(2, "rank 2 on h2 was killed by signal 9.")
+    news.unexplained = True
     news.clear()
-    assert news.code == 1
+    assert news.exit_code == 1
     assert not news.wait(0)
-    assert not told.due(writing=False)
+    assert not told.exit_due(writing=False)

@@ -12,9 +12,9 @@ def test_a_process_that_is_about_to_end_is_in_no_cgroup_and_its_own_still_counts
     root.write_text("oom_kill 0")
     place = [(own, "cgroup")]
     monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.Memory(os.getpid())
+    memory = warden.OomKills(os.getpid())
     place[0] = (root, "cgroup")
-    memory.follow()  # it dies, and can't be seen to be dead yet
+    memory.follow_cgroup()  # it dies, and can't be seen to be dead yet
     monkeypatch.setattr(warden, "ended", lambda *_: (True, 9))
     own.write_text("oom_kill 1")
     assert str(memory) == ", and its cgroup reports an OOM kill"
@@ -26,7 +26,7 @@ def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_it
     root.write_text("oom_kill 0")
     place = [(own, "cgroup")]
     monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.Memory(os.getpid())
+    memory = warden.OomKills(os.getpid())
     place[0] = (root, "cgroup")
     read_text = Path.read_text
 
@@ -38,8 +38,8 @@ def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_it
         return f"{before}) {state} {' '.join(others)}"
 
     monkeypatch.setattr(Path, "read_text", lambda path: exiting(path) if path.name == "stat" else read_text(path))
-    memory.follow()
-    memory.follow()
+    memory.follow_cgroup()
+    memory.follow_cgroup()
     own.write_text("oom_kill 1")
     assert str(memory) == ", and its cgroup reports an OOM kill"
 
@@ -47,7 +47,7 @@ def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_it
 def test_a_process_that_was_put_into_another_cgroup_is_followed(tmp_path, monkeypatch):
     place = [(tmp_path / "first", "cgroup")]
     monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.Memory(os.getpid())
+    memory = warden.OomKills(os.getpid())
     (tmp_path / "second").write_text("oom_kill 1")
     place[0] = (tmp_path / "second", "cgroup")
     assert str(memory) == ", and its cgroup reports an OOM kill"

@@ -18,7 +18,7 @@ import pytest
 
 from project.survive.hang import warden
 from project.survive.hang.verdict import EXIT_CODE
-from project.survive.hang.warden import started
+from project.survive.hang.warden import start_time
 from project.watch.history import read_history
 from tests.cluster.machine import descendants, wait_until
 from tests.conftest import environment, since_struck, took
@@ -221,7 +221,7 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str)
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert rank.stdout is not None
-    facts = [str(rank.pid), started(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", ""]
+    facts = [str(rank.pid), start_time(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", ""]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", warden.__file__, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as beside:
