@@ -13,7 +13,7 @@ os.environ.setdefault("TORCH_DIST_USE_NCCL2", "1" if _has_group else "0")
 os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # without it no collective is ever recorded as started
 
 if TYPE_CHECKING:
-    from project.train.sharded import Sharded as Sharded
+    from project.sharded.strategy import Sharded as Sharded
     from project.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     if name == "Sharded":
-        from project.train.sharded import Sharded
+        from project.sharded.strategy import Sharded
 
         return Sharded
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from project.survive.orphans import end_with_parent, ends_with_parent
+from project.launch.orphans import end_with_parent, ends_with_parent
 from project.survive.output import ignore_output_errors
 from project.survive.requeue import REQUEUE
 from project.survive.signals import SIGNALS
 
 _READERS = {
-    "same": "project.same",
-    "report": "project.report",
-    "watch": "project.watching",
-    "profile": "project.profiling",
-    "sweep": "project.sweep",
+    "same": "project.cli.same",
+    "report": "project.cli.report",
+    "watch": "project.cli.watching",
+    "profile": "project.cli.profiling",
+    "sweep": "project.launch.sweep",
 }
 """The verbs that read files, and need no libraries either."""
-_ENGINES = {"ray": "project.engines.ray.verb", "prove": "project.prove"}
+_ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove"}
 """The verbs that start this program, elsewhere or in processes that they fork."""
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a socket could not learn is no news
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library is chatty from the moment it is loaded
-    from project.early_start import start  # when signals are noted already
+    from project.launch.early_start import start  # when signals are noted already
 
     start(sys.argv[1:])
     gc.disable()  # what the libraries make when they are loaded stays
@@ -58,7 +58,7 @@ def main() -> None:
         if sys.argv[1:2] == ["bench"]:
             run = _bench()
         else:
-            from project.cli import main as run
+            from project.cli.main import main as run
 
         gc.freeze()  # and is not looked through again and again
         gc.enable()

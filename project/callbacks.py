@@ -6,16 +6,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 
-from project.survive.checkpoints import Checkpoints, SaveFirst
+from project.checkpoints.callback import Checkpoints, SaveFirst
+from project.checkpoints.monitored import Monitored
+from project.exact.batch_norm import StepStatistics
+from project.resume.rehearsal import Rehearsal
+from project.step.chance import ChanceByMicroBatch
+from project.step.compression import CompressGradients, Compression
 from project.survive.hang.watchdog import Watchdog
-from project.survive.monitored import Monitored
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
-from project.survive.rehearsal import Rehearsal
 from project.survive.signals import SIGNALS
-from project.train.batch_norm import StepStatistics
-from project.train.chance import ChanceByMicroBatch
-from project.train.compression import CompressGradients, Compression
 from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
 from project.watch.fingerprints import Fingerprints, WhenRanksDiffer

@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import yaml
 
-from project.cluster.launcher import Launch
+from project.checkpoints.callback import chosen_metric
+from project.checkpoints.files import checkpoints_in, newest_good, put_aside, read_manifest, step_of
+from project.checkpoints.manifest import check_complete, manifest_at, manifest_of
 from project.cluster.settings import flat
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
+from project.launch.launcher import Launch
 from project.masking import masked
-from project.survive.checkpoints import chosen_metric
-from project.survive.files import checkpoints_in, newest_good, put_aside, read_manifest, step_of
-from project.survive.manifest import check_complete, manifest_at, manifest_of
 from project.untrusted import read_text, read_yaml, shortened, write_text
 from project.watch.history import FILE, lives_of
 

@@ -42,10 +42,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
 from project.callbacks import with_ours
+from project.checkpoints.callback import Checkpoints, checkpoints_of
+from project.checkpoints.files import newest_good
+from project.checkpoints.reading import SafeCheckpointIO
 from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
 from project.cluster.interfaces import Route, use, use_loopback
-from project.cluster.launcher import Launch, detect
 from project.cluster.memory import keep_freed_memory
 from project.cluster.place import host
 from project.cluster.rendezvous import Rendezvous, store_on_loopback
@@ -56,30 +58,8 @@ from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
 from project.doctor.findings import Finding, show, write
 from project.doctor.memory_forecast import Forecast, dry_run, report
-from project.engines.kubernetes import written
-from project.engines.manifest import Engine, Wanted, claim_of, image_of, pods, refuse_odd_batches, root_of
-from project.engines.manifest import name as name_of
-from project.engines.needs import needs
 from project.errors import UserError, as_user_error
-from project.export.capture import Capture
-from project.export.export import BATCHES, export, exportable
-from project.export.formats import Format
-from project.export.plain import as_one_file
-from project.survive.checkpoints import Checkpoints, checkpoints_of
-from project.survive.failure import close_connections
-from project.survive.files import newest_good
-from project.survive.hang.watchdog import Watchdog
-from project.survive.nonfinite import Act
-from project.survive.reading import SafeCheckpointIO
-from project.survive.requeue import REQUEUE
-from project.survive.signals import EXIT_CODES, SIGNALS
-from project.train.batching import accumulation
-from project.train.capture import Capture as CaptureSteps
-from project.train.chance import Moments
-from project.train.compression import Compression, supported_compression
-from project.train.data_ranks import data_ranks, shared_by
-from project.train.epochs import install_loops
-from project.train.exactness import (
+from project.exact.checks import (
     fix_threads,
     guarded_property,
     refuse_all_gather,
@@ -87,16 +67,36 @@ from project.train.exactness import (
     refuse_no_global_batch,
     warn_of_hash_randomization,
 )
-from project.train.gathering import gather_evenly
-from project.train.loaders import Loaders
-from project.train.logged import Logged
-from project.train.micro_batch import is_step_skipped
-from project.train.position import out_of_time
-from project.train.precision import auto_precision, cpu_precision, on_cpu
-from project.train.resuming import Resuming
-from project.train.sharded import Sharded
-from project.train.strategies import refuse_strategy
-from project.train.strategy import all_gather_objects, use_exact_gradients, use_ordered_ddp
+from project.export.capture import Capture
+from project.export.export import BATCHES, export, exportable
+from project.export.formats import Format
+from project.export.plain import as_one_file
+from project.launch.kubernetes import written
+from project.launch.launcher import Launch, detect
+from project.launch.manifest import Engine, Wanted, claim_of, image_of, pods, refuse_odd_batches, root_of
+from project.launch.manifest import name as name_of
+from project.launch.needs import needs
+from project.resume.checkpoint import Resuming
+from project.sharded.strategy import Sharded
+from project.step.batching import accumulation
+from project.step.capture import Capture as CaptureSteps
+from project.step.chance import Moments
+from project.step.compression import Compression, supported_compression
+from project.step.data_ranks import data_ranks, shared_by
+from project.step.ddp import all_gather_objects, use_exact_gradients, use_ordered_ddp
+from project.step.epochs import install_loops
+from project.step.gathering import gather_evenly
+from project.step.loaders import Loaders
+from project.step.logged import Logged
+from project.step.micro_batch import is_step_skipped
+from project.step.position import out_of_time
+from project.step.precision import auto_precision, cpu_precision, on_cpu
+from project.step.supported_strategies import refuse_strategy
+from project.survive.failure import close_connections
+from project.survive.hang.watchdog import Watchdog
+from project.survive.nonfinite import Act
+from project.survive.requeue import REQUEUE
+from project.survive.signals import EXIT_CODES, SIGNALS
 from project.typed import TypedTrainer
 from project.watch.console import Progress, name_speaker
 from project.watch.events import Events

@@ -137,6 +137,6 @@ fi
 
 # In place of this script, so that a signal to it is one to torchrun.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
-exec "$python" -m project.cluster.agent ${clock[@]+"${clock[@]}"} \
+exec "$python" -m project.launch.torchrun_agent ${clock[@]+"${clock[@]}"} \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${rendezvous[@]}" --max-restarts "$MAX_RESTARTS" \
   -m project -- "$@"

@@ -22,7 +22,7 @@ import torch
 from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.early_start import free_port
+from project.launch.early_start import free_port
 from tests.cluster.machine import missing, wait_until
 from tests.standin.pool import Pool, meeting_place
 from tests.standin.pool import environment as standin
@@ -187,7 +187,7 @@ def forked(
     ranks: int = 1,
     timeout: float = PATIENCE,
     context: BaseContext = _SERVER,
-    program: str = "project.cli:main",
+    program: str = "project.cli.main:main",
     one_machine: bool = False,
     **extra: str,
 ) -> Run:

@@ -288,11 +288,11 @@ def _be(folder: Path, words: tuple[str, ...], output: Path) -> None:
 
             code = import_module(_READERS[words[0]]).main(list(words[1:]))
         elif words[0] == "prove":
-            from project import prove
+            from project.cli.main import prove
 
             code = prove.main(list(words[1:]))
         else:
-            from project.cli import main
+            from project.cli.main import main
 
             main()
             code = 0

@@ -8,7 +8,7 @@ import gc
 
 import tensorboard.backend.event_processing.event_accumulator  # noqa: F401
 
-import project.cli  # noqa: F401
+import project.cli.main  # noqa: F401
 import tests.conftest
 import tests.probes  # noqa: F401
 

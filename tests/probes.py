@@ -23,8 +23,8 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
+from project.step.micro_batch import micro_batch
 from project.survive import preemption
-from project.train.micro_batch import micro_batch
 from project.trainer import _disconnect
 from tests.cluster.machine import wait_until
 

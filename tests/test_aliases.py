@@ -6,7 +6,7 @@ from importlib import import_module
 import lightning.pytorch
 import pytest
 
-from project.aliases import take_either_lightning
+from project.cli.aliases import take_either_lightning
 
 
 @pytest.fixture

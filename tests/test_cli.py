@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from project.cluster.launcher import Launch
 from project.config_files import expand
+from project.launch.launcher import Launch
 from project.runs import open_run
 from tests.conftest import ROOT, TINY, environment
 

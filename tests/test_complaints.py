@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import project.cli
-from project.complaints import complaint
+import project.cli.main
+from project.cli.complaints import complaint
 from tests.conftest import ROOT, forked
 
 DDP = str(ROOT / "configs/ddp.yaml")
@@ -61,14 +61,14 @@ def say(*words):
     print("CASE", *words[1:], file=sys.stderr, flush=True)
     sys.argv = ["project", "fit", *words]
     try:
-        project.cli.main()
+        project.cli.main.main()
     except SystemExit as end:
         print("EXIT", end.code, file=sys.stderr, flush=True)
 
 
 def many():
     """All of them in one process: what is fixed above, and a sample of what may be wrong anywhere."""
-    project.cli.ProjectCLI.before_fit = accept
+    project.cli.main.ProjectCLI.before_fit = accept
     for flag in FLAGS:
         say(f"--config={DDP}", flag)
     for number, section in enumerate(SECTIONS):
@@ -76,7 +76,7 @@ def many():
         say("--config", f"{number}.yaml", "--run=x")
     shown, sys.argv = StringIO(), ["project", "fit", f"--config={DDP}", "--print_config"]
     with redirect_stdout(shown), pytest.raises(SystemExit):
-        project.cli.main()
+        project.cli.main.main()
     draw = random.Random(1)
     known = [key for key in keys(yaml.safe_load(shown.getvalue())) if "." in key and not key.endswith(("_args", "class_path"))]
     for _ in range(15):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from project.early_start import ranks
+from project.launch.early_start import ranks
 from tests.conftest import TINY
 
 TWO = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=1", "--trainer.devices=2")

@@ -419,7 +419,7 @@ def test_any_number_of_samples_is_checked_with_one_and_with_more():
 
 
 def test_nothing_of_the_formats_is_imported_by_a_fit():
-    program = "import sys, project.cli; print({'onnx', 'onnxruntime', 'onnxscript', 'safetensors'} & sys.modules.keys())"
+    program = "import sys, project.cli.main; print({'onnx', 'onnxruntime', 'onnxscript', 'safetensors'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 
-from project.profiling import FOLDER
-from project.profiling import _tables as tables
+from project.cli.profiling import FOLDER
+from project.cli.profiling import _tables as tables
 from project.watch.curves import Events
 from tests.conftest import _SERVER, TINY, forked
 from tests.hostile import LIMIT, SECRET, Case, Ended, cases, drive, framed, harm

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from project.checkpoints.files import read_manifest, write
+from project.checkpoints.reading import SafeCheckpointIO
 from project.errors import UserError
 from project.plain_values import load
-from project.survive.files import read_manifest, write
-from project.survive.reading import SafeCheckpointIO
 from project.untrusted import read_text
 
 VALUES = {

@@ -257,7 +257,7 @@ def test_who_is_not_read_any_more_stops_looking(place, tmp_path):
 
 def test_a_login_node_does_not_wait_for_torch():
     heavy = "{'torch', 'lightning', 'tensorboard'}"
-    code = f"import sys, project.report, project.watching; sys.exit(bool({heavy} & sys.modules.keys()))"
+    code = f"import sys, project.cli.report, project.cli.watching; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

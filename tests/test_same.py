@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from project import same
+from project.cli.main import same
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli, environment
@@ -139,7 +139,7 @@ def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
 
 
 def test_the_answer_needs_no_libraries(cli: Cli):
-    look = "import sys, project.same; print({'torch', 'lightning', 'numpy'} & sys.modules.keys())"
+    look = "import sys, project.cli.same; print({'torch', 'lightning', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", look], env=environment(), capture_output=True, text=True)
     assert done.stdout == "set()\n", done
     asked = cli("same", "nothing")

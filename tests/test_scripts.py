@@ -15,7 +15,7 @@ import pytest
 import yaml
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from project.cluster.agent import exit_code
+from project.launch.torchrun_agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
 LAUNCH = str(ROOT / "scripts" / "launch.sh")
@@ -299,7 +299,7 @@ def test_a_wheel_has_the_configs(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "project/configs/ddp.yaml" in names
-    assert "project/cli.py" in names
+    assert "project/cli/main.py" in names
     assert not any(name.startswith(("tests", "lightning_logs")) for name in names)
 
     # Unpacked somewhere else, it finds its configs, and says where the benchmark is.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from project.errors import UserError
-from project.sweep import read_sweep, with_trial
+from project.launch.sweep import read_sweep, with_trial
 from tests.conftest import ROOT, TINY
 
 SWEEP = """

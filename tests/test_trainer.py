@@ -12,8 +12,8 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
-from project.early_start import free_port
-from project.train.precision import auto_precision
+from project.launch.early_start import free_port
+from project.step.precision import auto_precision
 from tests.conftest import environment
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 from rich.console import Console
 
+from project.checkpoints.files import write_file
 from project.config_files import documents, expand
 from project.doctor.findings import Finding, show
 from project.errors import UserError
-from project.survive.files import write_file
 from project.untrusted import open_to_append, parse_yaml, printable, read_json, write_text
 from project.watch.console import _Formatter
 from tests.conftest import ROOT

@@ -15,14 +15,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from project.checkpoints.callback import Checkpoints
 from project.cluster.environment import of_this_rank
 from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
+from project.doctor.activations import transferred
 from project.doctor.examination import ExaminedRun
-from project.survive.checkpoints import Checkpoints
-from project.train.activations import transferred
-from project.train.micro_batch import count_samples
+from project.step.micro_batch import count_samples
 from project.typed import typed
 
 

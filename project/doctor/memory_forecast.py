@@ -29,13 +29,13 @@ from project.cluster import gpu
 from project.cluster.environment import limits
 from project.data import ImageData
 from project.data.dealing import chance_kept
+from project.doctor.activations import FAKE, activations, copy_like, fake, first_batch
 from project.doctor.findings import in_bytes
 from project.errors import UserError
-from project.train.activations import FAKE, activations, copy_like, fake, first_batch
-from project.train.batching import accumulation
-from project.train.blocks import blocks_of
-from project.train.micro_batch import count_samples
-from project.train.sharded import DTYPES, Shard, Sharded
+from project.sharded.blocks import blocks_of
+from project.sharded.strategy import DTYPES, Shard, Sharded
+from project.step.batching import accumulation
+from project.step.micro_batch import count_samples
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class Forecaster:
         parameters, on_gpu, shards = [*self.module.parameters()], self.device.type != "cpu", layout.shards
         learning = [parameter for parameter in parameters if parameter.requires_grad]
         held, buffers = _bytes(parameters, shards), sum(buffer.nbytes for buffer in self.module.buffers())
-        # DDP sends gradients in buckets: on a GPU they lie in there, on a CPU they are copied (train/strategy.py).
+        # DDP sends gradients in buckets: on a GPU they lie in there, on a CPU they are copied (step/ddp.py).
         buckets = 0 if layout.ranks == 1 or on_gpu or layout.exact else _bytes(learning)
         kept = None if self.batch is None else self._kept(layout.param_dtype if layout.sharded else None)
         figures = {

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
+from project.checkpoints.files import sha256_of
+from project.checkpoints.manifest import manifest_at
 from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
 from project.masking import masked
-from project.survive.files import sha256_of
-from project.survive.manifest import manifest_at
 from project.typed import typed
 from project.untrusted import open_to_read, read_yaml, write_text
 

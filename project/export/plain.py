@@ -16,13 +16,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from project.checkpoints.files import entry_of, read_manifest, write_file, write_manifest
+from project.checkpoints.manifest import manifest_of
 from project.errors import UserError
 from project.export import description
 from project.export.folder import ABOUT, staging
 from project.parts import Parted, Stored, changed
 from project.plain_values import load
-from project.survive.files import entry_of, read_manifest, write_file, write_manifest
-from project.survive.manifest import manifest_of
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from project.checkpoints.callback import checkpoints_of
 from project.data.values import Digests
-from project.survive.checkpoints import checkpoints_of
-from project.train.attributes import values
-from project.train.evaluation import loaders_of
-from project.train.micro_batch import loss_at_hand, micro_batch
+from project.resume.attributes import values
+from project.step.evaluation import loaders_of
+from project.step.micro_batch import loss_at_hand, micro_batch
 from project.typed import typed
 from project.watch.fingerprints import Fingerprints
 

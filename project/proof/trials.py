@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from project.cluster.cores import cores
-from project.early_start import free_port
 from project.errors import UserError
+from project.launch.early_start import free_port
+from project.launch.orphans import end_with_parent
 from project.proof.evidence import compare_trials
 from project.proof.plan import FIRST, RUN, Plan, Trial
 from project.proof.recorder import MARK, Order
-from project.survive.orphans import end_with_parent
 
-PROGRAM = "project.cli:main"
+PROGRAM = "project.cli.main:main"
 _LAUNCHER = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "GROUP_", "PL_")
 _PATIENCE = 600.0  # seconds that a start may take
 _PAUSE = 0.1

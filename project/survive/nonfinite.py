@@ -17,15 +17,15 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from project.checkpoints.callback import checkpoints_of
 from project.cluster.place import host
 from project.errors import NonFiniteError
-from project.survive.checkpoints import checkpoints_of
-from project.train.data_ranks import data_ranks
-from project.train.fast_path import give_zero_momentum, is_fused, is_sharded
-from project.train.finite import not_finite
-from project.train.logged import measurement_loggers
-from project.train.micro_batch import MicroBatch, allow_skipped_steps, loss_at_hand, micro_batch, set_step_skipped
-from project.train.shards import any_rank, local, max_over_ranks
+from project.sharded.shards import any_rank, local, max_over_ranks
+from project.step.data_ranks import data_ranks
+from project.step.fast_path import give_zero_momentum, is_fused, is_sharded
+from project.step.finite import not_finite
+from project.step.logged import measurement_loggers
+from project.step.micro_batch import MicroBatch, allow_skipped_steps, loss_at_hand, micro_batch, set_step_skipped
 from project.typed import typed
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.cluster.group import Group
-from project.survive.checkpoints import Checkpoints, checkpoints_of
 from project.survive.requeue import REQUEUE, grace_period
 from project.survive.signals import EXIT_CODES, Signals
 

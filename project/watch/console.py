@@ -21,9 +21,9 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from project.cluster.place import host
-from project.train.data_ranks import data_ranks
-from project.train.micro_batch import micro_batch
-from project.train.position import planned_steps
+from project.step.data_ranks import data_ranks
+from project.step.micro_batch import micro_batch
+from project.step.position import planned_steps
 from project.typed import typed
 from project.untrusted import open_to_append, printable
 from project.watch.history import longest

@@ -20,9 +20,9 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
-from project.train.fast_path import is_fused, is_sharded
-from project.train.logged import measurement_loggers
-from project.train.loop import add_callback, gradient_norm, remove_callback
+from project.step.fast_path import is_fused, is_sharded
+from project.step.logged import measurement_loggers
+from project.step.loop import add_callback, gradient_norm, remove_callback
 from project.typed import typed
 from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, PHASES, lives_of

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.errors import UserError
-from project.train.fast_path import is_sharded, replicates_weights
-from project.train.loop import as_graph_if_capturing
-from project.train.micro_batch import loss_at_hand, micro_batch
-from project.train.norms import batch_norms
-from project.train.strategy import all_gather_objects, ignored_by_ddp
-from project.train.structure import holders
+from project.step.batch_norm_layers import batch_norms
+from project.step.ddp import all_gather_objects, ignored_by_ddp
+from project.step.fast_path import is_sharded, replicates_weights
+from project.step.loop import as_graph_if_capturing
+from project.step.micro_batch import loss_at_hand, micro_batch
+from project.step.structure import holders
 from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together

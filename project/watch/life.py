@@ -23,7 +23,7 @@ from project import __version__
 from project.cluster import code
 from project.cluster.place import image
 from project.errors import NonFiniteError, UserError
-from project.train.position import planned_steps
+from project.step.position import planned_steps
 from project.typed import typed
 from project.untrusted import open_to_append
 from project.watch.history import FILE, lives_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from project.train.norms import compiled_modules
+from project.step.batch_norm_layers import compiled_modules
 from project.watch.checksums import Checksums, plain, together
 
 _MOST = 2000  # calls: a network that loops over its layers has many

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from project.cluster.group import Group
-from project.train.data_ranks import data_ranks
-from project.train.loop import add_callback, remove_callback
+from project.step.data_ranks import data_ranks
+from project.step.loop import add_callback, remove_callback
 from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import boards
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.train.data_ranks import data_ranks
+from project.step.data_ranks import data_ranks
 from project.untrusted import replacing
 
 log = logging.getLogger(__name__)

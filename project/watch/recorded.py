@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.profiler import DeviceType
 
-from project.train.allocator import save_recording
+from project.step.allocator import save_recording
 from project.untrusted import make_folder, replacing, write_text
 
 Span = tuple[float, float]  # microseconds

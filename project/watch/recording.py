@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from project.train.allocator import start_recording
-from project.train.loop import fetch_hooks, remove_callback, set_fetch_hooks
+from project.step.allocator import start_recording
+from project.step.loop import fetch_hooks, remove_callback, set_fetch_hooks
 from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.recorded import RANGE, lines, write_held

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from project.cluster.group import Group
 from project.cluster.place import host
 from project.errors import UserError
-from project.train.data_ranks import data_ranks
-from project.train.logged import measurement_loggers
-from project.train.loop import set_fetch_hooks
-from project.train.micro_batch import micro_batch
+from project.step.data_ranks import data_ranks
+from project.step.logged import measurement_loggers
+from project.step.loop import set_fetch_hooks
+from project.step.micro_batch import micro_batch
 from project.typed import typed
 from project.watch.flops import flops, peak
 from project.watch.history import PHASES

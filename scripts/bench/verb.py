@@ -12,8 +12,8 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Console
 
-from project.cli import ProjectCLI
-from project.cli import main as run
+from project.cli.main import ProjectCLI
+from project.cli.main import main as run
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.errors import UserError

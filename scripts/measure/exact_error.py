@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from project.exact.gradients import ExactGradients
 from project.model.gpt import GPT
 from project.model.minires import MiniResNet
-from project.train.exact_gradients import ExactGradients
 
 RANKS, MICRO_BATCHES = 4, 24
 

@@ -38,7 +38,7 @@ def measure(words: list[str]) -> None:
     from lightning.pytorch import Callback
 
     import project.trainer
-    from project.cli import main
+    from project.cli.main import main
     from project.watch.fingerprints import Fingerprints
 
     class Turns(Callback):

@@ -60,7 +60,7 @@ def program(contest: Comparison, name: str, ranks: int, *words: str) -> Program:
     made = contest.ours(name, ranks, *(word for word in words if word not in code))
     if not code:
         return made
-    text = "; ".join([*code, "from project.cli import main; main()"])
+    text = "; ".join([*code, "from project.cli.main import main; main()"])
     return replace(made, commands=((sys.executable, "-c", text, *made.commands[0][3:]),))
 
 

@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from project.train.shards import local
+from project.sharded.shards import local
 
 ROOT = Path(__file__).parents[2]
 KINDS = {

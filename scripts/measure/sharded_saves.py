@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from project.train.shards import local
+from project.sharded.shards import local
 
 ROOT = Path(__file__).parents[2]
 BETWEEN = 6  # steps from one turn to the next

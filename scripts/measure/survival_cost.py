@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from project.checkpoints.callback import Checkpoints
 from project.data import ImageData, Synthetic
+from project.exact.batch_norm import StepStatistics
 from project.model import ImageClassifier, MiniResNet
-from project.survive.checkpoints import Checkpoints
+from project.step.chance import ChanceByMicroBatch
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import NonFinite
 from project.survive.preemption import StopTogether
-from project.train.batch_norm import StepStatistics
-from project.train.chance import ChanceByMicroBatch
 from project.trainer import Trainer
 from project.watch.throughput import Throughput
 

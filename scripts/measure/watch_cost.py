@@ -31,7 +31,7 @@ def measure(words: list[str]) -> None:
     from lightning.pytorch import Callback
 
     import project.trainer
-    from project.cli import main
+    from project.cli.main import main
     from project.watch.dashboard import Dashboard
     from project.watch.throughput import Throughput
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from project.errors import UserError
 from project.model import MiniResNet
-from project.train.precision import cpu_precision
+from project.step.precision import cpu_precision
 from scripts.bench import bench, report
 from scripts.bench.bench import PLAIN_LOOP, Comparison, Measured, compute_alike, peak
 from scripts.bench.worker import load

@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from project.cluster import launcher
-from project.cluster.launcher import LaunchError, detect
+from project.launch import launcher
+from project.launch.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
 # As slurmd of Slurm 22.05 sets it for task 3 of `srun --nodes=2 --ntasks-per-node=2`.

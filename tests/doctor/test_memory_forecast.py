@@ -18,8 +18,8 @@ from project import Sharded, Trainer
 from project.doctor.memory_forecast import Forecaster, Layout, numbers, on_meta, report
 from project.errors import UserError
 from project.model.gpt import LanguageModel
-from project.train.blocks import blocks_of
-from project.train.shards import local
+from project.sharded.blocks import blocks_of
+from project.sharded.shards import local
 from tests.conftest import TINY
 
 GPT = ("fit", "--config=configs/gpt.yaml")

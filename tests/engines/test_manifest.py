@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from project.engines.command import command
-from project.engines.kubernetes import written
-from project.engines.manifest import Wanted, claim_of, image_of, name, pods, root_of
-from project.engines.needs import Needs
 from project.errors import UserError
+from project.launch.command import command
+from project.launch.kubernetes import written
+from project.launch.manifest import Wanted, claim_of, image_of, name, pods, root_of
+from project.launch.needs import Needs
 from tests.cluster.manifests import INDEX, documents, job_of
 from tests.conftest import ROOT, Run, forked
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from project.engines.ray.verb import main, read
+from project.launch.ray.verb import main, read
 from tests.conftest import ROOT, environment
 
 DDP = ("fit", "--config", "configs/ddp.yaml")
@@ -63,7 +63,7 @@ def test_words_that_make_no_sense_are_refused(words, said, capsys):
 
 def test_the_driver_loads_neither_torch_nor_lightning():
     code = (
-        "import sys; from project.engines.ray.verb import read; read(['fit', '--config', 'configs/ddp.yaml']);"
+        "import sys; from project.launch.ray.verb import read; read(['fit', '--config', 'configs/ddp.yaml']);"
         "print(sorted({'torch', 'lightning', 'ray'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -108,7 +108,7 @@ def test_a_search_needs_to_know_what_decides(tmp_path, capsys):
 @pytest.fixture
 def fit():
     pytest.importorskip("ray")
-    from project.engines.ray import fit
+    from project.launch.ray import fit
 
     return fit
 
@@ -196,7 +196,7 @@ def test_a_rank_gets_the_variables_of_torchrun_and_the_gpus_of_its_host(fit):
 
 def test_of_the_trials_that_came_as_far_one_in_three_continues():
     pytest.importorskip("ray")
-    from project.engines.ray.search import _lags
+    from project.launch.ray.search import _lags
 
     rungs: dict[int, list[float]] = {}
     assert [_lags(rungs, (1, 3), 1, loss) for loss in (1.0, 0.5, 2.0, 0.4)] == [False, False, True, False]

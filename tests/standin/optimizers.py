@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project import Trainer
 from project.errors import UserError
-from project.train.shards import local
+from project.sharded.shards import local
 
 Make = Callable[[Any], optim.Optimizer]
 NAMES = (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
-from project.train.shards import local
+from project.sharded.shards import local
 
 try:
     from tests.standin.emulate import DRIVER

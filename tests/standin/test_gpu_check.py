@@ -28,7 +28,7 @@ print(gpu_checks.CHECKS[sys.argv[1]]("cuda"))
 
 def main() -> None:
     """Runs the project where the callbacks of gpu_probes can be imported."""
-    from project import cli
+    from project.cli.main import main as cli
 
     sys.path.insert(0, MEASURE)
     cli.main()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from project.train.strategy import broadcast_from_rank_0
+from project.step.ddp import broadcast_from_rank_0
 from tests.standin import build, pool
 
 pytestmark = pytest.mark.skipif(pool.REAL, reason="says what the stand-in promises")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.survive import files, together
-from project.survive.checkpoints import Checkpoints
+from project.checkpoints import files
+from project.checkpoints import shard_writers as together
+from project.checkpoints.callback import Checkpoints
 
 PLACES = ("step", "accumulation", "validation", "write", "named")
 

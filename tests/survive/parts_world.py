@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from project.checkpoints.callback import Checkpoints
+from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.shard_writers import HostCopy, ShardWriters
 from project.cluster.interfaces import use_loopback
 from project.parts import Stored
-from project.survive.checkpoints import Checkpoints
-from project.survive.reading import SafeCheckpointIO
-from project.survive.together import HostCopy, ShardWriters
-from project.train.shards import read_shard, split
+from project.sharded.shards import read_shard, split
 from tests.conftest import _SERVER, PATIENCE
 
 SPREAD = ("weight", "bias", "one")

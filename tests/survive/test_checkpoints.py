@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.checkpoints.callback import Checkpoints
+from project.checkpoints.files import newest_good, read_manifest, write
+from project.checkpoints.shard_writers import HostCopy
+from project.checkpoints.verification import Verification
 from project.runs import weights
-from project.survive.checkpoints import Checkpoints
-from project.survive.files import newest_good, read_manifest, write
-from project.survive.together import HostCopy
-from project.survive.verification import Verification
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
 
@@ -120,7 +120,7 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
     def broken(path):
         raise ValueError("its checksum is wrong")
 
-    monkeypatch.setattr("project.survive.files.read_manifest", broken)
+    monkeypatch.setattr("project.checkpoints.files.read_manifest", broken)
     callback._write(tmp_path / "step-000000002.ckpt", HostCopy(STATE, {}), {})
     assert callback.failed is not None
     monkeypatch.undo()
@@ -129,7 +129,7 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
 
 def test_a_process_that_ends_does_not_wait_for_what_is_being_read(tmp_path, monkeypatch):
     reads, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr("project.survive.files._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
+    monkeypatch.setattr("project.checkpoints.files._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
     part = {"rank": 0, "host": "h", "bytes": 1, "sha256": ""}
     manifest(path := tmp_path / "step-000000001.ckpt").write_text(json.dumps({"parts": {"whole.pt": part}}))
     others = {*threading.enumerate()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from project.data.order import Order
+from project.step.finite import not_finite
+from project.step.micro_batch import MicroBatch
 from project.survive.nonfinite import NonFinite
-from project.train.finite import not_finite
-from project.train.micro_batch import MicroBatch
 from tests.conftest import Cli, forked, since_struck, took
 from tests.survive.test_resume import curves, same
 

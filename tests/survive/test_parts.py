@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
+from project.checkpoints.files import clean_up, newest_good, read_manifest
+from project.checkpoints.files import write as write_file
+from project.checkpoints.reading import SafeCheckpointIO
 from project.errors import UserError
-from project.survive.files import clean_up, newest_good, read_manifest
-from project.survive.files import write as write_file
-from project.survive.reading import SafeCheckpointIO
 from tests.survive.parts_world import Strike, World, full_disk, read, same, whole, write
 
 NAMES = {step: f"step-{step:09d}.ckpt" for step in (1, 2, 3)}

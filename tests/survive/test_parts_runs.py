@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.checkpoints.readable import plain_values
+from project.checkpoints.reading import SafeCheckpointIO
 from project.errors import UserError
-from project.survive.readable import plain_values
-from project.survive.reading import SafeCheckpointIO
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
 from tests.survive.test_resume import curves, faults, same

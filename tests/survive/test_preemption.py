@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from project.survive.checkpoints import Checkpoints
+from project.checkpoints.callback import Checkpoints
 from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.cluster.machine import wait_until
@@ -193,7 +193,7 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
     assert steps(5.0, 20) == 20
 
 
-@pytest.mark.parametrize("loading", ["torch._C", "lightning.pytorch.trainer", "project.cli"])
+@pytest.mark.parametrize("loading", ["torch._C", "lightning.pytorch.trainer", "project.cli.main"])
 def test_ctrl_c_before_training_is_quiet(tmp_path, loading):
     program = f"""
 import signal, sys

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.survive.readable import plain_values
+from project.checkpoints.readable import plain_values
 from project.watch.history import OURS
 from tests.conftest import TINY, forked
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from project.survive.files import checkpoints_in, read_manifest
-from project.survive.reading import SafeCheckpointIO
+from project.checkpoints.files import checkpoints_in, read_manifest
+from project.checkpoints.reading import SafeCheckpointIO
 from tests.conftest import Run, forked
 from tests.own import write_texts
 from tests.survive.kills import PLACES

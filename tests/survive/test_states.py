@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from project import Trainer
+from project.checkpoints.callback import Checkpoints
 from project.errors import UserError
-from project.survive.checkpoints import Checkpoints
-from project.train import attributes
+from project.resume import attributes
 from tests.own import Points, Regression
 from tests.survive.test_resume import same
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     (state,) = [state for name, state in copied["callbacks"].items() if "Counting" in name]
     assert state["counts"].tolist() == [4] * 5
 
-    from project.survive.checkpoints import _copy_to_host
+    from project.checkpoints.callback import _copy_to_host
 
     array, tensor = np.zeros(2), torch.zeros(2)
     copy = _copy_to_host({"array": array, "deep": [{"tensor": tensor}]})

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from project.train.shards import local, shard_like, split, total_norm
-from project.train.tensor_parallel import parallelize_layers
+from project.sharded.shards import local, shard_like, split, total_norm
+from project.sharded.tensor_parallel import parallelize_layers
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from project.data import ImageData, Synthetic
 from project.errors import UserError
+from project.exact.batch_norm import StepStatistics
 from project.model import ImageClassifier, MiniResNet
-from project.train.batch_norm import StepStatistics
-from project.train.norms import is_plain
+from project.step.batch_norm_layers import is_plain
 from project.trainer import Trainer
 from tests.operators import Operators
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
 from project.errors import UserError
-from project.train import loaders
-from project.train.batching import accumulation
+from project.step import loaders
+from project.step.batching import accumulation
 
 KEYS = "data.global_batch_size data.batch_size"
 

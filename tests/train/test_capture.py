@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project import same
+from project.cli.main import same
 from project.model import ImageClassifier
+from project.step.capture import HOOKS_WITHIN_STEP, is_capturable
 from project.survive.nonfinite import NonFinite
-from project.train.capture import HOOKS_WITHIN_STEP, is_capturable
 from project.watch.throughput import Throughput
 from tests.conftest import TINY, Cli
 

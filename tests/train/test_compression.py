@@ -2,8 +2,8 @@
 
 import pytest
 
-from project.train.compression import supported_compression
-from project.train.precision import cpu_precision
+from project.step.compression import supported_compression
+from project.step.precision import cpu_precision
 from tests.conftest import TINY, forked
 
 FIT = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--run=it")

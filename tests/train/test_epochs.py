@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from project.train.epochs import _copy_states
+from project.step.epochs import _copy_states
 from tests.conftest import forked
 from tests.survive.test_resume import FIT, assert_same_run, final, same
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from project.train.exact import ExactSum, WideSum, sum_from_coarsest
+from project.exact.sums import ExactSum, WideSum, sum_from_coarsest
 
 
 def added(terms, *, largest=1.0, ranks=1):

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from project.train import exact_gradients
-from project.train.exact_gradients import ExactGradients
+from project.exact import gradients as exact_gradients
+from project.exact.gradients import ExactGradients
 
 RANKS, STEPS = 3, 3
 

@@ -17,8 +17,8 @@ from project.errors import UserError
 from project.model.classifier import ImageClassifier
 from project.model.gpt import GPT, LanguageModel
 from project.model.minires import MiniResNet
-from project.train.meta_build import StayOnMeta, build_once, give_memory, refuse_other_network, signature, without_values
-from project.train.unspreadable import averages_on_host, refuse_no_values
+from project.sharded.meta_build import StayOnMeta, build_once, give_memory, refuse_other_network, signature, without_values
+from project.sharded.refusals import averages_on_host, refuse_no_values
 from tests.model.strange_networks import Plain
 
 
@@ -177,7 +177,7 @@ READS_PARAMETERS = ("asks", "twins", "computes", "orthogonal", "old weight norm"
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_network_without_values_is_like_another_and_draws_the_same(name, monkeypatch):
-    monkeypatch.setattr("project.train.meta_build.SMALL", 0)
+    monkeypatch.setattr("project.sharded.meta_build.SMALL", 0)
     torch.manual_seed(7)
     expected = build_once(NETS[name], lambda network: network, rank=0)
     torch.manual_seed(7)
@@ -219,7 +219,7 @@ def test_another_network_is_refused():
 
 
 def test_a_copy_moves_to_no_device_before_it_has_values(monkeypatch):
-    monkeypatch.setattr("project.train.meta_build.SMALL", 0)
+    monkeypatch.setattr("project.sharded.meta_build.SMALL", 0)
     network = build_once(lambda: nn.Linear(3, 3), lambda network: network, rank=1)
     with StayOnMeta():
         average = AveragedModel(network, device=torch.device("cpu"))

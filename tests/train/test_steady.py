@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from project.data import ImageData, Synthetic, datamodule
 from project.model import ImageClassifier, MiniResNet
+from project.step.ddp import OrderedDDP, own_stream
 from project.survive.nonfinite import NonFinite
-from project.train.strategy import OrderedDDP, own_stream
 from project.trainer import Trainer
 from project.watch.fingerprints import Fingerprints
 from tests.operators import Operators

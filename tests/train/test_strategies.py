@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from project.errors import UserError
-from project.train.unspreadable import prepare_optimizers
+from project.sharded.refusals import prepare_optimizers
 from tests.conftest import Cli, forked
 from tests.own import Regression
 from tests.survive.test_resume import curves

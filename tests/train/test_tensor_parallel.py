@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.survive.reading import SafeCheckpointIO
-from project.train.data_ranks import DataRanks
+from project.checkpoints.reading import SafeCheckpointIO
+from project.step.data_ranks import DataRanks
 from tests.conftest import TINY, environment, forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same

@@ -6,9 +6,9 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from project.launch.orphans import describe_launcher
 from project.survive.hang import warden
 from project.survive.hang.heartbeats import Member
-from project.survive.orphans import describe_launcher
 
 
 class WardenProcess:

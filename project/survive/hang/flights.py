@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from project.step.flight_recorder import ranks_of, recorded_collectives
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import run_with_timeout
-from project.train.flight_recorder import ranks_of, recorded_collectives
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _readers: list[threading.Thread] = []

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from project.cluster.launcher import detect
-from project.survive.agent import agent
+from project.launch.agent import agent
+from project.launch.launcher import detect
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
 from project.survive.hang.warden import kill_with_children, start_time

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project import early_start
+from project.checkpoints.callback import checkpoints_of
 from project.cluster.interfaces import mtu, own_address
 from project.cluster.place import host
 from project.errors import UserError
+from project.launch import early_start
+from project.launch.agent import agent
 from project.survive import failure
 from project.survive.abort import exit_on_abort
-from project.survive.agent import agent
-from project.survive.checkpoints import checkpoints_of
 from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.beside import WardenProcess
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id

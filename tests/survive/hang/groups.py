@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
+from project.step.flight_recorder import recorded_collectives
 from project.survive.hang.flights import progress_by_group
 from project.survive.hang.heartbeats import Flight, Heartbeat
-from project.train.flight_recorder import recorded_collectives
 from tests.cluster.machine import wait_until
 
 LATE = 1

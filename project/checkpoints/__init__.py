@@ -1,0 +1,1 @@
+"""Decides when a checkpoint is written, verified and removed, and which of them a run reads."""

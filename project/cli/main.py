@@ -1,0 +1,494 @@
+"""The front door: YAML and launcher in, Trainer, model and data out. `python -m project fit --help` shows every key.
+
+Lightning's CLI does the work. What is ours: configs that stand on other configs (`base:`), a folder for each run, the
+launcher's numbers of nodes and processes, errors in one line, and the silent traps made loud.
+"""
+
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import yaml
+from jsonargparse import Namespace, add_instantiator
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch import nn
+
+from project.checkpoints.callback import Checkpoints, checkpoints_of
+from project.checkpoints.verification import Verification
+from project.cli.aliases import take_either_lightning
+from project.cli.class_paths import take_functions
+from project.cli.complaints import condensed
+from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
+from project.cluster.place import host
+from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, run_config, strangers
+from project.data import ImageData
+from project.doctor.findings import verdict
+from project.doctor.memory_forecast import on_meta
+from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
+from project.export.export import SETTINGS, exportable
+from project.launch import early_start
+from project.launch.command import command
+from project.launch.launcher import Launch, LaunchError, detect, rank_said
+from project.launch.sweep import with_trial
+from project.masking import masked
+from project.model import ImageClassifier
+from project.resume.changes import ChangedSettings
+from project.runs import open_beside, open_run, run_of, saved_config, weights
+from project.sharded.meta_build import build_once
+from project.step.supported_strategies import refuse_ranks_in_process
+from project.survive.failure import close_connections, exit_at_once, report_error
+from project.survive.hang.watchdog import Watchdog
+from project.trainer import Trainer
+from project.typed import typed
+from project.untrusted import write_text
+from project.watch import loggers
+from project.watch.console import Progress, RankLogs, log_to, open_log
+from project.watch.dashboard import Dashboard
+from project.watch.events import Events
+from project.watch.history import FILE as LIFE
+from project.watch.history import read_history
+from project.watch.life import Life
+from project.watch.profile import Profile
+from project.watch.report import write
+
+log = logging.getLogger(__name__)
+
+take_functions()  # functions behind a class_path, whatever their signatures say
+
+
+_ABOUT = (
+    "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
+    "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
+    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep; in a checkout, "
+    "bench measures a config against a plain PyTorch loop."
+)
+
+
+class ProjectCLI(LightningCLI):
+    """A LightningCLI for any LightningModule and LightningDataModule; if none is named, for ImageClassifier and ImageData."""
+
+    trainer: Trainer
+    running: ClassVar[Trainer | None] = None
+    """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
+        # `expand` has put the bases before the config that names them: what is parsed, printed and saved stands alone.
+        parser.add_argument("--base", type=_resolved, help="In a config: the config or configs that it stands on.")
+        parser.add_argument("--help_all", action=HelpAll, help="Show every key and exit.")
+        parser.add_argument(
+            "--run",
+            type=str | None,
+            default=None,
+            help=f"Name of the run, its folder in {RUNS}/, or the path of one that is there; fit goes on with one that exists, "
+            "test and so on take its weights.",
+        )
+        parser.add_argument(
+            "--resume",
+            type=str,
+            default="auto",
+            help="A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never).",
+        )
+        parser.add_argument(
+            "--change",
+            type=str | None,
+            default=None,
+            help="Keys, with commas, that may differ from what a run that exists was trained with (see docs/keys.md).",
+        )
+        parser.add_argument(
+            "--doctor",
+            type=bool,
+            default=False,
+            help="Before a fit: is the cluster fit for it? Does not start where it is not.",
+        )
+        parser.add_argument(
+            "--dry_run",
+            type=str | None,
+            nargs="?",
+            const="true",
+            default=None,
+            help="Says what each rank of a fit would hold, and trains nothing; of other numbers of ranks: --dry_run=8,64,1024.",
+        )
+        parser.add_argument(
+            "--debug",
+            type=bool,
+            default=False,
+            help="A log file for each rank, and the words of NCCL and torch.distributed.",
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in ("doctor", "export")}}
+        verbs["manifest"] = {"model", "datamodule", "run", "words", "configs"}
+        wanted = sys.argv[1] if len(sys.argv) > 1 else None  # making the parsers of all of them takes half a second
+        return {wanted: verbs[wanted]} if wanted in verbs else verbs
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self.model_class is ImageClassifier:
+            parser.set_defaults({"model.network": {"class_path": "project.model.MiniResNet"}})
+        if self.datamodule_class is ImageData:
+            parser.set_defaults({"data.source": {"class_path": "project.data.Synthetic"}})
+            parser.link_arguments("seed_everything", "data.seed")
+        loggers.take_from_yaml(parser)
+        parser.add_lightning_class_args(Checkpoints, "checkpoints")
+        parser.add_lightning_class_args(Watchdog, "watchdog")
+        parser.add_lightning_class_args(Profile, "profile")
+        parser.add_lightning_class_args(Dashboard, "dashboard")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Checks what Lightning acts on next: the seed, and the path of a checkpoint."""
+        super().parse_arguments(parser, args)
+        settings = self.config[self.config.subcommand]
+        if not 0 <= settings.seed_everything < 2**32:
+            raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {settings.seed_everything}.")
+        # Lightning would let the hyper-parameters saved in the checkpoint override the command line, if it saw the path now.
+        self._wanted_checkpoint = settings.get("ckpt_path")
+        if self._wanted_checkpoint is not None:
+            settings.ckpt_path = None
+
+    @property
+    def dry(self) -> bool:
+        """Returns whether this is a dry run, which trains nothing and leaves nothing."""
+        return self.subcommand == "fit" and str(self.config[self.subcommand].dry_run).lower() not in ("none", "false")
+
+    def before_instantiate_classes(self) -> None:
+        settings = self.config[self.subcommand]
+        if self._wanted_checkpoint is not None:
+            settings.ckpt_path = self._wanted_checkpoint
+        if self.subcommand == "export":  # before anything slow is done
+            exportable(settings.to, settings.batch_size, settings.out)
+        if (self.subcommand == "export" or self.dry) and (detect().world_size or 1) > 1:
+            verb = f"{self.subcommand}{' --dry_run' * self.dry}"
+            raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
+        path = settings.get("ckpt_path")
+        if path is not None and path not in ("best", "last") and not (path and Path(path).exists()):
+            raise UserError(
+                self._placed(f"ckpt_path={path}: there is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
+            )
+        if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
+            raise UserError(
+                f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
+                "that file; with --run, --ckpt_path may also be best or last."
+            )
+        trainer = settings.trainer
+        bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
+        if self.subcommand == "fit" and not bounded and not trainer.fast_dev_run:
+            raise UserError(
+                "Nothing says how long to train. HINT: --config configs/ddp.yaml is a config to begin with; or set "
+                "trainer.max_epochs, trainer.max_steps or trainer.max_time."
+            )
+
+    def instantiate_classes(self) -> None:
+        if self.dry:
+            add_instantiator(on_meta, nn.Module)
+        elif self._is_built_by_rank_0():
+            assert isinstance(self.parser, Parser)
+            self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if isinstance(error, UserError):  # a class that looks at its arguments
+                raise as_user_error(error, self._placed(str(error))) from error
+            if "Problem with given class_path" not in str(error):
+                raise
+            raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
+
+    def _placed(self, text: str) -> str:
+        """Returns a text with the flag, or the file and line, of the setting that it is about."""
+        assert isinstance(self.parser, Parser)
+        return self.parser.placed(text)
+
+    def _is_built_by_rank_0(self) -> bool:
+        """Returns whether the strategy gives the other ranks rank 0's network, block by block."""
+        settings = self.config[self.subcommand]
+        strategy = settings.trainer.strategy
+        named = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
+        wanted = isinstance(strategy, str) or bool(strategy.init_args.get("deferred", True))
+        sharded = named.startswith("sharded") or named.endswith(".Sharded")
+        verbs = {"fit", *EVALUATING} - {"export"}  # which has another strategy
+        return self.subcommand in verbs and sharded and wanted and not settings.get("doctor")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        settings = self.config[self.subcommand]
+        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
+        root = Path(settings.trainer.default_root_dir or ".").absolute()
+        self.folder = root / RUNS
+        launch = detect()
+        self._saved: dict[str, Any] | None = None
+        self._begun = self._open(root, launch) if launch.rank == 0 else None
+        if launch.rank > 0 and self.subcommand in ("fit", *EVALUATING):
+            self.config_init[self.subcommand].ckpt_path = None  # rank 0 tells
+        trainer_settings = self.config_init[self.subcommand].trainer
+        configuration = masked({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
+        ours: list[Callback] = []
+        if settings.debug:
+            log_communication(self.folder)
+            ours.append(RankLogs())
+        if self.subcommand == "fit" and not self.dry:
+            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life()]
+            if self._begun is not None and _several_hosts(settings, launch):
+                ours.append(Verification(self._begun[0]))
+        kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
+        given = trainer_settings.callbacks or []
+        trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
+        if self.subcommand in ("export", "manifest"):
+            kwargs.update(SETTINGS)
+        elif self.dry:
+            kwargs.update(devices=1, num_nodes=1)
+        places = trainer_settings.devices, trainer_settings.accelerator
+        early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
+        trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
+        assert isinstance(trainer, Trainer)
+        refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
+        trainer.configuration = configuration
+        for callback in typed(trainer).callbacks:
+            if isinstance(callback, Checkpoints):
+                callback.manifest["configuration"] = configuration
+            elif isinstance(callback, Watchdog) and self.subcommand == "fit":
+                callback.life = self.folder / LIFE
+        if self._begun is not None:
+            manifest = self._begun[1]
+            at = manifest["position"]
+            first = min(at["global_step"], at["logged_steps"])
+            trainer.loggers_go_on(first, manifest.get("logged", ()), starts_again=not at["validation_due"])
+        elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
+            trainer.loggers_go_on(0)
+        return trainer
+
+    def _loggers(self, given: Any, root: Path, rank: int) -> Any:
+        """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
+
+        The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
+        """
+        fit = self.subcommand == "fit"
+        if self.dry:
+            return False
+        if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
+            return fit and given is not False
+        named = loggers.made(given, self.folder, _name_of(self.folder, root / RUNS), rank)
+        return [Events(str(self.folder)), *named] if fit else named
+
+    def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
+        """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it resumes from."""
+        settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
+        verb, path = str(self.subcommand), settings.get("ckpt_path")
+        named = path in ("best", "last")
+        how = (settings.checkpoints.monitor, settings.checkpoints.mode)
+        if verb == "manifest" or self.dry:  # leaves nothing
+            return None
+        if verb == "fit":
+            self._run = open_run(root, settings.run, self._kind(), launch)
+        else:
+            if verb in EVALUATING and (path is None or named):
+                path = str(weights(folder_of(root, settings.run), path, *how))
+                init.ckpt_path = path
+            if verb == "export":  # leaves nothing but its folder
+                self.folder = folder_of(root, settings.run) if settings.run else run_of(Path(str(path)))
+                return None
+            self._run = open_beside(root, settings.run, self._kind(), verb, launch)
+        self.folder = self._run.folder
+        log_to(self.folder / "log.txt")
+        log.info("Run: %s", self.folder)
+        saved = {**self.config_dump, "run": None, "resume": "auto", "change": None, "base": None}
+        saved.pop("config", None)
+        if verb != "fit":
+            save_config(self.folder, {**saved, **({"ckpt_path": path} if verb in EVALUATING else {})})
+            return None
+        resume = settings.resume
+        if named:  # as --resume does
+            init.ckpt_path = self.config_dump["ckpt_path"] = None
+            resume = str(weights(self.folder, path, *how))
+        content = not _several_hosts(settings, launch)  # which wait for this rank; Verification reads it then
+        begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path, content)
+        if begun is not None:
+            checkpoint = begun[0]
+            self._resume(*begun)
+            # Where it began stays known: a checkpoint of another run, or nothing.
+            own = checkpoint.parent.absolute() == self.folder / "checkpoints"
+            saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
+        self._saved = saved
+        return begun
+
+    def _resume(self, path: Path, manifest: dict[str, Any]) -> None:
+        at = manifest["position"]
+        self.config_init[self.subcommand].ckpt_path = str(path)
+        if manifest["finished"]:
+            log.info("Takes up %s: the end of the run, after %d steps", path, at["global_step"])
+        else:
+            log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
+
+    def after_instantiate_classes(self) -> None:
+        """Notes the Trainer: the verb runs from here on."""
+        ProjectCLI.running = self.trainer
+
+    def before_fit(self) -> None:
+        settings = self.config[self.subcommand]
+        if self.dry:
+            self.trainer.dry_run(self.model, self.datamodule, settings.dry_run)
+            raise SystemExit(0)
+        if settings.doctor:
+            self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
+
+    def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+        """Ends the program where the cluster is not fit for the run."""
+        outcome = verdict(self.trainer.doctor(model, datamodule, **settings))
+        if self.trainer.is_global_zero:
+            log.info("The doctor's findings: %s", self.folder / "doctor.json")
+        if outcome == "bad":
+            raise SystemExit(1)
+
+    def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+        """Prints it, or writes it where it is to go."""
+        words, configs = command(sys.argv[2:])
+        run = self.config[self.subcommand].run or self._kind()
+        text = self.trainer.manifest(model, datamodule, **settings, run=run, words=words, configs=configs)
+        if settings["out"] is None:
+            print(text, end="")
+
+    def _kind(self) -> str:
+        """Returns the name of the config, or of the run that it was saved by."""
+        configs = self.config[self.subcommand].config or []
+        path = Path(str(configs[-1] if configs else "default"))
+        return path.absolute().parent.name if path.name == "config.yaml" else path.stem
+
+    def after_validate(self) -> None:
+        self._note_metrics()
+
+    def after_test(self) -> None:
+        self._note_metrics()
+
+    def _note_metrics(self) -> None:
+        """Writes VERB.json: the metrics, and of which weights they are."""
+        if self.trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            path = self.folder / f"{self.subcommand}.json"
+            checkpoint = self.config_init[self.subcommand].ckpt_path
+            write_text(path, json.dumps({"checkpoint": checkpoint, "metrics": metrics}, indent=1))
+            log.info("The figures: %s", path)
+
+    def after_fit(self) -> None:
+        trainer = self.trainer
+        if not trainer.is_global_zero or trainer.interrupted:
+            return
+        if self._begun is not None and trainer.global_step == self._begun[1]["position"]["global_step"]:
+            log.info(
+                "The run is finished, after %d steps: nothing was left to do. HINT: a larger trainer.max_epochs (or max_steps, "
+                "or max_time) makes it longer.",
+                trainer.global_step,
+            )
+        elif not trainer.global_step:
+            raise UserError("Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches.")
+        lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
+        saved = checkpoints_of(trainer)
+        if saved and saved.last:
+            lines["checkpoint"] = f"{saved.last}" + (f"  (best: {saved.best[1].name})" if saved.best else "")
+        lines["dashboard"] = f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
+        for name, text in lines.items():
+            log.info("%-11s %s", name, text)
+        if saved and saved.failed:
+            log.error("The run is over, and its last checkpoint could not be written: %s", saved.failed)
+            raise SystemExit(1)
+
+
+def log_communication(folder: Path) -> None:
+    """Lets NCCL and torch.distributed log what they do; what the user has set already stays.
+
+    INFO and not DETAIL: with gloo, DETAIL makes DistributedDataParallel of torch 2.15 crash (SIGSEGV).
+    """
+    os.environ.setdefault("NCCL_DEBUG", "INFO")
+    os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "nccl-%h-%p.log"))
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
+def _several_hosts(settings: Namespace, launch: Launch) -> bool:
+    return (launch.nodes or settings.trainer.num_nodes) > 1
+
+
+def _name_of(folder: Path, runs: Path) -> str:
+    return str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
+
+
+def _resolved(base: object) -> None:
+    return None
+
+
+def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
+    """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
+    take_either_lightning()
+    rank = rank_said()
+    open_log(rank, host())
+    say = log.info
+    try:
+        rank = detect().rank
+        open_log(rank, host())
+        words = with_trial(sys.argv[1:])
+        if words != sys.argv[1:] and rank == 0:
+            log.info("Trial: %s", " ".join(argument for argument in words if argument not in sys.argv))
+        if rank == 0 and (config := config_of_run(words)) and (who := strangers(config)):
+            log.warning("%s %s, and what it names is imported and called. HINT: read it first, or copy it.", config, who)
+        sys.argv[1:] = expand(run_config(words))
+        Parser.configs = [Path(argument) for at, argument in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
+        refuse_odd_sections(Parser.configs)
+        own_model, own_data = brought(sys.argv[1:])
+        front(
+            LightningModule if own_model else ImageClassifier,
+            None if own_data else ImageData,
+            subclass_mode_model=own_model,
+            trainer_class=trainer_class,
+            save_config_callback=None,  # see SaveConfig
+            parser_class=Parser,
+            parser_kwargs={"prog": "python -m project", "description": _ABOUT},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+    except NonFiniteError:  # rank 0 has said it, and all ranks end alike
+        raise SystemExit(1) from None
+    except Exception as error:
+        if ProjectCLI.running is not None:
+            code = _report_of_run(error, ProjectCLI.running)
+            say = log.debug  # the error is the last word
+            raise SystemExit(code) from None
+        if (isinstance(error, (LaunchError, SettingError)) and rank > 0) or early_start.undecided():
+            time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
+        if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
+            report_error(error, rank, host())  # rank 0, it seems, has not found the same
+        raise SystemExit(WRONG if isinstance(error, SettingError) else 1) from None
+    finally:
+        ran, ProjectCLI.running = ProjectCLI.running, None
+        if ran is not None:
+            why = sys.exc_info()[1]
+            closed = close_connections(10 if why is None else 2)
+            _write_report(ran, say)
+            if not closed:
+                exit_at_once(why)
+
+
+def _report_of_run(error: Exception, trainer: Trainer) -> int:
+    """Reports an error once, by the rank at fault, and returns the exit code."""
+    observed = getattr(trainer.strategy.launcher, "procs", [])
+    launched = [*early_start.processes, *observed]
+    observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
+    return report_error(error, trainer.global_rank, host(), launched)
+
+
+def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
+    """Writes the report of a fit that has ended, however it did."""
+    folder = Path(ran.default_root_dir)
+    if not (ran.is_global_zero and ran.global_step and any(isinstance(item, Life) and item.wrote for item in ran.callbacks)):
+        return
+    try:
+        say("%-11s %s", "report", write(read_history(folder, folder.name)))
+    except Exception as error:  # a page less is no reason for another exit code
+        log.warning("The report can't be written: %s. HINT: python -m project report %s", error, shlex.quote(folder.name))

@@ -1,0 +1,124 @@
+"""The verb `prove`: `python -m project prove --config mine.yaml` tests whether the promise holds for a YAML on this machine.
+
+A shortened run is trained several times: twice alike, again from its first checkpoint, killed and resumed, with loader
+processes, and on other numbers of ranks. All that it leaves is compared with what the first one left. Exit code 0: the promise
+holds, 1: something differs, 2: the configuration does not work by itself.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from project.cluster.settings import flat
+from project.config_files import documents, expand, option, run_config, without
+from project.errors import WRONG, UserError
+from project.proof.plan import NAMES, RUN, Plan, alone, shortened
+
+if TYPE_CHECKING:
+    from project.proof.trials import Row, Trials
+
+_ABOUT = """Shows that the promise holds for a YAML: the same bits after kills, with trainer.exact on any number of ranks, too.
+A shortened run is trained several times in a temporary
+folder, on the CPU, and all that it leaves is compared. Exit code 0: the
+promise holds, 1: something differs, 2: the configuration does not work by itself."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints a table, and returns the exit code."""
+    parser = argparse.ArgumentParser("python -m project prove", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--json", metavar="FILE", help="writes the table there, too")
+    parser.add_argument("--keep", action="store_true", help="leaves the trials' folder, and says where it is")
+    parser.add_argument("--only", metavar="TRIAL,...", help=f"not all trials: {', '.join(NAMES)}")
+    parser.epilog = "Everything else is as for fit: --config FILE, --run NAME, and keys."
+    given, rest = parser.parse_known_args(words)
+    only = given.only.split(",") if given.only else [*NAMES]
+    if not set(only) <= set(NAMES):
+        parser.error(f"--only takes {', '.join(NAMES)}, and not {given.only}")
+    root = Path(tempfile.mkdtemp(prefix="project-prove-", dir=os.environ.get("TMPDIR")))
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        return _prove(root, rest, only, given.json)
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if given.keep:
+            print(f"The trials: {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | None) -> int:
+    argv = run_config(["fit", *words])
+    if option(argv, "-c", "--config") is None:
+        raise UserError("Nothing says what is to be proved. HINT: --config FILE, or --run NAME of a run that exists.")
+    settings = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
+    base = [*without(argv, "--run", "--resume"), *alone(words, settings)]
+    import_module("project.cli.main")  # all that the trials need, once
+    trials: Any = import_module("project.proof.trials")
+    began, rows = time.monotonic(), list["Row"]()
+    with trials.Trials(root) as going:
+        plan = _plan(going, base, settings)
+        like = {trial.like for trial in plan.trials if trial.name in only}
+        plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
+        print(plan.summary, flush=True)
+        width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
+        for row in going.rows(plan):
+            rows.append(row)
+            took = f"{row.seconds:5.0f} s" if row.seconds else ""
+            print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
+    seconds = time.monotonic() - began
+    failed = _explain(plan, rows)
+    left_out = sum(row.result == "not tried" for row in rows)
+    so_far = f", as far as it was tried: {left_out} of {len(rows)} trials were not" if left_out else ""
+    print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
+    if file is not None:
+        report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words}
+        Path(file).write_text(json.dumps({**report, "trials": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return int(failed)
+
+
+def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
+    """Prints what differs and how much was compared; returns whether anything differs."""
+    failed = [row for row in rows if not row.holds]
+    printed = set[str]()
+    if chance := plan.trials[0].name == "twice" and not rows[0].holds:
+        print("\nTwo runs that are alike differ already: what follows for the others is not shown.")
+    for row in failed[:1] if chance else failed:  # a line is printed once
+        print(f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines if line not in printed), sep="\n")
+        printed |= {*row.lines}
+    most = max((row.compared for row in rows), key=lambda counts: sum(counts.values()))
+    print(f"\nCompared: {', '.join(f'{many} {kind}' for kind, many in most.items() if many)}.")
+    return bool(failed)
+
+
+def _plan(trials: "Trials", base: list[str], settings: Mapping[str, Any]) -> Plan:
+    """Looks at the first micro-batch, and shortens the run."""
+    words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
+    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() != "true":  # which needs a global batch
+        section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
+        words += [f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
+    folder = trials.look(words)
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    config: dict[str, Any] = yaml.safe_load((folder / RUN / "config.yaml").read_text())
+    return shortened(base, facts, config)

@@ -1,1 +1,0 @@
-"""The engines that start a run: what each needs to start `python -m project fit`, which stays as it is."""

@@ -1,0 +1,212 @@
+"""Fixes for trainer.exact what would make a run another one on another number of ranks, or refuses it by name."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from project.errors import UserError
+from project.sharded.shards import local
+from project.step.batch_norm_layers import batch_norms, is_translated
+
+log = logging.getLogger(__name__)
+
+_WARNED: set[str] = set()
+_LIBRARIES = ("lightning", "torch", "torchmetrics", "project")
+_INSTEAD = {
+    "world_size": "what it is needed for can be a setting, in samples or steps",
+    "num_training_batches": "trainer.estimated_stepping_batches are the steps of the run, the same on any number of ranks",
+}
+
+
+def refuse_inexact_settings(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
+    """Raises a UserError for arguments of the Trainer with which sums can't be exact."""
+    reasons = {
+        "trainer.gradient_compression": "rounds what the ranks send each other" if compression != "none" else None,
+        "trainer.sync_batchnorm": "normalises by what the ranks have at once" if settings.get("sync_batchnorm") else None,
+        "trainer.benchmark": "picks the fastest algorithm, another one each time" if settings.get("benchmark") else None,
+        "trainer.deterministic": "allows the device to add up in any order" if settings.get("deterministic") is False else None,
+        "trainer.strategy": None
+        if type(strategy).__name__ in ("DDPStrategy", "SingleDeviceStrategy", "Sharded")
+        else "adds up by itself",
+    }
+    for name, why in reasons.items():
+        if why:
+            raise UserError(f"trainer.exact can't be kept: {name} {why}. HINT: leave {name} as it is by default.")
+
+
+def warn_of_hash_randomization() -> None:
+    """Warns where Python orders the strings of a set by chance; `python -m project` handles that by itself."""
+    if sys.flags.hash_randomization and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+        log.warning("trainer.exact: the order of a set of strings is another one in each process. HINT: PYTHONHASHSEED=0.")
+
+
+def refuse_lightnings_loop(why: str | None) -> None:
+    """Raises a UserError where Lightning's own loop takes the steps. `why`: the reason, or None."""
+    if why is not None:
+        raise UserError(
+            f"trainer.exact can't be kept: {why}, and so Lightning's own loop takes the steps (docs/own.md). "
+            "HINT: change that, or set trainer.exact to false."
+        )
+
+
+def guarded_property(name: str) -> property:
+    """Returns a property in place of the Trainer's of this name, whose value is another one on another number of ranks.
+
+    With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
+    """
+    original: property = getattr(Trainer, name)
+
+    def ask(self: Any) -> Any:
+        if self._exact and (who := _user_code_that_reads(self, sys._getframe(1))):
+            why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
+            if name in _INSTEAD:
+                raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")
+            if self.is_global_zero and who not in _WARNED:
+                _WARNED.add(who)
+                log.warning("trainer.exact: %s. HINT: a file's name or a print may go by it; what is computed may not.", why)
+        return original.__get__(self)
+
+    return property(ask, doc=original.__doc__)
+
+
+def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
+    """Returns the method of the module, or of its data, that reads a guarded property; '' where other code reads it."""
+    if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
+        asks = asks.f_back  # self.global_rank
+    those = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    who = asks.f_locals.get("self")
+    ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
+    known = who is not None and any(owner is who for owner in those) and not ours
+    return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
+
+
+def refuse_no_global_batch(global_batch_size: int | None) -> None:
+    """Raises a UserError for data of the user's own without a global batch; ImageData has a global batch of its own."""
+    if global_batch_size is None:
+        raise UserError(
+            "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
+            "HINT: set it, in samples; a multiple of the loader's batch_size."
+        )
+
+
+def refuse_all_gather(*_: object, **__: object) -> NoReturn:
+    """Raises a UserError in the place of the strategy's `all_gather`, which LightningModule's calls."""
+    raise UserError(
+        "trainer.exact can't be kept: self.all_gather brings together what the ranks have at once, another batch on "
+        "another number of ranks. HINT: a larger micro-batch, the same on any number of ranks, or a torchmetrics.Metric."
+    )
+
+
+def refuse_missing_loss() -> NoReturn:
+    """Raises a UserError for a micro-batch without a loss."""
+    raise UserError(
+        "trainer.exact can't be kept: training_step returned None, and other ranks would wait for its gradient. "
+        "HINT: return a loss that has none: (output * 0).sum()."
+    )
+
+
+def check_compiled(module: LightningModule, exact: bool) -> None:
+    """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
+    shorter micro-batch comes by, and after a restart they are not until one does.
+
+    `static_shapes = True` in the module means that it has set dynamic=False; ImageClassifier has.
+    """
+    names = [name or type(module).__name__ for name, submodule in module.named_modules() if is_translated(submodule)]
+    if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
+        names.insert(0, type(module).__name__)
+    if not names or getattr(module, "static_shapes", False):
+        return
+    why = f"torch.compile translates {names[0]} anew as shapes change, and so after a restart sums may be rounded otherwise"
+    hint = "torch.compile(..., dynamic=False), and static_shapes = True in the LightningModule."
+    if exact:
+        raise UserError(f"trainer.exact can't be kept: {why}. HINT: {hint}")
+    if module.trainer.is_global_zero:
+        log.warning("%s. HINT: %s", why, hint)
+
+
+@contextmanager
+def explain_missing_gradients() -> Iterator[None]:
+    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the last micro-batch of a
+    step.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if "NoneType" not in str(error):
+            raise
+        raise UserError(
+            "trainer.exact can't be kept: on_after_backward needs gradients, which are there after the last micro-batch of a "
+            f"step, when they have been added up, and not before ({error}). HINT: on_before_optimizer_step, once a step."
+        ) from error
+
+
+class MovedWeights:
+    """Detects moved weights: parameters and buffers that a step's micro-batches move (a codebook, a mean teacher, spectral
+    norm's buffers) are each rank's own. Between the first forward pass of a step and its last gradient all of them must stay.
+
+    Args:
+        module: the network.
+        parameters: whether it looks at parameters, too, for which it keeps a copy of them.
+    """
+
+    def __init__(self, module: nn.Module, parameters: bool = True) -> None:
+        self._known = {
+            f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)
+        }
+        self._module = module
+        # A sharded network has other objects under these names while it computes.
+        self._parameters = [
+            (name, parameter, local(parameter.detach()).clone())
+            for name, parameter in module.named_parameters()
+            if parameters and not is_lazy(parameter)
+        ]
+        self._buffers = {
+            name: buffer.clone() for name, buffer in module.named_buffers() if name not in self._known and not is_lazy(buffer)
+        }
+
+    def moved_buffers(self) -> list[str]:
+        """Returns the names of the buffers that have moved. Batch norm's are brought together."""
+        known = self._buffers
+        return [name for name, buffer in self._module.named_buffers() if name in known and not _is_equal(buffer, known[name])]
+
+    def refuse(self, where: str = "in its forward pass") -> None:
+        """Raises a UserError where a parameter or a buffer has moved."""
+        for name in self.moved_buffers():
+            raise UserError(
+                f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
+                "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
+            )
+        for name, parameter, before in self._parameters:
+            if not _is_equal(local(parameter.detach()), before):
+                raise UserError(
+                    f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
+                    "and ranks have other micro-batches. HINT: move it once a step, in on_before_optimizer_step, by what all "
+                    "ranks have (weights, gradients); or trainer.exact=false."
+                )
+
+
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+
+
+def fix_threads(threads: int, exact: bool) -> None:
+    """Sets the number of threads of a CPU's operations, which split a sum among their threads."""
+    torch.set_num_threads(threads)
+    many = f"Every rank computes with {threads} {'thread' if threads == 1 else 'threads'} (trainer.threads)"
+    if exact:
+        log.info(
+            "%s, on any number of ranks: trainer.exact. The run is the same to the last bit wherever that is the same.", many
+        )
+    else:
+        log.info("%s.", many)

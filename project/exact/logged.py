@@ -1,0 +1,297 @@
+"""Makes what `self.log` logs the same to the last bit on any number of ranks.
+
+A value of a micro-batch is a term of a sum that is rounded once (exact/sums.py). Where a step or an epoch ends, all ranks meet
+and have the same result, whatever `sync_dist` is. A value that is logged elsewhere, at the end of an epoch, say, has to be
+the same on all ranks; where it is not, it depends on their number, and is refused.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy, deepcopy
+from fractions import Fraction
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from project.errors import UserError
+from project.exact.sums import ExactScalar, canonical_parts, exact_mean, exact_total, to_host
+from project.step.data_ranks import DataRanks
+from project.step.ddp import all_gather_numbers, all_gather_objects
+from project.step.logged import Results, Sums
+
+_OF_MICRO_BATCH = {
+    *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
+    *(f"{stage}_step" for stage in ("validation", "test")),
+    *(f"on_{stage}_batch_{when}" for stage in ("validation", "test") for when in ("start", "end")),
+}
+
+_Terms = list[tuple[float, float]]
+"""Values, and what each counts for."""
+
+
+class ExactResults(Results):
+    """Results whose sums do not depend on who added them up."""
+
+    def __init__(self, training: bool, world_size: int) -> None:
+        super().__init__(training)
+        self._world_size = world_size
+        self._sums: dict[str, ExactScalar] = {}
+        self._sums_before: dict[str, ExactScalar] = {}  # this step
+        self._reduced: set[str] = set()  # of this epoch
+        self._terms: dict[str, list[tuple[Tensor, float]]] = {}  # of this step, and not yet brought together
+        self.logs_at_the_end = True
+        """Whether somebody may log in `on_train_batch_end`: the same on all ranks."""
+        self._expected: dict[bool, tuple[tuple[str, int], ...] | None] = {}
+
+    def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
+        super().begin_micro_batch(weight, begins_step, ends_step)
+        if begins_step:
+            self._sums_before = deepcopy(self._sums) if self.steps_may_be_skipped else {}
+            self._terms.clear()
+            # Lightning would log a value again in steps that have not logged it, but not after a restart.
+            metrics: Any = self.values()
+            for metric in metrics:
+                metric._forward_cache = None
+
+    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+        if skipped is True and key in self._sums:
+            kept = self._sums_before.get(key)
+            self._sums[key] = ExactScalar() if kept is None else kept
+        super()._discard_value_of_step(key, before, skipped)
+
+    def _whole_value(self, name: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            raise UserError(
+                f"trainer.exact can't be kept: {name!r}, which is logged, follows from parameters or gradients that are spread "
+                "over the ranks, and its last bits from how many these are. HINT: don't log it (the gradient's norm is logged "
+                "anyway), or trainer.strategy=ddp."
+            )
+        return value
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        metric: Any = self[key]
+        meta = metric.meta
+        is_term = _hook_name(meta.fx) in _OF_MICRO_BATCH and not meta.sync.rank_zero_only
+        if meta.sync.rank_zero_only and _hook_name(meta.fx) in _OF_MICRO_BATCH:
+            raise UserError(
+                f"self.log({meta.name!r}, rank_zero_only=True) in {_hook_name(meta.fx)} logs the micro-batches of rank 0, "
+                "which are others on another number of ranks: trainer.exact can't be kept. HINT: leave it out; all ranks' mean "
+                "is logged."
+            )
+        if is_term and meta.on_step and meta.logger and not self.training:
+            raise UserError(
+                f"self.log({meta.name!r}, on_step=True) in {_hook_name(meta.fx)} logs each micro-batch of rank 0, which are "
+                "others on another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all."
+            )
+        if metric.is_tensor and is_term and meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+            if metric.has_reset or key not in self._sums:
+                self._sums[key] = ExactScalar()
+            self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
+        shared, meta.sync.should = meta.sync.should, False  # the ranks meet at the end of a step or of the epoch
+        # What is logged once a step counts once: the last micro-batch of a rank may have other samples.
+        _ResultCollection.update_metrics(self, key, value, batch_size if is_term else 1)
+        meta.sync.should = shared
+        if self.training and is_term and meta.on_step:
+            of_batch = value if metric.is_tensor else metric._forward_cache
+            if isinstance(of_batch, Tensor) and of_batch.numel() == 1:
+                term = of_batch.detach().double().reshape(())
+                self._terms.setdefault(key, []).append((term, self.weight))
+
+    def reduce_step(self, hook_is_over: bool) -> None:
+        """Reduces what a step's micro-batches have logged to one value. Called at the end of a step, by all ranks, before
+        `on_train_batch_end` and after it.
+        """
+        if not self.ends_step:
+            return
+        if hook_is_over and not self.logs_at_the_end:
+            return
+        keys = [key for key in self._terms if (_hook_name(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
+        logged = {key: self._terms.pop(key) for key in keys}
+        values = iter(to_host([term for terms in logged.values() for term, _ in terms]) if logged else ())
+        own = {key: [(next(values), weight) for _, weight in terms] for key, terms in logged.items()}
+        by_rank = self._gather_terms(hook_is_over, own)
+        for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank if key in self):
+            metric: Any = self[key]
+            terms = [term for of_rank in by_rank for term in of_rank.get(key, ())]
+            made = torch.tensor(_reduce_terms(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
+            metric._forward_cache = made
+            if not metric.meta.on_epoch and metric.is_tensor:
+                metric.value = made
+
+    def _gather_terms(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
+        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same names as often as the
+        last time.
+        """
+        if self._world_size == 1:
+            return [own]
+        names, expected = tuple((key, len(terms)) for key, terms in own.items()), self._expected.get(when)
+        if expected is not None:
+            fits = names == expected
+            pairs = [number for terms in own.values() for pair in terms for number in pair]
+            numbers = [1.0, *pairs] if fits else [0.0] * (1 + 2 * sum(count for _, count in expected))
+            rows = all_gather_numbers(numbers, self._world_size)
+            if all(row[0] for row in rows):
+                return [_unpack_terms(row[1:], expected) for row in rows]
+        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = all_gather_objects((own, self._meta_of(own)), self._world_size)
+        brought = [terms for terms, _ in both]
+        self._add_entries_of_peers({key: meta for _, metas in both for key, meta in metas.items()})
+        kinds = {tuple((key, len(terms)) for key, terms in of_rank.items()) for of_rank in brought}
+        self._expected[when] = kinds.pop() if len(kinds) == 1 else None
+        return brought
+
+    def reduce_epoch(self) -> None:
+        """Reduces the values of all ranks over the epoch. Called at its end, by all of them."""
+        own: dict[str, tuple[list[float], float]] = {}
+        for key, result in self.items():
+            metric: Any = result
+            if not self._is_summed_over_epoch(key, metric) or key in self._reduced:
+                continue
+            if key in self._sums:
+                own[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
+            else:
+                own[key] = [float(metric.value)], 0
+        both = all_gather_objects((own, self._meta_of(own)), self._world_size)
+        by_rank: list[dict[str, tuple[list[float], float]]] = [of_rank for of_rank, _ in both]
+        self._add_entries_of_peers({key: meta for _, metas in both for key, meta in metas.items()})
+        for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank):
+            metric = self[key]
+            of_ranks = [of_rank[key] for of_rank in by_rank if key in of_rank]
+            parts = [part for parts, _ in of_ranks for part in parts]
+            if metric.meta.is_mean_reduction:
+                total = exact_mean(parts, sum(count for _, count in of_ranks))
+                metric.cumulated_batch_size = torch.ones_like(metric.cumulated_batch_size)
+            else:
+                total = _reduce_terms([(part, 1.0) for part in parts], metric.meta, True)
+            metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
+            self._reduced.add(key)
+
+    def _meta_of(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Returns how values are logged, without their numbers, for ranks that have not logged them."""
+        metas = {}
+        for key in keys:
+            metric: Any = self[key]
+            if not metric.is_tensor:  # a metric of the module's, which `ExactMetrics` knows
+                continue
+            metas[key] = meta = copy(metric.meta)
+            meta.sync = copy(meta.sync)
+            meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
+        return metas
+
+    def _add_entries_of_peers(self, metas: Mapping[str, Any]) -> None:
+        """Adds entries for what other ranks have logged, and this one has not: it adds nothing, and gets the same result."""
+        others: list[Any] = list(self.values())
+        device = others[0].device if others else torch.device("cpu")
+        for key, meta in metas.items():
+            if key not in self or self[key].has_reset:
+                metric: Any = self.setdefault(key, _ResultMetric(meta, True).to(device))
+                metric.reset()
+                metric.has_reset, metric._update_count = False, 1
+                self._not_logged_since.add(key)  # this rank may log it yet
+                if meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+                    self._sums[key] = ExactScalar()
+
+    def _is_summed_over_epoch(self, key: str, metric: Any) -> bool:
+        """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
+        meta = metric.meta
+        logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
+        return bool(logged and _hook_name(meta.fx) in _OF_MICRO_BATCH)
+
+    def refuse_values_of_single_ranks(self) -> None:
+        """Refuses values of other hooks that are not the same on all ranks. Called at the end of an epoch, by all ranks."""
+        if self._world_size == 1:
+            return
+        own = {}
+        for key, result in self.items():
+            metric: Any = result
+            elsewhere = _hook_name(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
+                own[key] = repr(metric.value.double().tolist())
+        by_rank = all_gather_objects(own, self._world_size)
+        for key in own:
+            if len({of_rank[key] for of_rank in by_rank if key in of_rank}) > 1:
+                meta = self[key].meta
+                raise UserError(
+                    f"self.log({meta.name!r}) in {_hook_name(meta.fx)} logs another value on each rank, which depends on their "
+                    "number: trainer.exact can't be kept. HINT: log it in the step, for each micro-batch, or use a "
+                    "torchmetrics.Metric."
+                )
+
+    @staticmethod
+    def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
+        """Returns the value without a sum over the ranks, which have met already; Lightning would add up what all of them
+        have.
+        """
+        meta = result_metric.meta
+        if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
+            shared, meta.sync.should = meta.sync.should, False
+            result_metric.compute()
+            meta.sync.should = shared
+        return _ResultCollection._get_cache(result_metric, on_step)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        self._reduced -= {key for key in self._reduced if fx is None or self[key].meta.fx == fx}
+        super().reset(metrics, fx)
+
+    def sums(self, ranks: DataRanks) -> Sums:
+        """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
+        made = super().sums(ranks)
+        for key, entry in made.items():
+            if key in self._sums and self._is_summed_over_epoch(key, self[key]):
+                parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
+                samples = torch.stack([count for _, count in entry["ranks"]]).sum()
+                entry["ranks"] = [(torch.tensor(canonical_parts(parts), dtype=torch.float64), samples)]
+            else:
+                how = {"max": torch.amax, "min": torch.amin}.get(entry["meta"]["reduce_fx"])
+                values = torch.stack([value for value, _ in entry["ranks"]])
+                entry["ranks"] = [(values[0] if how is None else how(values, 0), entry["ranks"][0][1])]
+        return dict(sorted(made.items()))  # a rank may have met with them in another order
+
+    def _sum_of_this_rank(self, key: str) -> Tensor:
+        if key in self._sums:
+            return torch.tensor(self._sums[key].parts(), dtype=torch.float64)
+        return super()._sum_of_this_rank(key)
+
+    def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
+        if how not in ("mean", "sum") or _hook_name(sums[key]["meta"]["fx"]) not in _OF_MICRO_BATCH:
+            value, samples = of_ranks[0]  # the same on all ranks
+            return value.sum(), samples
+        parts = [part for value, _ in of_ranks for part in value.reshape(-1).tolist()] if rank == 0 else []
+        self._sums[key] = ExactScalar(parts)
+        samples = torch.stack([count for _, count in of_ranks]).sum()
+        return torch.zeros(()), samples * (rank == 0)
+
+
+def _hook_name(fx: str) -> str:
+    """Returns the hook in which it was logged, without the number of the loader."""
+    return fx.partition(".")[0]
+
+
+def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) -> dict[str, _Terms]:
+    """Returns the terms by name, out of a rank's row of numbers."""
+    pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
+    return {key: [next(pairs) for _ in range(count)] for key, count in names}
+
+
+def _reduce_terms(terms: _Terms, meta: Any, is_tensor: bool) -> float:
+    """Returns the sum, mean, largest or smallest value of terms, rounded once."""
+    values = [value for value, _ in terms]
+    if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):
+        if any(math.isnan(value) for value in values):
+            return math.nan
+        return max(values) if meta.is_max_reduction else min(values)
+    if is_tensor and meta.is_sum_reduction:
+        return exact_total(values)
+    if len(set(values)) == 1:
+        return values[0]
+    if all(weight == 1.0 for _, weight in terms):
+        return exact_mean(values, len(values))
+    if not all(map(math.isfinite, values)):
+        return sum(values)
+    weights = [Fraction(weight) for _, weight in terms]
+    return float(
+        sum((Fraction(value) * weight for value, weight in zip(values, weights, strict=True)), Fraction()) / sum(weights)
+    )

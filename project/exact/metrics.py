@@ -1,0 +1,204 @@
+"""Computes torchmetrics whose values are the same to the last bit on any number of ranks.
+
+A metric adds up what its updates bring; floats in the order in which they come. Here each micro-batch's part is taken out of
+the metric when the next one begins, and the metric stands at zero again. Sums of floats are kept on grids (exact/sums.py),
+and lists by the micro-batch that they belong to. At the end of an epoch, all ranks have what all of them have counted.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from project.errors import UserError
+from project.exact.sums import WideSum
+from project.step.ddp import all_gather_objects
+from project.step.metric_states import metrics_of
+
+_MICRO_BATCHES = 2**24  # of an epoch, at most
+_LARGEST, _LEVELS = 128, 11  # all that a float32 can be
+
+Where = tuple[int, ...]
+"""Identifies a micro-batch: what sorts them in the same way on any number of ranks."""
+
+Counted = dict[str, Any]
+"""A metric's counts: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
+
+
+class ExactMetrics:
+    """The metrics of a module. Call `begin` before each micro-batch, `reduce_epoch` at the end of an epoch, by all ranks."""
+
+    def __init__(self, module: LightningModule, world_size: int) -> None:
+        self.module, self._world_size = module, world_size
+        self._counted: dict[str, dict[str, Counted]] = {}  # by stage, then by metric
+        self._stage: str | None = None
+        self._key: Where = ()
+        self._reduced: dict[str, tuple[Metric, Callable[..., Any]]] = {}
+        self._updated_between: dict[str, int] = {}
+        """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
+
+    def begin(self, stage: str, where: Where) -> None:
+        """Begins a micro-batch: what is counted from now on is its own."""
+        if self._reduced:
+            self._continue_counting()
+        self._collect()
+        for name, metric in metrics_of(self.module) if self._updated_between else ():
+            if name in self._updated_between:
+                self._updated_between[name] = metric.update_count
+        self._stage, self._key = stage, where
+
+    def _collect(self) -> None:
+        """Moves what the last micro-batch has counted from the metrics into the sums."""
+        for name, metric in metrics_of(self.module):
+            if not metric.metric_state or not metric.update_called:
+                continue
+            if name in self._updated_between:
+                if self._stage is not None and self._updated_between[name] != metric.update_count:
+                    _refuse_mixed_updates(name)
+                continue
+            if self._stage is None and name not in self._reduced:  # each rank has all of it: nothing is to be brought together
+                self._updated_between[name] = metric.update_count
+                metric.distributed_available_fn = _never_distributed
+                continue
+            if name not in self._reduced:  # after the end of an epoch it may have been computed
+                _refuse_unsupported(name, metric)
+            if self._stage is not None:
+                counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
+                counted["updates"] += metric.update_count
+                for key, value in metric.metric_state.items():
+                    counted["states"][key] = self._add_to_state(counted["states"].get(key), value, metric._reductions[key])
+            Metric.reset(metric)
+
+    def _add_to_state(self, before: Any, value: Any, how: Any) -> Any:
+        """Returns a state so far with the last micro-batch's part added. `how`: the metric's reduction."""
+        if isinstance(value, list):
+            parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
+            return [*(before or []), *((self._key, number, element) for number, element in enumerate(parts))]
+        value = value.detach()
+        before = None if before is None else before.to(value.device)  # it may come from a checkpoint
+        if how is dim_zero_sum and value.is_floating_point():
+            sums = WideSum(value.numel(), _MICRO_BATCHES, value.device, levels=_LEVELS, top=_LARGEST)
+            sums.add(value.reshape(-1))
+            return sums.folds if before is None else before + sums.folds
+        return value.clone() if before is None else _reduce_states([before, value], how)
+
+    def reduce_epoch(self, stage: str) -> None:
+        """Sets the metrics to what all ranks have counted in an epoch. Called by all of them."""
+        self._collect()
+        self._stage = None
+        metrics = dict(metrics_of(self.module))
+        for name, counted in self._gather_counts(stage).items():
+            metric = metrics[name]
+            for key, state in counted["states"].items():
+                how, default = metric._reductions[key], metric.metric_state[key]
+                if isinstance(default, list):
+                    value: Any = [
+                        element.to(metric.device) if isinstance(element, Tensor) else element for _, _, element in state
+                    ]
+                elif how is dim_zero_sum and default.is_floating_point():
+                    value = WideSum.total(state).view(default.shape).to(metric.device, default.dtype)
+                else:
+                    value = state.to(metric.device)
+                setattr(metric, key, value)
+            metric._update_count, metric._computed = counted["updates"], None
+            if name not in self._reduced:
+                self._reduced[name] = metric, metric.distributed_available_fn
+            metric.distributed_available_fn = _never_distributed
+
+    def _gather_counts(self, stage: str) -> dict[str, Counted]:
+        """Returns what all ranks have counted, in the order of the micro-batches."""
+        own = {
+            name: {**counted, "states": _on_host(counted["states"])} for name, counted in self._counted.get(stage, {}).items()
+        }
+        by_rank: list[dict[str, Counted]] = all_gather_objects(own, self._world_size)
+        metrics, made = dict(metrics_of(self.module)), {}
+        for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
+            parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
+            reductions = metrics[name]._reductions
+            joined = {key: _reduce_states([part["states"][key] for part in parts], how) for key, how in reductions.items()}
+            # A name that came from elsewhere is another object, and a checkpoint would have other bytes for it.
+            made[sys.intern(name)] = {"states": joined, "updates": sum(part["updates"] for part in parts)}
+        return made
+
+    def _continue_counting(self) -> None:
+        """Resumes counting after the end of an epoch: metrics that were not reset keep what they have."""
+        self._drop_reset_metrics()
+        for metric, others in self._reduced.values():
+            metric.distributed_available_fn = others
+            if metric.update_called:
+                Metric.reset(metric)
+        self._reduced = {}
+
+    def _drop_reset_metrics(self) -> None:
+        """Drops the counts of metrics that were reset since the end of an epoch."""
+        for name in [name for name, (metric, _) in self._reduced.items() if not metric.update_called]:
+            for counted in self._counted.values():
+                counted.pop(name, None)
+
+    def state_dict(self) -> dict[str, Counted]:
+        """Returns the states of all ranks' training. All of them must call this together."""
+        if self._reduced:  # before the first micro-batch of the next epoch
+            self._drop_reset_metrics()
+        else:
+            self._collect()
+        return self._gather_counts("train")
+
+    def load_state_dict(self, counted: dict[str, Counted], rank: int) -> None:
+        self._counted = {"train": {} if rank else counted}
+        for _, metric in metrics_of(self.module):
+            Metric.reset(metric)
+
+
+def _never_distributed() -> bool:
+    return False
+
+
+def _on_host(states: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in states.items()}
+
+
+def _reduce_states(parts: list[Any], how: Any) -> Any:
+    """Reduces the parts of a state to one. `how`: the metric's reduction."""
+    if isinstance(parts[0], list):
+        return sorted((element for part in parts for element in part), key=lambda element: element[:2])
+    if how is dim_zero_max:
+        return torch.stack(parts).amax(0)
+    if how is dim_zero_min:
+        return torch.stack(parts).amin(0)
+    return torch.stack(parts).sum(0)
+
+
+def _refuse_mixed_updates(name: str) -> NoReturn:
+    """Raises a UserError for a metric that is updated in micro-batches and between them."""
+    raise UserError(
+        f"The metric {name} is updated in micro-batches and between them: trainer.exact can't tell what is a rank's own. "
+        "HINT: two metrics."
+    )
+
+
+def _refuse_unsupported(name: str, metric: Metric) -> None:
+    """Raises a UserError for a metric whose value would depend on the number of ranks."""
+    if metric._computed is not None:
+        raise UserError(
+            f"The metric {name} was computed within an epoch, where each rank has counted other samples: trainer.exact can't "
+            "be kept. HINT: call it for the value of the batch, and compute it at the end of the epoch."
+        )
+    if metric.dist_sync_on_step:
+        raise UserError(
+            f"The metric {name} brings the ranks together in each step (dist_sync_on_step): trainer.exact can't be kept. "
+            "HINT: leave that out; at the end of the epoch the metric is all ranks' in any case."
+        )
+    for key, how in metric._reductions.items():
+        can_be = (
+            (dim_zero_cat, None) if isinstance(metric.metric_state[key], list) else (dim_zero_sum, dim_zero_max, dim_zero_min)
+        )
+        if how not in can_be:
+            raise UserError(
+                f"The metric {name} ({type(metric).__name__}) brings the ranks' states together in a way of its own ({key}): "
+                "trainer.exact can't be kept. HINT: another metric, or one that keeps its samples, as CatMetric does."
+            )

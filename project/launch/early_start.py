@@ -1,0 +1,142 @@
+"""Plain Python starts the ranks of this host at once, and not when rank 0 has loaded its libraries, which takes seconds.
+
+How many there will be is read from the words and the YAML before anything is loaded. When the configuration is resolved, `keep`
+compares: after a wrong guess these processes end, and Lightning starts the ranks when it comes to that.
+
+Imports nothing heavy: this comes before PyTorch is loaded.
+"""
+
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from project.config_files import documents, expand, option, run_config
+from project.launch.sweep import with_trial
+
+_MARK = "PROJECT_EARLY_RANKS"
+_OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Who sets one of these starts the ranks by itself, or wants to be asked.
+_LAUNCHERS = {*_OURS, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
+_VERBS = ("fit", "validate", "test", "predict", "doctor")
+_GRACE = 20.0  # seconds that rank 0 has to end by itself when another rank has failed
+
+processes: list["subprocess.Popen[bytes]"] = []
+"""Ranks 1 and up, of rank 0; none where they were not started early."""
+
+
+def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
+    """The processes that `trainer.devices` means on this host, or 0 where this is not known."""
+    on_cpu = accelerator == "cpu" or (accelerator in (None, "auto") and not gpus)
+    if devices in (None, "auto", -1, "-1"):
+        return 1 if on_cpu else gpus
+    if isinstance(devices, str):
+        return int(devices) if devices.isdigit() else 0
+    return devices if isinstance(devices, int) else len(devices) if isinstance(devices, (list, tuple)) else 0
+
+
+def starts_ranks(strategy: Any) -> bool:
+    """Whether Lightning starts processes for this `trainer.strategy` as is done here; for some it forks."""
+    named = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
+    if type(strategy).__name__ == "Sharded" or named in ("sharded", "sharded_node", "sharded_gradients", "project.Sharded"):
+        return True
+    return strategy in (None, "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+
+
+def gpus() -> int:
+    """NVIDIA's, without asking their driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = sum(1 for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
+    return here if visible is None else min(here, len([one for one in visible.split(",") if one.strip()]))
+
+
+def _given(words: list[str], sections: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """What the command line says of a key of the Trainer, else the last config that has it."""
+    if (flag := option(words, f"--trainer.{name}")) is not None:
+        return flag
+    trainers = [section["trainer"] for section in sections if isinstance(section.get("trainer"), Mapping)]
+    return next((trainer[name] for trainer in reversed(trainers) if name in trainer), None)
+
+
+def free_port() -> int:
+    """Of those that no connection takes by chance before the ranks come to it: a system gives these out from 32768 on."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of a hundred ports is free")
+
+
+def start(words: list[str]) -> None:
+    """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
+    if not words or words[0] not in _VERBS or not _LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
+        return
+    if any(word.startswith(("--print_config", "--dry_run")) for word in words):
+        return
+    try:
+        expanded = expand(run_config(with_trial(list(words))))
+        sections = documents(expanded)
+        if not starts_ranks(_given(expanded, sections, "strategy")):
+            return
+        devices, accelerator = (_given(expanded, sections, name) for name in ("devices", "accelerator"))
+        count = ranks(devices, accelerator, gpus())
+    except (ValueError, OSError, AttributeError):  # told later, by those whose business it is
+        return
+    if count < 2:
+        return
+    port = free_port()
+    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": str(count), _MARK: str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, *sys.orig_argv[1:]]
+    processes.extend(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(1, count))
+
+
+def keep(strategy: Any, devices: Any, accelerator: Any, count_gpus: Callable[[], int]) -> None:
+    """Whether so many ranks are right is known now, by the resolved settings; called by all of them."""
+    count = int(os.environ.pop(_MARK, "1"))
+    if count == 1:
+        return
+    if starts_ranks(strategy) and ranks(devices, accelerator, count_gpus()) == count:
+        if processes:
+            threading.Thread(target=_observe, name="early-ranks", daemon=True).start()
+        return
+    if os.environ["LOCAL_RANK"] != "0":
+        os._exit(0)  # it was not needed, and rank 0 goes on without it
+    end()
+    for name in _OURS:
+        del os.environ[name]
+
+
+def undecided() -> bool:
+    """Whether this process was started early, and it is not known yet if it is needed."""
+    return _MARK in os.environ and os.environ.get("LOCAL_RANK") != "0"
+
+
+def end() -> None:
+    """Ends the other ranks."""
+    for process in processes:
+        process.kill()
+        process.wait()
+    processes.clear()
+
+
+def _observe() -> None:
+    """A rank that failed takes rank 0 along, which may be in a call that never ends."""
+    watched = list(processes)
+    while not any(process.poll() for process in watched):  # 0 is a good end
+        if all(process.poll() == 0 for process in watched):
+            return
+        time.sleep(1)
+    time.sleep(_GRACE)
+    print(f"Rank 0 has not ended {_GRACE:.0f} s after another rank has failed: it is ended.", file=sys.stderr, flush=True)
+    end()
+    os._exit(1)

@@ -1,0 +1,119 @@
+"""Fills in manifests for one run: an Indexed Job with its service, or a TrainJob. The YAML files here are their templates."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from project.doctor.findings import in_bytes
+from project.launch.manifest import APP, Wanted
+from project.launch.needs import Needs
+from project.untrusted import printable
+
+_MARGIN = 15  # seconds that the launcher has, after SIGKILL to its ranks, to end itself
+_CONFIGS = Path("/config")  # in the container: where configs lie that are not in the image
+_KUBEFLOWS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "NPROC_PER_NODE", "MAX_RESTARTS")  # variables that Kubeflow sets itself
+
+
+class _Dumper(yaml.SafeDumper):
+    """A YAML dumper that writes texts of several lines as such, and nothing by reference."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+)
+
+
+def _loader(values: Mapping[str, object]) -> type[yaml.SafeLoader]:
+    """Returns a YAML loader that reads a value where a template has its `$name`: as it is, whatever it holds."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor(
+        "tag:yaml.org,2002:str", lambda _, node: values[node.value[1:]] if node.value.startswith("$") else node.value
+    )
+    return Loader
+
+
+def written(wanted: Wanted, needs: Needs) -> str:
+    """Returns the manifest: documents in YAML, and a comment that describes them."""
+    jobs, values, folder = wanted.engine == "k8s", _values(wanted, needs), Path(__file__).parent
+    job = yaml.load((folder / "job.yaml").read_text(), _loader(values))
+    pod = job["template"]["spec"]
+    (train,) = pod["containers"]
+    if jobs:
+        job |= {"completionMode": "Indexed", "completions": wanted.most, "parallelism": wanted.most}
+        pod["subdomain"] = wanted.run
+        train["ports"] = [{"name": "rendezvous", "containerPort": 29500}]
+    else:
+        train["env"] = {name: value for name, value in train["env"].items() if name not in _KUBEFLOWS}
+    for container in (*pod["initContainers"], train):
+        container["env"] = [
+            {"name": name, "value" if isinstance(value, str) else "valueFrom": value}
+            for name, value in container["env"].items()
+        ]  # fmt: skip
+    kinds = {"NetworkPolicy", *(("Service", "Job") if jobs else ("TrainingRuntime", "TrainJob"))}
+    kinds |= {"ConfigMap"} if wanted.configs else set()
+    kinds |= {"PersistentVolumeClaim"} if wanted.claim is None else set()
+    templates = yaml.load_all((folder / "manifest.yaml").read_text(), _loader({**values, "job": job}))
+    documents = [document for document in templates if document["kind"] in kinds]
+    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True, allow_unicode=True)
+    return _head(wanted, needs) + str(text)
+
+
+def _head(wanted: Wanted, needs: Needs) -> str:
+    nodes = str(wanted.most) if wanted.least == wanted.most else f"{wanted.least}:{wanted.most}"
+    each = f"{wanted.gpus} GPU(s)" if wanted.gpus else "no GPU"
+    words = shlex.join(argument.replace("--config=:", "--config=") for argument in wanted.words)
+    command = f"--engine {wanted.engine} --nodes {nodes} --gpus {wanted.gpus} --run {wanted.run} {words}"
+    lines = (
+        f"The run {wanted.run} on {nodes.replace(':', ' to ')} pod(s) with {each} each, as",
+        f"  python -m project manifest {command.strip()} --image ...",
+        "has written it. docs/kubernetes.md says how to start, watch and stop it, and what happens when a pod is lost;",
+        f"project/launch/*.yaml say why each line is there. A checkpoint of it takes {in_bytes(needs.checkpoint)}.",
+    )
+    return "".join("# " + printable(line).replace("\n", "\\n") + "\n" for line in lines)
+
+
+def _values(wanted: Wanted, needs: Needs) -> dict[str, object]:
+    """Returns what the templates' names stand for."""
+    run, jobs = wanted.run, wanted.engine == "k8s"
+    words = [argument.replace("--config=:", f"--config={_CONFIGS}/").replace("$(", "$$(") for argument in wanted.words]
+    # Requests equal limits: a pod whose memory others may take is the first to be killed.
+    limits = {"cpu": str(wanted.cpus), "memory": _gib(needs.memory), "ephemeral-storage": "10Gi"}
+    limits |= {"nvidia.com/gpu": str(wanted.gpus)} if wanted.gpus else {}
+    claim, configs = wanted.claim or f"{run}-runs", f"{run}-configs"
+    # By name: where it is mounted, and what it is. Loaders' workers and NCCL share /dev/shm, which counts as memory; a
+    # container's own has 64 MB. The root is read-only: what libraries write for themselves, compilers say, goes to /tmp.
+    volumes: dict[str, tuple[str, dict[str, object]]] = {
+        "runs": (str(wanted.runs), {"persistentVolumeClaim": {"claimName": claim}}),
+        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": _gib(needs.shm)}}),
+        "tmp": ("/tmp", {"emptyDir": {"sizeLimit": "8Gi"}}),  # a pod that writes more is ended
+    }
+    if wanted.configs:
+        volumes["configs"] = (str(_CONFIGS), {"configMap": {"name": configs}})
+    return {
+        **{"run": run, "most": wanted.most, "range": f"{wanted.least}:{wanted.most}", "image": wanted.image, "app": str(APP)},
+        **{"ranks": wanted.processes, "processes": str(wanted.processes), "master": f"{run}-0.{run}"},
+        "label": {("batch.kubernetes.io/job-name" if jobs else "jobset.sigs.k8s.io/jobset-name"): run},
+        "container": "train" if jobs else "node",  # Kubeflow's name for it
+        **{"claim": claim, "disk": _gib(needs.disk), "configs": configs, "files": wanted.configs},
+        **{"grace": needs.grace, "shutdown": str(needs.grace - _MARGIN)},
+        "fit": ["fit", *words, f"--run={run}"],
+        "doctor": [
+            *("doctor", *words, "--fast=true", f"--trainer.default_root_dir={wanted.runs}/.doctor"),
+            f"--run={run}-$(POD_INDEX)",
+        ],
+        "resources": {"requests": limits, "limits": limits},
+        "mounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
+        "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
+    }
+
+
+def _gib(number: int) -> str:
+    return f"{number >> 30}Gi"

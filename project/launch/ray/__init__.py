@@ -1,0 +1,1 @@
+"""Runs a fit or a sweep on a Ray cluster."""

@@ -1,0 +1,101 @@
+"""torchrun as scripts/launch.sh starts it: python -m project.launch.torchrun_agent --nnodes 2 ... -m project -- fit ...
+
+With `--clock IS_HOST ADDRESS PORT SECONDS` before torchrun's own words, the agents of several hosts go by one clock.
+
+What is ours is how it ends. A signal reaches the workers, which then have the time that a checkpoint needs; SIGUSR1, too, which
+is Slurm's warning before the time limit; SIGHUP not under nohup. And the exit code says why, to whoever starts it again or not,
+where torchrun's is always 1: the one of the worker that failed first (2: its words or its YAML are wrong, and no restart is
+spent on that), 75 where the agents' store was lost, and after a signal the one that a shell expects.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from project.errors import TRY_AGAIN, WRONG, UserError
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
+
+
+def exit_code(failures: Mapping[int, Any]) -> int:
+    """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
+    lost another.
+    """
+    first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
+    return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
+
+
+@contextmanager
+def no_restart_after_usage() -> Iterator[None]:
+    """Makes an agent whose worker ended with 2 end so, too: a restart would only report the same again."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    wait = PContext.wait
+
+    def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wait(self, *args, **kwargs)
+        if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
+            raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
+        return result
+
+    PContext.wait = looked_at  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.wait = wait  # type: ignore[method-assign]
+
+
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are workers to pass it on to: no traceback
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN)
+    heard = [number.name for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+
+    from project.launch.agent_store import guard
+    from project.launch.run_clock import run_clock
+
+    guard()
+    clock: AbstractContextManager[None] = nullcontext()
+    words = sys.argv[1:]
+    if words[:1] == ["--clock"]:
+        is_host, address, port, seconds = words[1:5]
+        clock, words = run_clock(is_host == "1", address, int(port), float(seconds)), words[5:]
+    with ExitStack() as held:
+        try:
+            held.enter_context(clock)
+        except (ValueError, DistError) as error:
+            print(f"launch.sh: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        held.enter_context(no_restart_after_usage())
+        try:
+            run.main(["--signals-to-handle", ",".join(heard), *words])
+        except SignalException as stopped:
+            raise SystemExit(128 + stopped.sigval) from None
+        except ChildFailedError as failed:
+            print(failed, file=sys.stderr)
+            raise SystemExit(exit_code(failed.failures)) from None
+        except (RendezvousConnectionError, RendezvousClosedError, DistError) as error:
+            if isinstance(error.__cause__, UserError):  # the store could not be made here
+                print(f"launch.sh: {error.__cause__}", file=sys.stderr)
+                raise SystemExit(1) from None
+            # Where the store was: the other agents hear no more of each other, and have nowhere to meet again.
+            print(
+                f"launch.sh: the agents of this run have lost each other ({type(error).__name__}): the one that held them "
+                "together, on the node that MASTER_ADDR names, has ended, or one has given up. The same command goes on from "
+                "the newest checkpoint.",
+                file=sys.stderr,
+            )
+            raise SystemExit(TRY_AGAIN) from None
+
+
+if __name__ == "__main__":
+    main()

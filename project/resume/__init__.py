@@ -1,0 +1,1 @@
+"""Saves, restores and checks all of a run's state that a checkpoint holds."""

@@ -1,0 +1,158 @@
+"""Finds what the user's objects keep in Python, beside weights and states: the objects, by name, and digests of their
+attributes.
+"""
+
+import itertools
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
+from torchmetrics import MeanMetric, Metric
+
+from project.data.values import CACHED, Digests, is_of_a_library
+from project.step.evaluation import loaders_of
+from project.typed import typed
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
+_OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
+_STANDARD = (
+    *("configuration", "global_batch"),
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
+    *("callbacks", "position", "schedules_as_built", "callback_metrics", "states_of_ranks", "logged_sums", "metric_states"),
+    *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
+    *("averaging_state", "current_model_state", "samples_of_a_micro_batch"),
+    *("unsaved_values", "hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
+)
+"""Parts of a checkpoint in which no attribute of a user is looked for."""
+_OF_METRICS = {*vars(MeanMetric())}
+_PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
+_DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, CACHED)
+
+Attributes = dict[str, dict[str, bytes]]
+"""The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""
+UNKNOWN = b""
+
+
+def attributes(trainer: Trainer) -> Attributes:
+    """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
+    digests = Digests(_saved_elsewhere(trainer))
+    kept = {name: _values(owner) for name, owner in owners(trainer)}
+    kept |= {name: {**kept.get(name, {}), **values} for name, values in (*_hooks(trainer), *_globals(trainer))}
+    return {
+        name: {attribute: digests.of(value) or UNKNOWN for attribute, value in values.items()} for name, values in kept.items()
+    }
+
+
+def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yields what users keep in their objects, with its name."""
+    for name, owner in owners(trainer):
+        yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
+
+
+def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
+    """Returns the digests of attributes that have changed since `before`, by their owners and names."""
+    return {
+        (owner, attribute): digest
+        for owner, values in attributes(trainer).items()
+        for attribute, digest in values.items()
+        if owner in before and UNKNOWN not in (digest, earlier := before[owner].get(attribute)) and digest != earlier
+    }
+
+
+def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the attributes that have changed since `before` and that a checkpoint of now does not hold, and their digests."""
+    moved = changed_attributes(trainer, before)
+    if not moved:  # what is saved may be large, and is looked at for these alone
+        return {}
+    digests = Digests(_saved_elsewhere(trainer))
+    parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
+    parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
+    for states in (checkpoint.get("optimizer_states", ()), checkpoint.get("lr_schedulers", ())):
+        parts |= {
+            f"{len(parts)}": {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS} for state in states
+        }
+    saved = digests.within(parts)
+    callbacks = typed(trainer).callbacks
+    states_of = checkpoint.get("callbacks", {})
+    known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
+    return {
+        f"{owner}.{attribute}": digest
+        for (owner, attribute), digest in moved.items()
+        if (held := known.get(owner.partition(" ")[0], saved)) is not None and digest not in held
+    }
+
+
+def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yields what users write, by name: the module and those in it, callbacks, the data, its training sets, optimisers."""
+    module = trainer.lightning_module
+    for path, part in module.named_modules():
+        if not is_of_a_library(type(part)):
+            yield f"{type(module).__name__}{'.' if path else ''}{path}", part
+    callbacks = typed(trainer).callbacks
+    data = typed(trainer).datamodule
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    seen = Counter[str]()
+    for owner in (*callbacks, data, *loaders_of(trainer).read_in_process, *trainer.optimizers, *schedules):
+        if owner is not None and not is_of_a_library(type(owner)):
+            name = type(owner).__name__
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
+
+
+def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
+    """Yields objects that are saved, or compared, by themselves: an attribute that refers to one has no value of its own."""
+    module = trainer.lightning_module
+    yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
+    yield from (*module.modules(), *module.parameters(), *module.buffers())
+    yield from (owner for _, owner in owners(trainer))
+
+
+def _values(owner: Any) -> dict[str, Any]:
+    """Returns its attributes, and those that its class has for all its instances."""
+    shared = {
+        name: value
+        for kind in reversed(type(owner).__mro__)
+        if not is_of_a_library(kind)
+        for name, value in vars(kind).items()
+        if isinstance(value, (*_PLAIN, *_DRAW)) and not name.startswith("__")
+    }
+    aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
+    if isinstance(owner, Metric):  # whose states are saved by themselves
+        aside = aside | _OF_METRICS | {*owner.metric_state}
+    kept = {**shared, **getattr(owner, "__dict__", {})}
+    replaced = {
+        name
+        for name, value in kept.items()
+        if callable(value) and callable(getattr(type(owner), name, None)) and not isinstance(value, CACHED)
+    }
+    aside = aside | replaced  # methods that others put there
+    return {name: value for name, value in kept.items() if name not in aside and not name.startswith("_ddp")}  # torch's
+
+
+def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the functions that users have hung on layers: what they have closed over may change."""
+    module = trainer.lightning_module
+    for path, part in module.named_modules():
+        hooks = [hook for kind in _HOOKS for hook in getattr(part, kind, {}).values()]
+        if those := {f"{hook.__qualname__} (a hook)": hook for hook in hooks if isinstance(hook, FunctionType)}:
+            yield f"{type(module).__name__}{'.' if path else ''}{path}", those
+
+
+def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the numbers, lists and generators of the files in which the user's classes are."""
+    files = {kind.__module__ for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
+    for name in sorted(files):
+        file: ModuleType | None = sys.modules.get(name)
+        kept = vars(file) if file is not None else {}
+        yield (
+            name,
+            {key: value for key, value in [*kept.items()] if isinstance(value, (*_PLAIN, *_DRAW)) and not key.startswith("__")},
+        )

@@ -1,0 +1,108 @@
+"""Reads and writes a rank's shards of a checkpoint."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from project.parts import Stored
+from project.sharded.shards import gather, read_shard, shards_like
+from project.step.data_ranks import ByDataRanks
+
+
+class ShardedCheckpoints(ByDataRanks):
+    """A strategy that gives each rank its shards of a checkpoint, whoever has written it.
+
+    Args:
+        settings: as in ByDataRanks.
+    """
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self._state: dict[str, Any] = {}  # the network's, where layers are shared
+
+    @property
+    def is_sharded(self) -> bool:
+        """Returns whether each rank holds a shard."""
+        raise NotImplementedError
+
+    @cached_property
+    def _data_mesh(self) -> DeviceMesh:
+        raise NotImplementedError
+
+    @property
+    def _shared_layers(self) -> bool:
+        return self.data_ranks.shared_by > 1
+
+    def slice_of(self, stored: Stored) -> DTensor:
+        """Reads this rank's shard of a tensor that lies in parts."""
+        return read_shard(stored, self._data_mesh, self._parameter_like(stored.name) if self._shared_layers else None)
+
+    def _parameter_like(self, name: str) -> Any:
+        """Returns the parameter that a tensor of this name in a checkpoint will be placed like."""
+        kind, *place = name.split("/")[1:]
+        if kind != "optimizer_states":
+            return self._state.get(place[-1]) if place else None
+        optimizer, number = int(place[0]), place[2]
+        if place[1] != "state" or optimizer >= len(self.optimizers):
+            return None
+        parameters = _parameters(self.optimizers[optimizer])
+        return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
+
+    def shards_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns a checkpoint with this rank's shards of all states that are named and shaped like the parameters."""
+        own = self.lightning_module.state_dict()  # type: ignore[union-attr]
+
+        def shards_of(state: Any) -> Any:
+            if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
+                return state
+            # Another shape is left for the error that names another network.
+            fitting = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
+            return {**state, **shards_like(fitting, own)}
+
+        return {name: shards_of(state) for name, state in checkpoint.items()}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes what trainer.save_checkpoint, a ModelCheckpoint and tuners save: one file, whole. Called by all ranks."""
+
+        def gathered(shard: DTensor) -> Tensor:
+            tensor = gather(shard, self.root_device)
+            return tensor.cpu() if self.is_global_zero else tensor.new_empty(0)
+
+        if self.is_sharded:
+            checkpoint = apply_to_collection(checkpoint, DTensor, gathered)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if self.is_sharded:
+            shards = shards_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
+            checkpoint = {**checkpoint, "state_dict": shards}
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        if self.is_sharded:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+                parameters = _parameters(optimizer)
+                for number, values in state["state"].items():
+                    like = parameters[number]
+                    names = [name for name, value in values.items() if _shape(value) == like.shape and like.ndim > 0]
+                    values.update(shards_like({name: values[name] for name in names}, dict.fromkeys(names, like)))
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:  # Lightning has moved its state to the GPU, where an offloaded parameter is not
+            for parameter, state in optimizer.state.items():
+                if parameter.device != self.root_device:
+                    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+                    state.update({name: tensor.to(parameter.device) for name, tensor in tensors.items()})
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None

@@ -1,0 +1,370 @@
+"""`trainer.strategy: sharded`: parameters, gradients and optimiser are spread over the ranks, by torch's `fully_shard` (FSDP2).
+
+A block is gathered when it computes, forwards and backwards, and let go after that. All else is as with DDP: the same loop,
+the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy that wraps nothing.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
+from torch import nn
+from torch.distributed import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from project.cluster.environment import limits
+from project.cluster.memory import keep_freed_memory
+from project.errors import UserError
+from project.sharded.blocks import Named, blocks_of
+from project.sharded.checkpoints import ShardedCheckpoints
+from project.sharded.memory_formats import use_contiguous_order
+from project.sharded.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
+from project.sharded.recompute import recompute
+from project.sharded.refusals import (
+    averages_on_host,
+    prepare_optimizers,
+    refuse_copies,
+    refuse_no_values,
+    refuse_own_steps,
+    refuse_pruning,
+    refuse_unshardable,
+    weight_averages,
+)
+from project.sharded.root import Root
+from project.sharded.shards import clip_by_norm, skip_overflow_on_all_ranks
+from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
+from project.step.ddp import broadcast_from_rank_0
+
+log = logging.getLogger(__name__)
+
+Shard = Literal["full", "node", "gradients"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_SPARE = 12
+"""Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
+
+
+class Sharded(ShardedCheckpoints):
+    """Spreads a network over the ranks, so that none holds the whole.
+
+    Args:
+        shard: 'full' spreads over all ranks. 'node' spreads over the ranks of a host, and hosts have copies: less goes between
+            hosts, and each rank holds more. 'gradients' gathers the parameters once a step and keeps them until it ends:
+            less is sent, and each rank holds them whole meanwhile.
+        blocks: what is gathered at once: classes (Block), names (network.head) or patterns (network.layers.*); None finds them.
+        checkpoint_activations: keep what goes into a block, and compute the block again in the backward pass.
+        cpu_offload: parameters, gradients and optimiser lie in the host's memory.
+        param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
+        reduce_dtype: what gradients are added up in.
+        tensor_parallel: so many neighbouring ranks of a host share the layers that the network's plan names
+            (`tensor_parallel_plan`), and see the same micro-batches; over the others the network is spread.
+        deferred: only rank 0 builds the network in its host's memory; other ranks get its values block by block. From the
+            command line only.
+        process_group_backend: as in DDPStrategy.
+        timeout: as in DDPStrategy.
+    """
+
+    def __init__(
+        self,
+        shard: Shard = "full",
+        blocks: Sequence[str] | None = None,
+        checkpoint_activations: bool = False,
+        cpu_offload: bool = False,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        tensor_parallel: int = 1,
+        deferred: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if cpu_offload:  # norms and broadcasts of what is offloaded go by gloo
+            process_group_backend = process_group_backend or "cpu:gloo,cuda:nccl"
+        super().__init__(tensor_parallel, timeout, process_group_backend=process_group_backend)
+        self.shard, self.blocks = shard, blocks
+        self.checkpoint_activations, self.cpu_offload = checkpoint_activations, cpu_offload
+        self.param_dtype, self.reduce_dtype, self.deferred = param_dtype, reduce_dtype, deferred
+        self.exact = False
+        """Gradients stay whole on each rank, for sums that are exact (exact/gradients.py)."""
+        self.before_sharding: Callable[[], None] | None = None
+        """Reports on rank 0 of a fit what each rank will hold, before anything is spread."""
+        self.layouts: dict[str, torch.memory_format] = {}
+        """The memory format of weights that layers compute with in another order than the default one, by name."""
+        self._before_values = ExitStack()
+        self.root: Root | None = None
+        """The root of a network that is spread."""
+        self._state_of_fit: TrainerState | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Returns whether each rank holds a part. On one rank it has all: only a type, or the host's memory, needs this."""
+        return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Returns whether a checkpoint is read after the setup: each rank takes its part of it."""
+        return self.is_sharded
+
+    def refuse_other_settings(self, compression: str, on_cpu: bool) -> None:
+        """Refuses settings of the Trainer that do not go together with these."""
+        refuse_settings(self.shared_by, self.world_size, self.num_processes, self.exact)
+        rounds = self.param_dtype or self.reduce_dtype
+        problems = {
+            f"trainer.gradient_compression={compression} is for DistributedDataParallel. HINT: here the strategy's "
+            f"reduce_dtype={compression} does it": compression != "none",
+            "trainer.exact can't be kept: param_dtype and reduce_dtype round what is computed with and added up, which DDP "
+            "does not. HINT: leave them out": self.exact and rounds,
+            "trainer.exact adds up gradients on the GPU, and cpu_offload keeps them on the host. HINT: leave out one of the "
+            "two": self.exact and self.cpu_offload,
+            "cpu_offload is for the memory of a GPU, and there is none. HINT: leave it out": self.cpu_offload and on_cpu,
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise UserError(f"strategy=sharded: {problem}.")
+
+    # Set up ----------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Connects the ranks. The hooks that follow build on: the module's own, and those of callbacks that copy it."""
+        super().setup_environment()
+        if self.cpu_offload and "gloo" not in (backend := dist.get_backend()):
+            raise UserError(
+                f"strategy=sharded: cpu_offload needs gloo beside NCCL, and the ranks are connected by {backend} alone, for an "
+                "earlier fit of this process or by process_group_backend. HINT: a process of its own, and no other backend."
+            )
+        if (module := self.lightning_module) is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_copies(module.trainer)
+            if self.is_sharded:
+                self._before_values.enter_context(averages_on_host(module.trainer))
+        self._before_values.enter_context(StayOnMeta())
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets up as DDP does, but nothing is whole on the device, and the network is spread for an evaluation, too."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._before_values.close()
+        self._state_of_fit = trainer.state
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_single_rank(self.shared_by, self.world_size)
+        if not self.is_sharded:
+            weight_averages(trainer)  # refuses those that keep a whole network
+            if self.checkpoint_activations:
+                self._recompute(blocks_of(self.model, self.blocks))
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        training = trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync and training:
+            self.model = self._layer_sync.apply(self.model)
+        if training:
+            refuse_own_steps(trainer.lightning_module)
+            refuse_pruning(trainer)
+        if not isinstance(self.model, FSDPModule):  # in another fit it is
+            averaged = weight_averages(trainer)
+            if training and self.is_global_zero and self.before_sharding is not None:
+                self.before_sharding()
+            self._refuse_unsendable_network(self.model, [average.module for average in averaged])
+            plan = plan_of(self.model) if self._shared_layers else {}
+            self._log_sharding(self._shard_network(self.model, plan))
+            for average in averaged:
+                self._shard_network(average.module, plan)
+            self._keep_freed_memory(self.model)
+        else:  # and its end has brought it back to the host
+            self._move(self.model)
+        self.root = Root(self.model, self.shard == "gradients", DTYPES[self.param_dtype], self.cpu_offload)
+        self.root.set_gradient_sync(not self.exact)
+        if self._shared_layers:
+            self._state = self.model.state_dict()
+            self.reduce_over_data_ranks(self.model)
+            self.precision_plugin.clip_grad_by_norm = clip_by_norm  # type: ignore[method-assign,assignment]
+            if scaler := getattr(self.precision_plugin, "scaler", None):
+                skip_overflow_on_all_ranks(scaler)
+        if training:
+            self.setup_optimizers(trainer)
+            prepare_optimizers(self.optimizers, self.exact)
+        self.setup_precision_plugin()
+
+    @property
+    def _shard_device(self) -> torch.device:
+        """Returns the device on which shards lie while their block does not compute."""
+        return torch.device("cpu") if self.cpu_offload else self.root_device
+
+    def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
+        """Refuses a network whose values rank 0 can't send: it has none, or another rank's differs."""
+        if self.is_global_zero:
+            refuse_no_values(model)
+        elif any(parameter.is_meta for parameter in model.parameters()) and (problem := without_values(model, *copies)):
+            raise UserError(
+                "strategy=sharded: hooks before the first step read the network's parameters, which this rank does not have "
+                f"yet: {problem}. HINT: set the strategy's deferred: false, and every rank builds the whole network."
+            )
+        refuse_other_network(model, self.broadcast(signature(model)))
+
+    def _shard_network(self, model: nn.Module, plan: Plan) -> Named:
+        """Shards a network block by block, so that the device has one of them whole at a time."""
+        blocks = blocks_of(model, self.blocks)
+        if self.checkpoint_activations:
+            self._recompute(blocks)
+        settings = {"mesh": self._data_mesh, **self._settings()}
+        for name, block in [*blocks, ("", model)]:
+            refuse_unshardable(name, block)
+            give_memory(block, self._shard_device)
+            of_block = use_contiguous_order(block)
+            self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
+            self._broadcast_block(block)
+            if self._shared_layers:
+                parallelize_layers(name, block, plan, self._mesh["tensor"])
+            if block is model:
+                fully_shard(block, reshard_after_forward=False, **settings)
+                continue
+            fully_shard(block, reshard_after_forward=self.shard != "gradients", **settings)
+        return blocks
+
+    def _recompute(self, blocks: Named) -> None:
+        for _, block in blocks:
+            if "forward" not in vars(block):  # in another fit it is so already
+                recompute(block)
+
+    def _keep_freed_memory(self, model: nn.Module) -> None:
+        """Keeps freed memory on a CPU, where there is room for as much as DDP holds: steps are faster by a quarter."""
+        if self.root_device.type == "cpu" and (left := limits(Path("."))["memory"]) is not None:
+            whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+            keep_freed_memory(large=_SPARE * whole <= left // self.num_processes)
+
+    def _broadcast_block(self, block: nn.Module) -> None:
+        """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
+        self.precision_plugin.convert_module(block)
+        self._move(block)
+        broadcast_from_rank_0(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
+
+    def _move(self, module: nn.Module) -> None:
+        if self.cpu_offload:
+            _move_all_but_parameters(module, self.root_device)
+        else:
+            module.to(self.root_device)
+
+    def configure_ddp(self) -> None:
+        """Wraps nothing."""
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """Returns the mesh of all ranks: copies, shards and tensor parallelism, where there are such."""
+        share = self.data_ranks.shared_by
+        sizes = {"shard": self.world_size // share}
+        if self.shard == "node":
+            here = self.num_processes
+            if self.num_nodes < 2 or here < 2:
+                log.info("shard=node: %d host(s) with %d rank(s) each.", self.num_nodes, here)
+            sizes = {"copies": self.num_nodes, "shard": here // share}
+        if share > 1:
+            sizes["tensor"] = share
+        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @cached_property
+    def _data_mesh(self) -> DeviceMesh:
+        """Returns the mesh of the ranks that see other data."""
+        names = self._mesh.mesh_dim_names or ()
+        return self._mesh[names[:-1]] if self._shared_layers else self._mesh
+
+    def _settings(self) -> dict[str, Any]:
+        param, reduce = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
+        return {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        }
+
+    def _log_sharding(self, blocks: Named) -> None:
+        kinds = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks})
+        ranks = f"{self.world_size} ranks"
+        if self._shared_layers:
+            ranks += f" ({self.data_ranks.count} x {self.data_ranks.shared_by} tensor parallel)"
+        log.info("Sharded over %s: %d block(s) of %s, and the rest.", ranks, len(blocks), ", ".join(kinds) or "-")
+
+    def gathered_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that blocks compute with: their memory is there while a block is gathered, and their gradients
+        are whole. They have the names, and the order, of the network's own."""
+        module = self.lightning_module
+        assert module is not None
+        if self.root is None:
+            return {}
+        gathered: dict[str, nn.Parameter] = {}
+        for prefix, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                of_part = part.named_parameters(prefix=prefix)  # type: ignore[attr-defined]
+                gathered |= {name: parameter for name, parameter in of_part if not isinstance(parameter, DTensor)}
+                part.reshard()
+        return {name: gathered[name] for name, _ in module.named_parameters() if name in gathered}
+
+    def teardown(self) -> None:
+        """Lightning brings the network back to the host. After an error it may have no values yet, or what is gathered is in
+        use in what is left of a step, and can't be moved."""
+        module: Any = self.lightning_module
+        left = (
+            self.root is not None and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
+        )
+        if module is not None and (left or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))):
+            module.__dict__["cpu"] = lambda: module
+        self._before_values.close()  # where an error came before the setup
+        super().teardown()
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Runs a micro-batch whose step continues: its gradients wait for those of the last one."""
+        if self.root is None:
+            yield
+            return
+        self.root.begin_accumulating(self.exact)
+        try:
+            yield
+        finally:
+            self.root.end_accumulating(self.exact)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._call("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._call("predict_step", *args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.root is None:
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+        return self.root.run_step(name, *args, **kwargs)
+
+
+def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Moves buffers, and modules without parameters, which may hold other tensors, as metrics do."""
+    for part in module.modules():
+        if next(part.parameters(), None) is None:
+            part.to(device)
+        for buffer in part.buffers(recurse=False):
+            buffer.data = buffer.data.to(device)
+
+
+StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
+StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
+StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")

@@ -1,0 +1,30 @@
+"""Replaces an abort by a message: `self.all_gather` where the ranks' micro-batches are not of one size."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from project.errors import UserError
+from project.step.data_ranks import data_ranks
+from project.step.micro_batch import micro_batch
+
+
+def gather_evenly(trainer: Trainer, gather: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Gathers in the place of the strategy's `all_gather`, which `self.all_gather` calls: given tensors of different sizes gloo
+    aborts the process, and NCCL waits. All ranks know when their micro-batches differ by a sample, and so all of them end
+    alike.
+    """
+    at = micro_batch(trainer)
+    if trainer.training and at.order is not None and tensor.ndim and len(tensor) == at.size:
+        many = trainer.accumulate_grad_batches
+        spans = [at.order.micro_span(at.key[1], rank * many + at.key[2] % many) for rank in range(data_ranks(trainer).count)]
+        sizes = sorted({high - low for low, high in spans})
+        if len(sizes) > 1:
+            raise UserError(
+                f"self.all_gather in step {trainer.global_step + 1}: the ranks have micro-batches of {sizes[0]} and "
+                f"{sizes[-1]} samples, and tensors of different sizes can't be gathered. HINT: drop_last=True leaves out the "
+                "shorter last step of an epoch; or fill the tensors up to one size before."
+            )
+    return gather(tensor, *args, **kwargs)

@@ -1,0 +1,400 @@
+"""Deals out training and evaluation loaders in this project's order wherever they can be."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader, IterableDataset
+
+from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
+from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
+from project.data.worker_signals import with_signals
+from project.errors import UserError, as_user_error
+from project.step.batch_norm_layers import normalises_batches
+from project.step.batching import accumulation
+from project.step.chance import Moments, run_seed
+from project.step.data_ranks import data_ranks
+from project.typed import typed
+
+log = logging.getLogger(__name__)
+
+_STAGES = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}  # others are training or validation
+
+
+class Loaders(_DataConnector):
+    """The connector of the data: Lightning's, which hands every loader through `_prepare_dataloader` when a loop begins to use
+    it.
+
+    Args:
+        trainer: the Trainer.
+        global_batch: samples behind one optimiser step, over all ranks, if that is given.
+        configured_accumulation: the accumulation in the configuration.
+        limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
+            micro-batches over all ranks; by name of the stage.
+        on_accumulation: called with the accumulation when it is known, which is when the first training loader is.
+        moments: seed what the iterators of loaders draw that are left as they are.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        global_batch: int | None,
+        configured_accumulation: int | Literal["auto"],
+        limits: dict[str, Limit],
+        on_accumulation: Callable[[int, int], None],
+        moments: Moments,
+    ) -> None:
+        super().__init__(trainer)
+        self.global_batch, self.configured_accumulation, self.limits, self.on_accumulation = (
+            global_batch,
+            configured_accumulation,
+            limits,
+            on_accumulation,
+        )
+        self._moments = moments
+        self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
+        self._restored_sizes: list[int] = []  # of the training sets that the run had before
+        self._resumes_within_epoch = False  # the run resumes within an epoch
+        self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
+        self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
+        self.micro_batch: int | None = None
+        """The samples in a micro-batch of the first training loader."""
+        self._dealt: list[DealtLoader] = []  # for training, in this verb
+        self._undealt: list[Any] = []  # and those that are left as they are, of this epoch
+        self._accumulation_is_set = False
+        self._warned: set[str] = set()
+        self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
+        self.sanity_steps: int | float | None = None
+        """Micro-batches over all ranks that the sanity check looks at; None: of each rank, as Lightning counts them."""
+        self.max_samples: int | None = None
+        """How many samples of a training set are read; None: all of them."""
+        self.attached: LightningDataModule | None = None
+        """The data module of this verb."""
+
+    def attach_datamodule(self, model: Any, datamodule: LightningDataModule | None = None) -> None:
+        super().attach_datamodule(model, datamodule)
+        self.attached = datamodule
+
+    @property
+    def read_in_process(self) -> list[Any]:
+        """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
+        puts them together; of a loader that is left as it is its samplers, too.
+        """
+        read = [part for loader in self._dealt if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
+        for loader in self._undealt:
+            if not hasattr(loader, "state_dict"):
+                parts = vars(loader) if hasattr(loader, "__dict__") else {}
+                names = "batch_sampler", "sampler", *(() if parts.get("num_workers") else ("dataset", "collate_fn"))
+                read += [loader, *(parts[name] for name in names if name in parts)]
+        functions = [getattr(part, "__self__", part) for part in read]  # a method's own object
+        return [*{id(part): part for part in functions if part is not None and not isinstance(part, FunctionType)}.values()]
+
+    # The user's limits ------------------------------------------------------------------------------------------------
+
+    def note_limits(self, *stages: str) -> None:
+        """Notes what trainer.limit_*_batches are now. Lightning cuts a run that only tries the code, and the training of one
+        that overfits."""
+        trainer: Any = self.trainer
+        for stage in stages or ("train", "val", "test", "predict"):
+            limit: Limit = getattr(trainer, f"limit_{stage}_batches")
+            everything = isinstance(limit, float) and limit == 1
+            self.limits[stage] = None if everything or self._is_trial(stage) else limit
+
+    def _is_trial(self, stage: str) -> bool:
+        trainer: Any = self.trainer
+        return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage == "train"))
+
+    @contextmanager
+    def limits_of_loop(self, stage: str) -> Iterator[None]:
+        """Shows Lightning the limit that is left to it while it sets up a loop; before and after, the user's is to be read."""
+        self.note_limits(stage)
+        name = f"limit_{stage}_batches"
+        given: Limit = getattr(self.trainer, name)
+        if self._is_trial(stage):
+            self._steps_of_trial = given if stage == "train" and isinstance(given, int) else None
+            self._limit_trial()
+        elif given:
+            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave_to_lightning`
+        try:
+            yield
+        finally:
+            self._steps_of_trial = None
+            setattr(self.trainer, name, given)
+
+    def _limit_trial(self) -> None:
+        """Sets the limit of a run that only tries the code, in micro-batches, which Lightning counts."""
+        if self._steps_of_trial is not None:
+            self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
+
+    def start_over(self) -> None:
+        """Begins another fit, or another verb."""
+        self.note_limits()
+        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
+        self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
+
+    @property
+    def set_sizes(self) -> list[int]:
+        """Returns the numbers of samples of the training sets in use, as far as they are known."""
+        return self._in_use[1]
+
+    def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
+        """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
+        Loaders may have been made already: a schedule that needs the length of the run has them made, and a sharded network is
+        restored after that.
+        """
+        trainer: Any = self.trainer
+        same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
+        self._start, self._restored_sizes, self._resumes_within_epoch = (
+            (epoch, micro_batches),
+            list(sizes) if same else [],
+            within,
+        )
+        self._in_use, self._micro_batch_before = (-1, []), size
+        for loader in self._dealt:
+            self._set_start(loader)
+
+    def _set_start(self, loader: DealtLoader) -> DealtLoader:
+        """Sets a training loader to where the run resumes."""
+        epoch, done = self._start
+        order = loader.keys.order
+        now = self.trainer.current_epoch
+        if self._in_use[0] != now:
+            self._in_use, self.micro_batch = (now, []), order.micro_batch
+            before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
+            if before not in (None, order.micro_batch):
+                done = self._done_in_current_size(order, before)
+        self._in_use[1].append(order.size)
+        if self._restored_sizes and now == epoch:
+            self._check_set_size(order.size, self._restored_sizes.pop(0))
+        loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
+        return loader
+
+    def _done_in_current_size(self, order: Order, before: int) -> int:
+        """Returns how many micro-batches of today's size are done in the epoch in which the run resumes."""
+        (epoch, done), now = self._start, order.micro_batch
+        what = f"The training loader's batch_size is {now}, and was {before} so far"
+        if done * before % order.global_batch:
+            raise UserError(
+                f"{what}: the run was stopped {done * before} samples into an epoch, which is between two steps of "
+                f"{order.global_batch}. HINT: batch_size={before}, or a checkpoint of an epoch's end."
+            )
+        log.warning(
+            "%s: the run goes on with the next sample. Sums differ in their last bits, batch norm in more. HINT: with "
+            "trainer.global_batch_size the batch_size can stay as it is on any number of ranks.",
+            what,
+        )
+        self._start, self._size_before_and_now = (epoch, done * before // now), (before, now)
+        return self._start[1]
+
+    def recount_progress(self, batches: Any) -> None:
+        """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
+        before, now = self._size_before_and_now
+        for counters in (batches.current, batches.total):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counters, name, getattr(counters, name) * before // now)
+        self._size_before_and_now = (1, 1)
+
+    def _check_set_size(self, now: int, before: int) -> None:
+        """Warns where a training set has another size than before; refuses it where the run resumes within an epoch."""
+        if now == before:
+            return
+        what = f"The training set has {now} samples, and had {before} so far: their order is another one"
+        if self._resumes_within_epoch:
+            raise UserError(
+                f"{what}, and the run was stopped within an epoch. HINT: go on with the data that it had, or from a checkpoint "
+                "of an epoch's end."
+            )
+        log.warning("%s from here on.", what)
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        training = mode == RunningStage.TRAINING
+        if isinstance(dataloader, DealtLoader):
+            if training:
+                self._dealt.append(dataloader)
+            return self._set_start(dataloader) if training else dataloader
+        if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not size_of(dataloader.dataset):
+            self._leave_to_lightning(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            if isinstance(dataloader, DataLoader):
+                with_signals(dataloader)
+            try:
+                return super()._prepare_dataloader(dataloader, shuffle, mode)
+            except (TypeError, MisconfigurationException) as error:
+                if "batch sampler" not in str(error):
+                    raise
+                raise as_user_error(error, _why_unshared(dataloader, self.trainer.world_size)) from error
+        return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
+
+    def _set_accumulation(self, size: int | None) -> None:
+        """Computes the accumulation once: a micro-batch has the batch size of the first training loader."""
+        if self._accumulation_is_set:
+            return
+        self._accumulation_is_set = True
+        trainer = self.trainer
+        if size is None:
+            if self.global_batch is not None:
+                raise UserError(
+                    "trainer.global_batch_size needs a training loader with a batch_size. HINT: set "
+                    "trainer.accumulate_grad_batches instead."
+                )
+            return
+        keys = "trainer.global_batch_size batch_size"
+        ranks = data_ranks(trainer).count
+        count = accumulation(self.global_batch, size, ranks, self.configured_accumulation, keys)
+        if count > 1 and not trainer.lightning_module.automatic_optimization:
+            raise UserError(
+                f"{type(trainer.lightning_module).__name__} steps its optimisers by itself, once for each micro-batch; a "
+                f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
+                f"HINT: set the loader's batch_size to {size * count}."
+            )
+        self.on_accumulation(count, size)
+        module = trainer.lightning_module
+        if self.global_batch is None and trainer.is_global_zero and module is not None:
+            share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
+            log.warning(
+                "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
+                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d%s.",
+                *(size * ranks * count, size * ranks * count, share),
+            )
+        self._limit_trial()
+
+    def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
+        """Deals out a training loader in this project's order, from where the run is."""
+        trainer, size = self.trainer, micro_batch_of(loader)
+        self._set_accumulation(size)
+        if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
+            log.warning(
+                "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
+                "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
+                *(size, trainer.current_epoch, self.micro_batch, trainer.accumulate_grad_batches),
+            )
+        here = data_ranks(trainer)
+        seed = _seed_of(loader, trainer)
+        count = size_of(loader.dataset)
+        order = Order(
+            count if self.max_samples is None else min(count, self.max_samples),
+            size,
+            here.count * trainer.accumulate_grad_batches,
+            seed if _shuffles(loader) else None,
+            "drop" if sampling(loader).drop_last else "keep",
+            share=trainer.accumulate_grad_batches,
+            least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
+        )
+        dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
+        dealt.aligned = trainer.fit_loop.epoch_loop.exact
+        dealt.watched = trainer.is_global_zero and not trainer.current_epoch
+        self._dealt.append(dealt)
+        return self._set_start(dealt)
+
+    def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
+        """Deals out every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one
+        sample.
+        """
+        trainer, size, count = self.trainer, micro_batch_of(loader), size_of(loader.dataset)
+        if sampling(loader).drop_last:
+            count -= count % size
+        exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
+        stage = _STAGES.get(mode, "val")
+        batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
+        seed = _seed_of(loader, trainer)
+        least = here.count if batches and not exact else 0  # a sample for each rank
+        whole = min(count, max(batches * size, least))
+        if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
+            whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
+        if 0 < whole < here.count and not exact:  # on all ranks, of which some would have samples, and wait for the others
+            raise UserError(
+                f"An evaluation of {whole} sample(s) has none for some of the {here.count} ranks. HINT: more samples, or fewer "
+                "ranks (python -m project validate, on one)."
+            )
+        size = cut_for_all(whole, size, here.count) if exact else size
+        shuffled = seed if _shuffles(loader) else None
+        order = Order(whole, size, here.count, shuffled, least=1, cut=exact)
+        dealt = deal(loader, order, here.rank, here.count, seed, each=True)
+        dealt.aligned = exact
+        if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
+            inner: Any = dealt.batch_sampler
+            wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted
+            object.__setattr__(dealt, "batch_sampler", wrapped)
+        return dealt
+
+    def _leave_to_lightning(self, loader: object, mode: RunningStage, why: str | None) -> None:
+        """Leaves a loader to Lightning. Logs once what can't be promised of a loader that is left as it is."""
+        self._moments.stop_checking()
+        self._moments.begin_epoch(self.trainer.current_epoch)
+        trainer, stage = self.trainer, _STAGES.get(mode, "val")
+        limit = self.limits[stage]
+        if mode == RunningStage.TRAINING:
+            stage = "train"
+            if typed(trainer).reload_dataloaders_every_n_epochs:
+                self._undealt = []
+            self._undealt.append(loader)
+            self._set_accumulation(getattr(loader, "batch_size", None))
+            limit = self.limits[stage]
+            if isinstance(limit, int):
+                limit *= trainer.accumulate_grad_batches
+        elif isinstance(limit, int):
+            limit = -(-limit // data_ranks(trainer).count)
+        if limit:
+            setattr(trainer, f"limit_{stage}_batches", limit)
+        if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
+            raise UserError(
+                f"trainer.exact can't be kept: the {stage} loader ({type(loader).__name__}) gives its samples in its own "
+                f"order, another one on another number of ranks: {why}. HINT: a DataLoader over a dataset with indices."
+            )
+        if why is not None and (together := data_ranks(trainer).shared_by) > 1:
+            raise UserError(
+                f"strategy=sharded: tensor_parallel={together} needs {together} ranks to see the same micro-batches, and the "
+                f"{stage} loader ({type(loader).__name__}) gives its samples in its own order: {why}. HINT: a DataLoader over "
+                "a dataset with indices."
+            )
+        if why is None or stage in self._warned or not trainer.is_global_zero:
+            return
+        self._warned.add(stage)
+        ranks = data_ranks(trainer).count
+        dataset = getattr(loader, "dataset", None)
+        if ranks > 1 and isinstance(dataset, IterableDataset):
+            log.warning(
+                "Each of %d ranks reads all of the %s set (%s), which can only be read from its beginning: an epoch has each "
+                "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in "
+                "its __iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
+                *(ranks, stage, type(dataset).__name__, ranks),
+            )
+        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        log.info(
+            "The %s loader (%s) gives its samples in its own order: %s. On another number of ranks they are others%s",
+            *(stage, type(loader).__name__, why),
+            "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
+        )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    return hasattr(sampling(loader).sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
+
+
+def _seed_of(loader: DataLoader[Any], trainer: Any) -> int:
+    """Returns the seed of a loader's generator, of rank 0's where the ranks' differ; else the run's."""
+    generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
+    if generator is None:
+        return run_seed()
+    own = generator.initial_seed() % 2**63
+    seed: int = trainer.strategy.broadcast(own)
+    if seed != own:
+        log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
+    return seed
+
+
+def _why_unshared(loader: object, ranks: int) -> str:
+    """Describes why the ranks can't share a loader's batch sampler."""
+    batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
+    return (
+        f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "
+        "from its own arguments. HINT: make it one; or, where it gives each rank batches of its own, set "
+        "trainer.use_distributed_sampler=false."
+    )

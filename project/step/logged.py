@@ -1,0 +1,435 @@
+"""Stores what `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from project.data.dealing import DealtLoader
+from project.errors import UserError
+from project.exact.metrics import ExactMetrics
+from project.step.data_ranks import ByDataRanks, DataRanks
+from project.step.micro_batch import micro_batch
+
+Sums = dict[str, dict[str, Any]]
+"""By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
+the number of samples in it (`ranks`)."""
+
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
+
+
+def _without_host_wait(log: Callable[..., None]) -> Callable[..., None]:
+    """Returns `log` without its copy to the GPU, for which the host waits: Lightning copies a number that is logged. A kernel
+    writes the same number.
+    """
+
+    @wraps(log)
+    def logged(self: LightningModule, name: str, value: Any, *args: Any, **how: Any) -> None:
+        if isinstance(value, (int, float)) and self.device.type == "cuda":
+            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self.device)
+        log(self, name, value, *args, **how)
+
+    return logged
+
+
+LightningModule.log = _without_host_wait(LightningModule.log)  # type: ignore[method-assign]
+
+
+class Results(_ResultCollection):
+    """The results that the training steps of an epoch have logged; a run that was stopped within the epoch resumes with
+    them.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self._sums_to_restore: tuple[Sums, int, int] | None = None
+        self.hooks_before_resume: set[str] = set()
+        """Hooks that logged before the run was stopped, and have not logged since."""
+        self._not_logged_since: set[str] = set()  # what has not been logged since
+        self.weight, self.ends_step = 1.0, True
+        self.is_being_recorded = False
+        """The step at hand is being recorded, and nobody is called when it is repeated."""
+        self.steps_may_be_skipped = False
+        """A step may be skipped, and then what it has logged does not count in its epoch."""
+        self._before_step: dict[str, Any] = {}  # this step, of an epoch
+        self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
+        """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+
+    def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
+        if self.is_being_recorded:
+            raise UserError(
+                f"self.log({name!r}) in {fx}: that is a part of a graph (trainer.capture), and is not called when the graph is "
+                "repeated. HINT: log in on_train_batch_end, where outputs is what training_step returned; or set "
+                "trainer.capture=none."
+            )
+        strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
+        if isinstance(strategy, DDPStrategy):
+            how["sync_dist_fn"] = _Reduction(strategy)
+        if (key := f"{fx}.{name}") in self._not_logged_since:
+            # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
+            self._not_logged_since.discard(key)
+            meta: Any = self[key].meta
+            # First the function, which `should` takes: of another, Lightning makes a copy, with the strategy and the network.
+            meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
+            meta.sync.should = how.get("sync_dist", False)
+            meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
+        super().log(fx, name, self._whole_value(name, value), **how)
+
+    def _whole_value(self, name: str, value: Any) -> Any:
+        """Returns a value as a whole tensor: one that follows from sharded parameters is sharded, too. All ranks log it."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
+        """Begins a micro-batch. `weight`: what it counts for in its step."""
+        self.weight, self.ends_step = weight, ends_step
+        if begins_step:
+            self._values_of_step.clear()
+            if self.steps_may_be_skipped:
+                self._before_step = {key: self._value_and_samples(key) for key in self._keys_of_epoch()}
+
+    def _keys_of_epoch(self) -> list[str]:
+        """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
+        metrics: Any = self.items()
+        return [key for key, metric in metrics if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
+
+    def _value_and_samples(self, key: str) -> Any:
+        """Returns the value of a key so far, and the number of samples in it where it is a mean."""
+        metric: Any = self[key]
+        return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
+
+    def discard_skipped_step(self, skipped: bool | Tensor) -> None:
+        """Discards what a skipped step has logged for its epoch. `skipped`: on a GPU a tensor, for which the host does not
+        wait.
+        """
+        for key in self._keys_of_epoch() if self.steps_may_be_skipped and skipped is not False else ():
+            self._discard_value_of_step(key, self._before_step.get(key), skipped)
+
+    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+        """Sets a value of the epoch back to what it was before the step."""
+        metric: Any = self[key]
+        now = self._value_and_samples(key)
+        if skipped is True:
+            if before is None:
+                metric.reset()  # was logged for the first time
+                return
+        elif before is None:
+            fresh = deepcopy(metric)
+            fresh.reset()
+            before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
+        value, count = (
+            earlier if skipped is True or earlier is None else torch.where(skipped, earlier.to(other.device), other)  # type: ignore[arg-type]
+            for earlier, other in zip(before, now, strict=True)
+        )
+        metric.value = value
+        if count is not None:
+            metric.cumulated_batch_size = count
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Shows a step as the mean of its micro-batches. Lightning shows the last one, which is another one on another number
+        of ranks.
+        """
+        metric: Any = self[key]
+        meta = metric.meta
+        if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
+            super().update_metrics(key, value, batch_size)
+            return
+        shared, meta.sync.should = meta.sync.should, False  # the ranks need not meet before the step is over
+        super().update_metrics(key, value, batch_size)
+        meta.sync.should = shared
+        total, weights, count = self._values_of_step.get(key, (0.0, 0.0, 0))
+        total, weights, count = total + metric._forward_cache * self.weight, weights + self.weight, count + 1
+        self._values_of_step[key] = total, weights, count
+        # The weights of all ranks add up to the number of micro-batches; a rank's own need not.
+        met = shared and self.ends_step
+        metric._forward_cache = meta.sync(total / count) if met else total / weights
+
+    def metrics(self, on_step: bool) -> Any:
+        """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device."""
+        if not (self.training and on_step):
+            return super().metrics(on_step)
+        metas = [metric.meta for _, metric in self.valid_items() if metric.meta.prog_bar]
+        for meta in metas:
+            meta.prog_bar = False
+        try:
+            known: Any = super().metrics(on_step)
+        finally:
+            for meta in metas:
+                meta.prog_bar = True
+        names = [meta.forked_name(on_step) for meta in metas]
+        values = {name: known["callback"][name] for name in names if name in known["callback"]}
+        known["pbar"] = {name: value if value.is_cuda else value.item() for name, value in values.items()}
+        return known
+
+    def reduce_step(self, hook_is_over: bool) -> None:
+        """Does nothing here. `ExactResults` reduces the values of a step over the ranks."""
+
+    def reduce_epoch(self) -> None:
+        """Does nothing here. `ExactResults` reduces the values of an epoch over the ranks."""
+
+    def refuse_values_of_single_ranks(self) -> None:
+        """Does nothing here. `ExactResults` refuses values that differ between the ranks."""
+
+    def sums(self, ranks: DataRanks) -> Sums:
+        """Returns the sums of all ranks, which must call this together."""
+        own: dict[str, tuple[Tensor, Tensor]] = {}
+        for key, result in self.items():
+            metric: Any = result
+            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
+                samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
+                own[key] = self._sum_of_this_rank(key), samples.cpu()
+        by_rank = ranks.all_gather_objects(own)
+        made: Sums = {}
+        for key in own:
+            if all(key in of_rank for of_rank in by_rank):
+                meta: Any = self[key].meta
+                made[key] = {
+                    "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
+                    "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+                    "ranks": [of_rank[key] for of_rank in by_rank],
+                }
+        return made
+
+    def _sum_of_this_rank(self, key: str) -> Tensor:
+        """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
+        metric: Any = self[key]
+        value: Tensor = metric.value.detach().cpu()
+        return value
+
+    def resume_with(self, sums: Sums, rank: int, ranks: int) -> None:
+        """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
+        self._sums_to_restore = sums, rank, ranks
+
+    def restore_sums(self, device: torch.device, reduce: Callable[..., Any]) -> None:
+        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now."""
+        if self._sums_to_restore is None:
+            return
+        (sums, rank, ranks), self._sums_to_restore = self._sums_to_restore, None
+        for key, entry in sums.items():
+            value, samples = self._restored_sum(key, sums, rank, ranks)
+            should, rank_zero_only = entry["sync"].values()
+            meta = dict(entry["meta"])
+            self.pop(key, None)  # of an earlier fit
+            fx, name = meta.pop("fx"), meta.pop("name")
+            # As when it was logged for the first time, but without that value, which the ranks need not meet for.
+            self.log(fx, name, torch.zeros(()), **meta, batch_size=1, sync_dist_fn=reduce, rank_zero_only=rank_zero_only)
+            metric: Any = self[key]
+            metric.reset()
+            metric.has_reset, metric.meta.sync.should = False, should
+            metric.value = value
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = samples
+            self[key] = metric.to(device)
+            self.hooks_before_resume.add(fx)
+            self._not_logged_since.add(key)
+        self._values_of_step.clear()
+
+    def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """Returns what this rank resumes with: a value of the epoch so far, and the number of samples in it."""
+        of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
+        of_ranks = [(value.sum(), count) for value, count in of_ranks]
+        if len(of_ranks) == ranks:
+            value, samples = of_ranks[rank]
+            return value, samples
+        reduce = {"max": torch.amax, "min": torch.amin}.get(how, torch.sum)
+        value, samples = (reduce(torch.stack(parts), 0) for parts in zip(*of_ranks, strict=True))
+        if rank and reduce is torch.sum:
+            value, samples = torch.zeros_like(value), torch.zeros_like(samples)
+        return value, samples
+
+
+class _Reduction:
+    """Lightning's reduction over the ranks; on GPUs without the barrier before it, for which the host would wait."""
+
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self.strategy = strategy
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether two reductions are the same: Lightning refuses a name that is logged twice with different ones."""
+        return isinstance(other, _Reduction) and self.strategy is other.strategy
+
+    def __hash__(self) -> int:
+        return id(self.strategy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reduction":
+        """Returns this one: a copy of what was logged does not need the strategy, and with it the network."""
+        return self
+
+    def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        device = self.strategy.root_device
+        if not isinstance(value, Tensor) or device.type != "cuda" or not dist.is_initialized():
+            return self.strategy.reduce(value, group, reduce_op)
+        if not value.is_cuda:  # NCCL reduces what lies on GPUs alone
+            return value.copy_(self(value.to(device), group, reduce_op))
+        if group is None and isinstance(self.strategy, ByDataRanks):
+            group = self.strategy.data_ranks.group
+        names = {"mean": "AVG", "avg": "AVG"}
+        operation = getattr(dist.ReduceOp, names.get(reduce_op, reduce_op.upper())) if isinstance(reduce_op, str) else reduce_op
+        dist.all_reduce(value, operation or dist.ReduceOp.SUM, group=group)
+        return value
+
+
+class _DelayedNumber:
+    """A number that a GPU computes, on its way to the host, which waits for it only in `read`."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.detach().to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event()
+        self._arrival.record()
+
+    def read(self) -> float | int:
+        self._arrival.synchronize()
+        return self._value.item()
+
+
+class TakesMeasurements:
+    """A logger that wants what this project measures beside what `self.log` logs: speed, memory, the gradient's norm."""
+
+    def logged_since(self, step: int) -> list[tuple[int, str, float]]:
+        """Returns what was logged for this step and later ones, which a checkpoint takes along."""
+        return []
+
+
+def measurement_loggers(trainer: Trainer) -> list[Logger]:
+    """Returns the loggers for these measurements: all of them, where one wants them. A logger that the user made in Python
+    receives what the user's module logs, and nothing else.
+    """
+    return trainer.loggers if any(isinstance(logger, TakesMeasurements) for logger in trainer.loggers) else []
+
+
+class Logged(_LoggerConnector):
+    """Lightning's logger connector, with the true size of each batch: Lightning guesses it from what its `collate_fn` made (of
+    strings, by their length).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._delayed_numbers: dict[str, _DelayedNumber] = {}
+        """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
+
+    def on_batch_end(self) -> None:
+        super().on_batch_end()
+        if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
+            bar: dict[str, Any] = self._progress_bar_metrics
+            self._delayed_numbers |= {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
+
+    @property
+    def progress_bar_metrics(self) -> Any:
+        """Returns the metrics that a bar shows: of what a GPU computes, the number of the last step, for which the host hardly
+        waits.
+        """
+        bar: dict[str, Any] = super().progress_bar_metrics
+        for name, value in bar.items():
+            if isinstance(value, Tensor):
+                late = self._delayed_numbers.get(name)
+                bar[name] = value.item() if late is None else late.read()
+        return bar
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._delayed_numbers.clear()
+
+    evaluated_key: tuple[int, int] | None = None
+    """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
+    peers_evaluate_more = False
+    """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
+    _exact_metrics: ExactMetrics | None = None
+
+    @property
+    def exact_metrics(self) -> ExactMetrics | None:
+        """Returns the exact metrics, where trainer.exact is set."""
+        if not self.trainer.fit_loop.epoch_loop.exact:
+            return None
+        module = self.trainer.lightning_module
+        if self._exact_metrics is None or self._exact_metrics.module is not module:
+            self._exact_metrics = ExactMetrics(module, self.trainer.world_size)
+        return self._exact_metrics
+
+    @property
+    def arriving_key(self) -> tuple[int, int] | None:
+        """Returns the micro-batch of an evaluation that goes to the device, which `evaluated_key` holds from then on."""
+        loop: Any = self.trainer._active_loop
+        for number, loader in enumerate(loop._combined_loader.flattened):
+            if isinstance(loader, DealtLoader) and loader.taken:
+                _, step, within = loader.taken[0]
+                return number, loader.keys.order.micro_span(step, within)[0]
+        return None
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        super().on_batch_start(batch, dataloader_idx)
+        results: Any = self.trainer._results
+        if self.trainer.training:
+            at, steps = micro_batch(self.trainer), self.trainer.fit_loop.epoch_loop
+            results.batch_size = at.size or None
+            begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
+            results.begin_micro_batch(at.weight, begins, not steps.accumulates())
+            if metrics := self.exact_metrics:
+                metrics.begin(self._stage, at.key)
+            return
+        if span := self.begin_evaluated_micro_batch(dataloader_idx or 0):
+            low, high = span
+            results.batch_size = high - low
+            if metrics := self.exact_metrics:
+                metrics.begin(self._stage, (dataloader_idx or 0, low))
+
+    def begin_evaluated_micro_batch(self, dataloader_idx: int) -> tuple[int, int] | None:
+        """Notes which micro-batch of an evaluation comes now, also of a prediction, in which nothing is logged.
+
+        Returns:
+            The positions of its samples, if they are known.
+        """
+        self.evaluated_key, self.peers_evaluate_more = None, False
+        loop: Any = self.trainer._active_loop
+        loader = loop._combined_loader.flattened[dataloader_idx]
+        if not isinstance(loader, DealtLoader) or not loader.taken:
+            return None
+        _, step, number = loader.taken.popleft()
+        self.peers_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
+        span = loader.keys.order.micro_span(step, number)
+        self.evaluated_key = dataloader_idx, span[0]
+        return span
+
+    @property
+    def _stage(self) -> str:
+        return str(self.trainer.state.stage and self.trainer.state.stage.value)
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        """Returns whether a first log resets what is there: Lightning discards it when a hook logs for the first time in an
+        epoch.
+        """
+        reset: bool = super().should_reset_tensors(fx)
+        results: Any = self.trainer._results
+        if isinstance(results, Results) and fx in results.hooks_before_resume:
+            results.hooks_before_resume.discard(fx)
+            return False
+        return reset
+
+    def epoch_end_reached(self) -> None:
+        """Ends an epoch. Lightning brings the ranks' numbers of samples to their mean as whole numbers: of 3 and 4, that would
+        be 3.
+        """
+        super().epoch_end_reached()
+        results: Any = self.trainer._results
+        if isinstance(results, Results):
+            results.reduce_epoch()
+        if (metrics := self.exact_metrics) and not self.trainer.predicting:
+            metrics.reduce_epoch(self._stage)
+        for metric in results.values():
+            if metric.is_tensor and metric.meta.is_mean_reduction:
+                dtype = metric.value.dtype if metric.value.is_floating_point() else torch.float32
+                metric.cumulated_batch_size = metric.cumulated_batch_size.to(dtype)
+
+    def on_epoch_end(self) -> None:
+        results: Any = self.trainer._results
+        if isinstance(results, Results):
+            results.refuse_values_of_single_ranks()
+        super().on_epoch_end()

@@ -1,0 +1,102 @@
+"""Saves and restores the torchmetrics of a module in the middle of an epoch: their states go into a checkpoint, and come back.
+
+torchmetrics leaves its states out of a module's `state_dict`, because at the end of an epoch nothing is in them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from project.step.data_ranks import data_ranks
+
+log = logging.getLogger(__name__)
+
+States = dict[str, list[dict[str, Any]]]
+"""By the name of the metric, of each rank its state, and how often it was updated (`updates`)."""
+
+_FIRSTS: dict[Any, Callable[[list[Any]], Any]] = {
+    dim_zero_sum: lambda parts: sum(parts),
+    dim_zero_cat: lambda parts: [element for part in parts for element in _listed(part)],
+}
+_OF_ALL_RANKS: dict[Any, Callable[[list[Any]], Any]] = {
+    dim_zero_max: lambda parts: torch.stack(parts).amax(0),
+    dim_zero_min: lambda parts: torch.stack(parts).amin(0),
+    dim_zero_mean: lambda parts: torch.stack(parts).mean(0),
+}
+"""The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
+
+
+def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
+    """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
+    left out.
+    """
+    counted = _logged_in_training(trainer) if trainer.validating else None
+    own: dict[str, dict[str, Any]] = {}
+    for name, metric in metrics_of(module):
+        if metric.update_called and (counted is None or any(metric is other for other in counted)):
+            held = {key: _on_host(value) for key, value in metric.metric_state.items()}
+            own[name] = {"state": held, "updates": metric.update_count}
+    by_rank = data_ranks(trainer).all_gather_objects(own)
+    # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
+    return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
+
+
+def restore_metric_states(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
+    """Restores states into the metrics of today's ranks."""
+    metrics = dict(metrics_of(module))
+    for name, of_ranks in saved.items():
+        if (metric := metrics.get(name)) is None:
+            continue
+        here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
+        for key, value in here.get("state", {}).items():
+            setattr(metric, key, _on_device(value, metric))
+        metric._update_count = here.get("updates", metric._update_count)
+
+
+def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Returns the states of a metric for today's ranks: all sums are rank 0's, or none where they can't be brought together."""
+    made: dict[str, Any] = {}
+    entries = [entry for entry in of_ranks if entry]
+    for key, how in metric._reductions.items():
+        parts = [entry["state"][key] for entry in entries]
+        if how in _OF_ALL_RANKS:
+            made[key] = _OF_ALL_RANKS[how](parts)
+        elif how not in _FIRSTS:
+            if not rank:
+                log.warning("%s can't be taken over by another number of ranks: it begins anew in this epoch.", name)
+            return {}
+        elif not rank:
+            made[key] = _FIRSTS[how](parts)
+    return {"state": made, "updates": sum(entry["updates"] for entry in entries) if not rank else 0}
+
+
+def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    """Yields the metrics of a module with their names."""
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.items()  # those that count the same have their states with one of them until somebody asks
+    for name, part in module.named_modules():
+        if isinstance(part, Metric):
+            yield name, part
+
+
+def _logged_in_training(trainer: Trainer) -> list[Metric]:
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return [result.value for result in results.values() if isinstance(result.value, Metric)]
+
+
+def _listed(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else [part]
+
+
+def _on_host(value: Any) -> Any:
+    return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
+
+
+def _on_device(value: Any, metric: Metric) -> Any:
+    return [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)

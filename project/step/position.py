@@ -1,0 +1,142 @@
+"""The position of a run, in terms that mean the same on any number of ranks, and how Lightning's loops are put there.
+
+A run is saved between two steps, when all that belongs to the one is done (its schedule, its validation, the end of its
+epoch) and nothing of the next has begun. Lightning's own counters count the micro-batches of a rank and depend on the hook
+in which they were saved; so they are not restored but written anew, from the position and today's accumulation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
+
+from project.errors import UserError
+from project.step.data_ranks import data_ranks
+from project.typed import typed
+from project.untrusted import as_count
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a run: so many steps of so many epochs are done. `validation_due`: stopped in the validation that follows
+    the last.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    micro_batches: int
+    """Done in this epoch, over all ranks."""
+    total_micro_batches: int
+    """Done since the run began, over all ranks."""
+    logged_steps: int
+    """Steps as `self.log` counts them: once, where a module steps several optimisers."""
+    epoch_over: bool = False
+    """All micro-batches of this epoch are done."""
+    validation_due: bool = False
+    begun: bool = False
+    """The hooks at the start of this epoch have been called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, saved: Any) -> "Position":
+        """Returns the position that `state_dict` gave; raises a TypeError or a ValueError where `saved` is something else."""
+        switches = {field.name for field in fields(cls) if field.default is False}
+        for name, value in saved.items():
+            if not isinstance(value, bool):
+                as_count(value)
+            elif name not in switches:
+                raise TypeError(name)
+        return cls(**saved)
+
+
+def position(trainer: Trainer) -> Position:
+    """Returns the position between two steps: at the start of a step's first micro-batch, in a validation, or at the end.
+
+    And just before the optimiser takes a step, which then is not done.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    batches: Any = progress.current
+    taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
+    # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
+    many, undone = trainer.accumulate_grad_batches, int(taken.ready > taken.completed)
+    step = batches.started // many - undone
+    ranks = data_ranks(trainer).count
+    micro_batches = (batches.started - undone * many) * ranks
+    ever: Any = progress.total
+    total = (ever.started - undone * many) * ranks
+    logged = loop.epoch_loop._batches_that_stepped
+    at_its_end = batches.processed > batches.completed and not undone  # in on_train_batch_end
+    # The step is done, but for what follows that hook: its validation, and that it is counted.
+    fetcher: Any = loop._data_fetcher
+    due = bool(trainer.validating) or (at_its_end and loop.epoch_loop._should_check_val_fx(fetcher))
+    if at_its_end and not due and batches.started % many == 0:
+        logged += 1
+    # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
+    last = progress.is_last_batch and batches.started == batches.ready
+    over = not undone and (last or batches.started >= trainer.num_training_batches)
+    epochs: Any = loop.epoch_progress.current
+    if epochs.processed < epochs.ready or step == 0:
+        begun = epochs.started > epochs.processed
+        at = epochs.processed, step, trainer.global_step, micro_batches, total, logged
+        return Position(*at, epoch_over=over, validation_due=due, begun=begun)
+    if over:
+        return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
+    # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run resumes within it.
+    return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, logged, begun=True)
+
+
+def stopped_within_epoch(trainer: Trainer) -> bool:
+    """Returns, at the end of an epoch, whether training was stopped before all its micro-batches had been trained on."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
+
+
+def timers(trainer: Trainer) -> list[Timer]:
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, Timer)]
+
+
+def out_of_time(trainer: Trainer) -> bool:
+    """Returns whether trainer.max_time is used up, by this process's clock."""
+    return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
+
+
+def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
+    """Rewrites the saved state of Lightning's fit loop so that it resumes from a position, on so many data ranks."""
+    begun = at.begun or at.step > 0 or at.validation_due
+    batches = fit_loop["epoch_loop.batch_progress"]
+    for name in ("ready", "started", "processed", "completed"):
+        batches["current"][name] = at.micro_batches // ranks
+        batches["total"][name] = at.total_micro_batches // ranks
+    batches["is_last_batch"] = at.epoch_over
+
+    for counters in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
+        counters["ready"] = counters["started"] = at.epoch + int(begun)
+        counters["processed"] = counters["completed"] = at.epoch
+
+    fit_loop["epoch_loop.state_dict"].update(validation_due=at.validation_due, _batches_that_stepped=at.logged_steps)
+    validation = fit_loop["epoch_loop.val_loop.batch_progress"]  # it begins at its beginning
+    for counters in (validation["total"], validation["current"]):
+        counters.update(ready=0, started=0, processed=0, completed=0)
+    validation["is_last_batch"] = False
+
+
+def check_loop_progress(saved: Any, name: str = "loops") -> None:
+    """Raises a UserError where the saved progress of Lightning's loops is no count: it would fail much later."""
+    if isinstance(saved, Mapping):
+        for key, item in saved.items():
+            if not str(key).endswith("state_dict"):  # what they keep beside it
+                check_loop_progress(item, f"{name}.{key}")
+    elif not isinstance(saved, int) or saved < 0 or name.count(".") < 3:
+        raise UserError(f"{name} of the checkpoint can't be {str(saved)[:40]!r}. HINT: take an older one from the same folder.")
+
+
+def planned_steps(trainer: Trainer) -> int | None:
+    """Returns the steps of the whole run, where they are known."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 <= steps < float("inf") else None

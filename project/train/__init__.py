@@ -1,1 +1,0 @@
-"""HOW a step is taken."""
