@@ -67,6 +67,9 @@ from project.exact.checks import (
     refuse_no_global_batch,
     warn_of_hash_randomization,
 )
+from project.exact.logged import ExactResults
+from project.exact.metrics import ExactLogged
+from project.exact.step import ExactStep
 from project.export.capture import Capture
 from project.export.export import BATCHES, export, exportable
 from project.export.formats import Format
@@ -77,6 +80,7 @@ from project.launch.manifest import Engine, Wanted, claim_of, image_of, pods, re
 from project.launch.manifest import name as name_of
 from project.launch.needs import needs
 from project.resume.checkpoint import Resuming
+from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
 from project.step.batching import accumulation
 from project.step.capture import Capture as CaptureSteps
@@ -86,11 +90,12 @@ from project.step.data_ranks import data_ranks, shared_by
 from project.step.ddp import all_gather_objects, use_exact_gradients, use_ordered_ddp
 from project.step.epochs import install_loops
 from project.step.gathering import gather_evenly
+from project.step.gradients import Gradients
 from project.step.loaders import Loaders
-from project.step.logged import Logged
-from project.step.micro_batch import is_step_skipped
+from project.step.logged import Logged, Results
 from project.step.position import out_of_time
 from project.step.precision import auto_precision, cpu_precision, on_cpu
+from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
 from project.survive.failure import close_connections
 from project.survive.hang.watchdog import Watchdog
@@ -244,7 +249,7 @@ class Trainer(TypedTrainer):
             log.info(line)
         default_root_dir = default_root_dir or _new_folder(launch)
 
-        self._exact, self._threads = exact, threads or (1 if exact else None)
+        self.exact, self._threads = exact, threads or (1 if exact else None)
         if exact and not on_cpu(accelerator):
             kwargs.setdefault("deterministic", True)
 
@@ -302,7 +307,8 @@ class Trainer(TypedTrainer):
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = ResumingOnHosts(self)
         self._moments = Moments(self, exact)
-        self._logger_connector = Logged(self)
+        self.step_state = StepState()
+        self._logger_connector = ExactLogged(self) if exact else Logged(self)
         self._data_connector: Loaders = Loaders(
             self, global_batch_size, accumulate_grad_batches, self._wanted_limits, self._settled, self._moments
         )
@@ -325,7 +331,11 @@ class Trainer(TypedTrainer):
                 loop.inference_mode = False  # what was gathered so can't be trained with
         elif isinstance(self.strategy, DDPStrategy):
             use_exact_gradients(self.strategy) if exact else use_ordered_ddp(self.strategy, capture != "none")
-        install_loops(self, self._wanted_val_interval, exact, self._moments)
+        results = install_loops(self, self._wanted_val_interval, self._moments, ExactResults if exact else Results)
+        if isinstance(results, ExactResults):
+            self.gradients: Gradients = ExactStep(self, results)
+        else:
+            self.gradients = ShardedGradients(self) if isinstance(self.strategy, Sharded) else Gradients(self)
         self.fit_loop.epoch_loop.captures_graphs = capture != "none" and not on_cpu(accelerator)
         if launch.world_size and launch.world_size != self.world_size:
             raise UserError(
@@ -346,7 +356,7 @@ class Trainer(TypedTrainer):
     @property
     def skipped(self) -> bool | Tensor:
         """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
-        return is_step_skipped(self)
+        return self.step_state.skipped
 
     @property
     def shared_by(self) -> int:
@@ -370,7 +380,7 @@ class Trainer(TypedTrainer):
             self._check_sanity()
 
     def _check_sanity(self) -> None:
-        if not self._exact or not self.num_sanity_val_steps:
+        if not self.exact or not self.num_sanity_val_steps:
             super()._run_sanity_check()
             return
         loaders: Any = self._data_connector
@@ -396,7 +406,7 @@ class Trainer(TypedTrainer):
             if isinstance(callback, Watchdog):
                 callback.start(self)
         if self._threads is not None and self.strategy.root_device.type == "cpu":
-            fix_threads(self._threads, self._exact)
+            fix_threads(self._threads, self.exact)
         try:
             results = super()._run(model, *args, **kwargs)
         except torch.AcceleratorError:
@@ -514,13 +524,13 @@ class Trainer(TypedTrainer):
         self.strategy.connect(model)
         self._as_for_a_fit(model, datamodule)
         try:
-            return dry_run(self, ranks, self._wanted_global_batch, wanted, self._exact)
+            return dry_run(self, ranks, self._wanted_global_batch, wanted, self.exact)
         finally:
             self._wanted_accumulation = loaders.configured_accumulation = wanted
             self.training = False
 
     def _report_memory(self) -> None:
-        report(self, self._wanted_global_batch, self._wanted_accumulation, self._exact)
+        report(self, self._wanted_global_batch, self._wanted_accumulation, self.exact)
 
     def export(
         self,
@@ -686,14 +696,14 @@ class Trainer(TypedTrainer):
                 )
             data.spare_cores = cores(self.num_devices) - 1
             data.limits = self._wanted_limits
-            data.exact = self._exact
+            data.exact = self.exact
             data.shared_by = self.shared_by
             if self.training:
                 where = "data.global_batch_size data.batch_size"
                 wanted, size = self._wanted_accumulation, data.batch_size
                 self._settled(accumulation(data.global_batch_size, size, data_ranks(self).count, wanted, where), size)
         elif self.training:
-            if self._exact:
+            if self.exact:
                 refuse_no_global_batch(self._wanted_global_batch)
             if self._wanted_accumulation != "auto":
                 self._settled(self._wanted_accumulation, None)

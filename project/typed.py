@@ -1,10 +1,14 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.profilers import Profiler
+
+if TYPE_CHECKING:
+    from project.step.gradients import Gradients
+    from project.step.state import StepState
 
 
 class TypedTrainer(pl.Trainer):
@@ -24,6 +28,11 @@ class TypedTrainer(pl.Trainer):
     host_names: list[str]
     """The host of each rank."""
     shared_folder: bool
+
+    exact: bool
+    """The run is the same to the last bit on any number of ranks."""
+    step_state: "StepState"
+    gradients: "Gradients"
 
 
 def typed(trainer: pl.Trainer) -> TypedTrainer:

@@ -23,7 +23,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
-from project.step.micro_batch import micro_batch
+from project.step.state import micro_batch
 from project.survive import preemption
 from project.trainer import _disconnect
 from tests.cluster.machine import wait_until
@@ -539,5 +539,5 @@ class Graphs(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        graphs = trainer.fit_loop.epoch_loop.graphs
+        graphs = trainer.step_state.runner
         print(f"rank {trainer.global_rank} has graphs: {', '.join(sorted(graphs._graphs))}", flush=True)

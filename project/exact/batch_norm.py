@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from project.exact.sums import WideSum
 from project.step.batch_norm_layers import batch_norms, compiled_modules
-from project.step.micro_batch import is_step_skipped
+from project.step.state import step_state
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -281,7 +281,7 @@ class StepStatistics(Callback):
 
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._sums is not None:
-            self._move_statistics(is_step_skipped(trainer))
+            self._move_statistics(step_state(trainer).skipped)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._layers and self._number + 1 < trainer.accumulate_grad_batches:

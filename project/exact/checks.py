@@ -66,7 +66,7 @@ def guarded_property(name: str) -> property:
     original: property = getattr(Trainer, name)
 
     def ask(self: Any) -> Any:
-        if self._exact and (who := _user_code_that_reads(self, sys._getframe(1))):
+        if self.exact and (who := _user_code_that_reads(self, sys._getframe(1))):
             why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
             if name in _INSTEAD:
                 raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -35,9 +36,9 @@ _Terms = list[tuple[float, float]]
 class ExactResults(Results):
     """Results whose sums do not depend on who added them up."""
 
-    def __init__(self, training: bool, world_size: int) -> None:
-        super().__init__(training)
-        self._world_size = world_size
+    def __init__(self, trainer: Trainer, training: bool) -> None:
+        super().__init__(trainer, training)
+        self._world_size: int = trainer.world_size
         self._sums: dict[str, ExactScalar] = {}
         self._sums_before: dict[str, ExactScalar] = {}  # this step
         self._reduced: set[str] = set()  # of this epoch
@@ -49,7 +50,7 @@ class ExactResults(Results):
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
         if begins_step:
-            self._sums_before = deepcopy(self._sums) if self.steps_may_be_skipped else {}
+            self._sums_before = deepcopy(self._sums) if self._state.may_be_skipped else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
             metrics: Any = self.values()

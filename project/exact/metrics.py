@@ -18,6 +18,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from project.errors import UserError
 from project.exact.sums import WideSum
 from project.step.ddp import all_gather_objects
+from project.step.logged import Logged
 from project.step.metric_states import metrics_of
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
@@ -28,6 +29,33 @@ Where = tuple[int, ...]
 
 Counted = dict[str, Any]
 """A metric's counts: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
+
+
+class ExactLogged(Logged):
+    """The logger connector with trainer.exact: the module's metrics are exact, too."""
+
+    _metrics: "ExactMetrics | None" = None
+
+    @property
+    def metrics_of_module(self) -> "ExactMetrics":
+        """Returns the exact metrics of the module at hand."""
+        module = self.trainer.lightning_module
+        if self._metrics is None or self._metrics.module is not module:
+            self._metrics = ExactMetrics(module, self.trainer.world_size)
+        return self._metrics
+
+    def begin_micro_batch(self, stage: str, key: Where) -> None:
+        self.metrics_of_module.begin(stage, key)
+
+    def reduce_metrics(self, stage: str) -> None:
+        self.metrics_of_module.reduce_epoch(stage)
+
+    def metrics_of_ranks(self) -> dict[str, Any]:
+        return {"exact_metrics": self.metrics_of_module.state_dict()}
+
+    def restore_metrics(self, checkpoint: dict[str, Any]) -> None:
+        super().restore_metrics(checkpoint)
+        self.metrics_of_module.load_state_dict(checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
 
 
 class ExactMetrics:

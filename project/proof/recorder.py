@@ -20,7 +20,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.data.values import Digests
 from project.resume.attributes import values
 from project.step.evaluation import loaders_of
-from project.step.micro_batch import loss_at_hand, micro_batch
+from project.step.state import micro_batch, step_state
 from project.typed import typed
 from project.watch.fingerprints import Fingerprints
 
@@ -83,7 +83,7 @@ class Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        at, loss = micro_batch(trainer), loss_at_hand(trainer)
+        at, loss = micro_batch(trainer), step_state(trainer).loss
         if loss is not None and loss.numel() == 1:
             self._write("losses", self._step, [(f"of micro-batch {at.key[2]}", float(loss), abs(float(loss)))])
         facts = Path(self._order.folder) / "facts.json"

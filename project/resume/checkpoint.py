@@ -29,7 +29,6 @@ from project.parts import changed
 from project.resume.attributes import Attributes, attributes, unsaved_attributes
 from project.resume.made_later import Shapes, refuse_made_later, resize_buffers, shapes
 from project.sharded.shards import split
-from project.step import metric_states as metrics
 from project.step.data_ranks import data_ranks
 from project.step.evaluation import loaders_of
 from project.step.logged import Logged, Results
@@ -98,15 +97,12 @@ class Resuming(_CheckpointConnector):
             checkpoint["training_samples"] = loaders_of(self.trainer).set_sizes
             checkpoint[_MICRO_BATCH] = loaders_of(self.trainer).micro_batch
             checkpoint["position"] = position(self.trainer).state_dict()
-            if grids := self.trainer.fit_loop.epoch_loop.exact_grids:
+            if grids := typed(self.trainer).gradients.state_dict():
                 checkpoint["exact_grids"] = grids
                 # As on one rank: the file does not tell how many there were.
                 set_counters(checkpoint["loops"]["fit_loop"], position(self.trainer), 1)
             checkpoint["logged_sums"] = self._logged_results().sums(data_ranks(self.trainer))
-            if exact := self._logged_connector().exact_metrics:
-                checkpoint["exact_metrics"] = exact.state_dict()
-            else:
-                checkpoint["metric_states"] = metrics.gather_metric_states(self.trainer, self.trainer.lightning_module)
+            checkpoint |= self._logged_connector().metrics_of_ranks()
         if self._schedules_as_built is not None and not weights_only:
             self._warn_of_other_optimizers()
             assert self._shapes_as_built is not None
@@ -116,7 +112,8 @@ class Resuming(_CheckpointConnector):
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
-            if not self._step_loop().exact and (values := unsaved_attributes(self.trainer, self._values_as_built, checkpoint)):
+            values = {} if typed(self.trainer).exact else unsaved_attributes(self.trainer, self._values_as_built, checkpoint)
+            if values:
                 checkpoint[_VALUES] = values
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(
                 self.trainer, split(self._states_of_this_rank(checkpoint)).marked
@@ -193,13 +190,11 @@ class Resuming(_CheckpointConnector):
                 f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
                 "model.init_from=THIS FILE begins a new run with its weights."
             ) from None
-        self._step_loop().restored_grids = self._loaded_checkpoint.get("exact_grids")
+        typed(self.trainer).gradients.load_state_dict(self._loaded_checkpoint.get("exact_grids", {}))
         here = data_ranks(self.trainer)
         if at.begun:
             self._logged_results().resume_with(self._loaded_checkpoint["logged_sums"], here.rank, here.count)
-            self._step_loop().metric_states = self._loaded_checkpoint.get("metric_states")
-            if exact := self._logged_connector().exact_metrics:
-                exact.load_state_dict(self._loaded_checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
+            self._logged_connector().restore_metrics(self._loaded_checkpoint)
         with _errors_of_checkpoint():
             set_counters(self._loaded_checkpoint["loops"]["fit_loop"], at, here.count)
         loaders_of(self.trainer).start_at(

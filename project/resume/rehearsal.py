@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch.optim import Optimizer
 
 from project.checkpoints.callback import checkpoints_of
-from project.exact.checks import MovedWeights
+from project.exact.checks import MovedWeights, check_compiled
 from project.resume.attributes import UNKNOWN, Attributes, attributes, changed_attributes, unsaved_attributes
 from project.resume.checkpoint import current_checkpoint, note_initial_values, unsaved_digests
-from project.step.fast_path import is_sharded
+from project.sharded.strategy import is_sharded
 from project.step.position import position
 from project.typed import typed
 
@@ -45,12 +45,13 @@ class Rehearsal(Callback):
         callbacks = typed(trainer).callbacks
         if any(isinstance(callback, ModelPruning) for callback in callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
+        check_compiled(pl_module, typed(trainer).exact)
         self._before, self._reported, self._micro_batches_compared, self._buffers_at_start = None, set(), False, None
         self._at_start = attributes(trainer) if unsaved_digests(trainer) else {}
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._buffers_at_start is None:
-            looks = trainer.is_global_zero and not trainer.fit_loop.epoch_loop.exact
+            looks = trainer.is_global_zero and not typed(trainer).exact
             self._buffers_at_start = MovedWeights(pl_module, parameters=False) if looks else False
         if self._before is None and checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)

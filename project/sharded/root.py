@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from project.step.micro_batch import peers_evaluate_more
+from project.step.state import step_state
 
 
 class Root:
@@ -95,7 +95,7 @@ class Root:
         finally:
             put_back()
         self._reshard()
-        if peers_evaluate_more(module.trainer):
+        if step_state(module.trainer).peers_evaluate_more:
             self._gather_like_peers()
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()

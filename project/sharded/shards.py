@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from project.errors import UserError
 from project.parts import Layout, Stored, changed, mark
+from project.step.gradients import with_gradients
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -113,18 +114,8 @@ def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> N
 
 def clip_by_norm(optimizer: Optimizer, most: float) -> None:
     """Takes the place of Lightning's `clip_grad_by_norm` where parameters are placed in several ways."""
-    parameters = _with_gradients(optimizer)
+    parameters = with_gradients(optimizer)
     clip_with_norm(parameters, most, total_norm([parameter.grad for parameter in parameters]))
-
-
-def clip_by_value(optimizer: Optimizer, most: float) -> None:
-    """Clips gradients by value, also in a step that is skipped: torch's own fails where no parameter has a gradient."""
-    if parameters := _with_gradients(optimizer):
-        torch.nn.utils.clip_grad_value_(parameters, most)
-
-
-def _with_gradients(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
 
 
 def skip_overflow_on_all_ranks(scaler: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.distributed import default_pg_timeout
@@ -368,3 +368,17 @@ def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
 StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")
 StrategyRegistry.register("sharded_node", Sharded, shard="node", description="Spreads them over the ranks of each host")
 StrategyRegistry.register("sharded_gradients", Sharded, shard="gradients", description="Keeps parameters gathered for a step")
+
+
+def is_sharded(trainer: pl.Trainer) -> bool:
+    """Returns whether each rank holds only its shards of the weights."""
+    return isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded
+
+
+def replicates_weights(trainer: pl.Trainer) -> bool:
+    """Returns whether all ranks have the same weights after each step."""
+    return (
+        isinstance(trainer.strategy, DDPStrategy)
+        and not is_sharded(trainer)
+        and getattr(trainer.strategy, "_model_averager", None) is None
+    )

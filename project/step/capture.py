@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from project.errors import UserError
-from project.step.fast_path import is_fused
-from project.step.micro_batch import micro_batch
+from project.step.optimizers import is_fused
+from project.step.runner import Runner
+from project.step.state import step_state
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,10 @@ def _record_graph(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[
     return graph.replay, made
 
 
-class StepGraphs:
-    """The steps of a fit, as graphs where that is possible. `transfer_owner` changes a batch on the device."""
+class StepGraphs(Runner):
+    """Runs the micro-batches of a fit as graphs, where that is possible. `transfer_owner` changes a batch on the device."""
 
-    recording = False
+    keeps_norm = True
 
     def __init__(self, trainer: Trainer, transfer_owner: Any) -> None:
         self._trainer, self._transfer_owner = trainer, transfer_owner
@@ -81,6 +82,7 @@ class StepGraphs:
         self._wrapped: Any = None  # what the strategy has made of the module
         self._eager_steps = 0
         self._began_as_graph = False  # the step at hand began as a graph
+        self._kind: Kind | None = None  # of the micro-batch at hand; None: it is taken eagerly
         self._graphs: dict[Kind, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._refusal: str | None = None
@@ -90,14 +92,14 @@ class StepGraphs:
 
     def begin_epoch(self) -> None:
         """Checks again what takes part in a step, and notes the numbers that graphs hold fixed."""
-        self.check_recordable()
+        self.change_callbacks()
         parts = [part for part in self.module.modules() if part is not self.module and not isinstance(part, Metric)]
         self._settings = [
             {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))} for part in parts
         ]
 
-    def check_recordable(self) -> None:
-        """Finds out whether steps can be recorded; the callbacks may have changed."""
+    def change_callbacks(self) -> None:
+        """Finds out whether steps can be recorded."""
         self._tensors = [*self.module.parameters(), *self.module.buffers()]
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._refuse(self._why_not_recordable())
@@ -107,7 +109,7 @@ class StepGraphs:
         self._refusal = reason
         if reason and not self._has_refused:
             self._has_refused = True
-            log_refusal(self._trainer, reason)
+            _log_refusal(self._trainer, reason)
 
     def _why_not_recordable(self) -> str | None:
         """Returns why steps can't be recorded; None where they can."""
@@ -131,7 +133,12 @@ class StepGraphs:
                 return f"there is a hook on {name or 'the module'}"
         return None
 
-    def choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
+    def prepare(self, batch: Any, number: int, accumulates: bool, transfer: Callable[[Any, int], Any]) -> Any:
+        """Chooses how the micro-batch is taken. A graph holds the data module's work on it, too."""
+        self._kind = self._choose_kind(batch, number, accumulates)
+        return transfer(batch, 0) if self._kind is None else batch
+
+    def _choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
         """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
         first is.
         """
@@ -143,7 +150,7 @@ class StepGraphs:
             self._began_as_graph = self._begins_as_graph()
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
-    def check_outputs(self, outputs: dict[str, Any]) -> None:
+    def _check_outputs(self, outputs: dict[str, Any]) -> None:
         """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
         for name, value in outputs.items():
             if any(tensor is None for tensor in _tensors(value)):
@@ -153,7 +160,7 @@ class StepGraphs:
         """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
         has changed.
         """
-        if self._refusal or micro_batch(self._trainer).weight != 1.0:
+        if self._refusal or step_state(self._trainer).micro_batch.weight != 1.0:
             return False
         if (wrapped := self._trainer.strategy.model) is not self._wrapped:
             # Steps before the first graph, as PyTorch's notes on CUDA graphs ask for; a new DistributedDataParallel, too.
@@ -180,8 +187,28 @@ class StepGraphs:
         kept = [value.data_ptr() for value in states if isinstance(value, Tensor)]
         return [*map(Tensor.data_ptr, self._tensors)], kept, groups, learning, modes, self._settings
 
-    def run(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
-        """Returns what `work` makes of the batch; the next micro-batch of its kind overwrites it."""
+    def run(self, batch: Any, transfer: Callable[[Any, int], Any], train: Callable[[Any], dict[str, Any]]) -> Any:
+        state = step_state(self._trainer)
+        if self._kind is None:
+            outputs = train(batch)
+            self._check_outputs(outputs)
+            return outputs, batch
+
+        def work(batch: Any) -> tuple[Any, ...]:
+            state.recording = True
+            try:
+                batch = transfer(batch, 0)
+                outputs = train(batch)
+            finally:
+                state.recording = False
+            return outputs, batch, state.loss, state.clipped_norm
+
+        outputs, batch, loss, state.clipped_norm = self._replay(self._kind, batch, work)
+        state.has_loss, state.loss = True, loss.clone()  # the next micro-batch of its kind overwrites it
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}, batch
+
+    def _replay(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
+        """Returns what `work` makes of the batch, by its graph, which is recorded where there is none."""
         graph = self._graphs.get(kind)
         if graph is None:
             graph = self._graphs[kind] = self._record(batch, work)
@@ -197,7 +224,6 @@ class StepGraphs:
         """Records a micro-batch as a graph, with a copy of its batch as input."""
         own = apply_to_collection(batch, Tensor, torch.clone)
         inputs = list(_tensors(own))  # `work` may take them out of the batch
-        self.recording = True
         try:
             replay, made = _record_graph(lambda: work(own), self._pool)
             return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
@@ -207,8 +233,6 @@ class StepGraphs:
             raise UserError(
                 f"The step can't be recorded as a graph: {' '.join(str(error).split())[:500]} HINT: set trainer.capture=none."
             ) from error
-        finally:
-            self.recording = False
 
     def _set_rates(self) -> None:
         """Writes the optimiser's learning rates into the tensors that graphs read."""
@@ -225,12 +249,12 @@ class StepGraphs:
                 self._rates[at].fill_(number)
 
     @contextmanager
-    def graph_rates(self) -> Iterator[None]:
+    def rates(self) -> Iterator[None]:
         """Gives the optimiser learning rates that a graph can read, as tensors: in an eager step, too, for the same bits."""
         if self._refusal:
             yield
             return
-        if not self.recording:
+        if not step_state(self._trainer).recording:
             self._set_rates()
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         before: list[dict[str, Any]] = [{name: group[name] for name in _BY_GRAPH if name in group} for group in groups]
@@ -242,8 +266,11 @@ class StepGraphs:
             for group, known in zip(groups, before, strict=True):
                 group.update(known)
 
+    def repeated(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return _RecordedWork(work)
 
-class RecordedWork:
+
+class _RecordedWork:
     """Work that always does the same with the same memory: replayed as a CUDA graph from the second call on."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
@@ -259,8 +286,27 @@ class RecordedWork:
         return made.clone()
 
 
-def log_refusal(trainer: Trainer, reason: str) -> None:
-    """Logs why no step of this fit is a graph."""
+def choose_runner(trainer: Trainer, transfer_owner: Any, why_not: str | None) -> Runner:
+    """Returns the runner of an epoch's micro-batches, with trainer.capture. `why_not`: why Lightning's own loop takes the
+    steps, or None.
+    """
+    before = step_state(trainer).runner
+    why_not = why_not or typed(trainer).gradients.why_no_graph
+    if torch.is_anomaly_enabled():
+        why_not = why_not or "trainer.detect_anomaly has the host look at each gradient"
+    if why_not is None:
+        same = isinstance(before, StepGraphs) and before.module is trainer.lightning_module
+        return before if same else StepGraphs(trainer, transfer_owner)
+    if not isinstance(before, _NoGraphs):
+        _log_refusal(trainer, why_not)
+    return _NoGraphs()
+
+
+class _NoGraphs(Runner):
+    """Runs the micro-batches of a fit of which no step can be a graph, as the log says."""
+
+
+def _log_refusal(trainer: Trainer, reason: str) -> None:
     if trainer.is_global_zero:
         log.info("trainer.capture: steps are taken one operation after the other, as %s.", reason)
 

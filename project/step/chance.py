@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
-from project.step.micro_batch import arriving_key, begin_predicted_micro_batch, evaluated_key, micro_batch
+from project.step.evaluated import arriving_key, begin_evaluated_micro_batch
+from project.step.state import micro_batch, step_state
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -234,8 +235,8 @@ class ChanceByMicroBatch(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (position := evaluated_key(trainer)) is not None:
-            looks = not self._has_checked and not trainer.fit_loop.epoch_loop.exact
+        if (position := step_state(trainer).evaluated_key) is not None:
+            looks = not self._has_checked and not typed(trainer).exact
             if looks:
                 self._drawn_in_transfer = trainer.fit_loop.epoch_loop.moments.drawn_in_transfer()
             seed_moment(*position, _EVALUATED)
@@ -260,5 +261,5 @@ class ChanceByMicroBatch(Callback):
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        begin_predicted_micro_batch(trainer, dataloader_idx)
+        begin_evaluated_micro_batch(trainer, dataloader_idx)
         self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

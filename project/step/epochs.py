@@ -21,29 +21,35 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.errors import UserError
-from project.exact.logged import ExactResults
 from project.step.chance import Moments
 from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
+from project.step.logged import Results
 from project.step.loop import Steps
 from project.step.position import stopped_within_epoch
 from project.step.structure import Structure, apply_structure, current_structure
 from project.typed import typed
 
 
-def install_loops(trainer: Trainer, val_check_interval: Any, exact: bool, moments: Moments) -> None:
-    """Replaces the trainer's loops with ours. `val_check_interval`: in steps, or a share of an epoch. `exact`: see Trainer."""
+def install_loops(trainer: Trainer, val_check_interval: Any, moments: Moments, results: type[Results]) -> Results:
+    """Replaces the trainer's loops with ours. Returns the store of what training logs.
+
+    Args:
+        trainer: the Trainer, with its `step_state`.
+        val_check_interval: in steps, or a share of an epoch.
+        moments: the random numbers of the run.
+        results: the kind of store of what is logged.
+    """
     before = trainer.fit_loop
     trainer.fit_loop = Epochs(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
     trainer.fit_loop.val_check_interval = val_check_interval
     steps = before.epoch_loop
     trainer.fit_loop.epoch_loop = Steps(trainer, moments, min_steps=steps.min_steps, max_steps=steps.max_steps)
-    trainer.fit_loop.epoch_loop.exact = exact
     install_evaluations(trainer)
-    if exact:
-        trainer.fit_loop.epoch_loop._results = ExactResults(True, trainer.world_size)
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            loop._results = ExactResults(False, trainer.world_size)
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        loop._results = results(trainer, training=False)
+    trainer.fit_loop.epoch_loop._results = of_training = results(trainer, training=True)
+    return of_training
 
 
 class Epochs(_FitLoop):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
-from project.step.micro_batch import micro_batch
+from project.step.state import micro_batch
 
 
 def gather_evenly(trainer: Trainer, gather: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -288,7 +288,7 @@ class Loaders(_DataConnector):
             least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
-        dealt.aligned = trainer.fit_loop.epoch_loop.exact
+        dealt.aligned = typed(trainer).exact
         dealt.watched = trainer.is_global_zero and not trainer.current_epoch
         self._dealt.append(dealt)
         return self._set_start(dealt)
@@ -300,7 +300,7 @@ class Loaders(_DataConnector):
         trainer, size, count = self.trainer, micro_batch_of(loader), size_of(loader.dataset)
         if sampling(loader).drop_last:
             count -= count % size
-        exact, here = trainer.fit_loop.epoch_loop.exact, data_ranks(trainer)
+        exact, here = typed(trainer).exact, data_ranks(trainer)
         stage = _STAGES.get(mode, "val")
         batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
         seed = _seed_of(loader, trainer)
@@ -343,7 +343,7 @@ class Loaders(_DataConnector):
             limit = -(-limit // data_ranks(trainer).count)
         if limit:
             setattr(trainer, f"limit_{stage}_batches", limit)
-        if why is not None and trainer.fit_loop.epoch_loop.exact and mode != RunningStage.PREDICTING:
+        if why is not None and typed(trainer).exact and mode != RunningStage.PREDICTING:
             raise UserError(
                 f"trainer.exact can't be kept: the {stage} loader ({type(loader).__name__}) gives its samples in its own "
                 f"order, another one on another number of ranks: {why}. HINT: a DataLoader over a dataset with indices."

@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from project.data.dealing import DealtLoader
 from project.errors import UserError
-from project.exact.metrics import ExactMetrics
 from project.step.data_ranks import ByDataRanks, DataRanks
-from project.step.micro_batch import micro_batch
+from project.step.evaluated import begin_evaluated_micro_batch
+from project.step.metric_states import gather_metric_states
+from project.step.state import micro_batch, step_state
 
 Sums = dict[str, dict[str, Any]]
 """By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
@@ -50,23 +50,20 @@ class Results(_ResultCollection):
     them.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(training)
+        self._state = step_state(trainer)
         self._sums_to_restore: tuple[Sums, int, int] | None = None
         self.hooks_before_resume: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
         self._not_logged_since: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
-        self.is_being_recorded = False
-        """The step at hand is being recorded, and nobody is called when it is repeated."""
-        self.steps_may_be_skipped = False
-        """A step may be skipped, and then what it has logged does not count in its epoch."""
         self._before_step: dict[str, Any] = {}  # this step, of an epoch
         self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
         """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
     def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
-        if self.is_being_recorded:
+        if self._state.recording:
             raise UserError(
                 f"self.log({name!r}) in {fx}: that is a part of a graph (trainer.capture), and is not called when the graph is "
                 "repeated. HINT: log in on_train_batch_end, where outputs is what training_step returned; or set "
@@ -94,7 +91,7 @@ class Results(_ResultCollection):
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
             self._values_of_step.clear()
-            if self.steps_may_be_skipped:
+            if self._state.may_be_skipped:
                 self._before_step = {key: self._value_and_samples(key) for key in self._keys_of_epoch()}
 
     def _keys_of_epoch(self) -> list[str]:
@@ -107,11 +104,10 @@ class Results(_ResultCollection):
         metric: Any = self[key]
         return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
-    def discard_skipped_step(self, skipped: bool | Tensor) -> None:
-        """Discards what a skipped step has logged for its epoch. `skipped`: on a GPU a tensor, for which the host does not
-        wait.
-        """
-        for key in self._keys_of_epoch() if self.steps_may_be_skipped and skipped is not False else ():
+    def discard_skipped_step(self) -> None:
+        """Discards what a skipped step has logged for its epoch; the host does not wait for a GPU that decides it."""
+        skipped = self._state.skipped
+        for key in self._keys_of_epoch() if self._state.may_be_skipped and skipped is not False else ():
             self._discard_value_of_step(key, self._before_step.get(key), skipped)
 
     def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
@@ -338,31 +334,20 @@ class Logged(_LoggerConnector):
         super().reset_metrics()
         self._delayed_numbers.clear()
 
-    evaluated_key: tuple[int, int] | None = None
-    """The micro-batch at hand of an evaluation: the number of its loader, and the position of its first sample, if known."""
-    peers_evaluate_more = False
-    """Other ranks have another micro-batch of this loader after the one at hand, and this rank has not."""
-    _exact_metrics: ExactMetrics | None = None
+    def begin_micro_batch(self, stage: str, key: tuple[int, ...]) -> None:
+        """Called before each micro-batch, which `key` names. `ExactLogged` has metrics begin it."""
 
-    @property
-    def exact_metrics(self) -> ExactMetrics | None:
-        """Returns the exact metrics, where trainer.exact is set."""
-        if not self.trainer.fit_loop.epoch_loop.exact:
-            return None
-        module = self.trainer.lightning_module
-        if self._exact_metrics is None or self._exact_metrics.module is not module:
-            self._exact_metrics = ExactMetrics(module, self.trainer.world_size)
-        return self._exact_metrics
+    def reduce_metrics(self, stage: str) -> None:
+        """Called at the end of an epoch. `ExactLogged` adds up what metrics have counted."""
 
-    @property
-    def arriving_key(self) -> tuple[int, int] | None:
-        """Returns the micro-batch of an evaluation that goes to the device, which `evaluated_key` holds from then on."""
-        loop: Any = self.trainer._active_loop
-        for number, loader in enumerate(loop._combined_loader.flattened):
-            if isinstance(loader, DealtLoader) and loader.taken:
-                _, step, within = loader.taken[0]
-                return number, loader.keys.order.micro_span(step, within)[0]
-        return None
+    def metrics_of_ranks(self) -> dict[str, Any]:
+        """Returns the states of metrics for a checkpoint, by its key. Called by all ranks."""
+        return {"metric_states": gather_metric_states(self.trainer, self.trainer.lightning_module)}
+
+    def restore_metrics(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the states of metrics of a run that resumes within an epoch."""
+        steps: Any = self.trainer.fit_loop.epoch_loop
+        steps.metric_states = checkpoint.get("metric_states")
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)
@@ -372,31 +357,12 @@ class Logged(_LoggerConnector):
             results.batch_size = at.size or None
             begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
             results.begin_micro_batch(at.weight, begins, not steps.accumulates())
-            if metrics := self.exact_metrics:
-                metrics.begin(self._stage, at.key)
+            self.begin_micro_batch(self._stage, at.key)
             return
-        if span := self.begin_evaluated_micro_batch(dataloader_idx or 0):
+        if span := begin_evaluated_micro_batch(self.trainer, dataloader_idx or 0):
             low, high = span
             results.batch_size = high - low
-            if metrics := self.exact_metrics:
-                metrics.begin(self._stage, (dataloader_idx or 0, low))
-
-    def begin_evaluated_micro_batch(self, dataloader_idx: int) -> tuple[int, int] | None:
-        """Notes which micro-batch of an evaluation comes now, also of a prediction, in which nothing is logged.
-
-        Returns:
-            The positions of its samples, if they are known.
-        """
-        self.evaluated_key, self.peers_evaluate_more = None, False
-        loop: Any = self.trainer._active_loop
-        loader = loop._combined_loader.flattened[dataloader_idx]
-        if not isinstance(loader, DealtLoader) or not loader.taken:
-            return None
-        _, step, number = loader.taken.popleft()
-        self.peers_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
-        span = loader.keys.order.micro_span(step, number)
-        self.evaluated_key = dataloader_idx, span[0]
-        return span
+            self.begin_micro_batch(self._stage, (dataloader_idx or 0, low))
 
     @property
     def _stage(self) -> str:
@@ -421,8 +387,8 @@ class Logged(_LoggerConnector):
         results: Any = self.trainer._results
         if isinstance(results, Results):
             results.reduce_epoch()
-        if (metrics := self.exact_metrics) and not self.trainer.predicting:
-            metrics.reduce_epoch(self._stage)
+        if not self.trainer.predicting:
+            self.reduce_metrics(self._stage)
         for metric in results.values():
             if metric.is_tensor and metric.meta.is_mean_reduction:
                 dtype = metric.value.dtype if metric.value.is_floating_point() else torch.float32

@@ -7,12 +7,11 @@ What is done here, and in which order, is what Lightning does. Where the configu
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -21,35 +20,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from project.data.dealing import DealtLoader
 from project.errors import as_user_error
-from project.exact.checks import (
-    MovedWeights,
-    check_compiled,
-    explain_missing_gradients,
-    refuse_lightnings_loop,
-    refuse_missing_loss,
-)
-from project.exact.gradients import ExactGradients
-from project.sharded.shards import clip_by_value, clip_with_norm, total_norm
-from project.sharded.strategy import Sharded
-from project.step.capture import Kind, RecordedWork, StepGraphs, is_capturable, log_refusal
+from project.step.capture import choose_runner, is_capturable
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
-from project.step.fast_path import (
-    all_evaluate_once,
-    clip_in_skipped_steps,
-    is_sharded,
-    refuse_accumulation_of_lbfgs,
-    unscale_before_hooks,
-    why_not_fast_path,
-)
+from project.step.fast_path import why_not_fast_path
+from project.step.gradients import clip_by_value, clip_in_skipped_steps
+from project.step.hooks import StepHooks
 from project.step.logged import Results
 from project.step.metric_states import States, restore_metric_states
-from project.step.micro_batch import MicroBatch, count_samples, micro_batch
+from project.step.micro_batch import MicroBatch, count_samples
+from project.step.optimizers import all_evaluate_once, refuse_accumulation_of_lbfgs
 from project.step.position import out_of_time, timers
+from project.step.runner import Runner
+from project.step.state import micro_batch, step_state
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -58,41 +45,9 @@ _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
 """The name of the wait for data in a profiler's report."""
 
 
-def _do_nothing() -> None:
-    pass
-
-
-def set_fetch_hooks(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Sets what is called before and after a micro-batch is fetched from this trainer's loader."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop.before_fetch, loop.after_fetch = before, after
-
-
-def fetch_hooks(trainer: Trainer) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns the two functions that `set_fetch_hooks` has set."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return loop.before_fetch, loop.after_fetch
-
-
 def add_callback(trainer: Trainer, callback: Callback) -> None:
     """Adds a callback during training, as the last one."""
     _change_callbacks(trainer, lambda those: [*those, callback])
-
-
-def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:
-    """Returns the norm of the gradient at hand. The host waits for the device here; where it is sharded, all ranks call
-    this.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    return float(loop.gradient_norm(parameters))
-
-
-def as_graph_if_capturing(trainer: Trainer, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns `work` as a CUDA graph from its second call on, where this fit captures graphs; else `work` itself. It must
-    always do the same with the same memory.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    return work if loop.graphs is None else RecordedWork(work)
 
 
 def remove_callback(trainer: Trainer, callback: Callback) -> None:
@@ -100,9 +55,11 @@ def remove_callback(trainer: Trainer, callback: Callback) -> None:
     _change_callbacks(trainer, lambda those: [other for other in those if other is not callback])
 
 
-def _change_callbacks(trainer: Any, change: Callable[[list[Callback]], list[Callback]]) -> None:
-    trainer.callbacks = change(trainer.callbacks)
-    trainer.fit_loop.epoch_loop.forget_methods_of_hooks()
+def _change_callbacks(trainer: Trainer, change: Callable[[list[Callback]], list[Callback]]) -> None:
+    typed(trainer).callbacks = change(typed(trainer).callbacks)
+    steps = trainer.fit_loop.epoch_loop
+    assert isinstance(steps, Steps)
+    steps.forget_methods_of_hooks()
 
 
 class _WeightedResults:
@@ -132,8 +89,7 @@ class _WeightedResults:
         self._warn_of_second_evaluation()
         result = ClosureResult.from_training_step_output(output, micro_batches)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        loop.loss = loss.detach() if isinstance(loss, Tensor) else None
+        step_state(self._trainer).loss = loss.detach() if isinstance(loss, Tensor) else None
         weight = micro_batch(self._trainer).weight
         if weight != 1.0 and result.closure_loss is not None:
             result.closure_loss = result.closure_loss * weight
@@ -161,15 +117,6 @@ class Steps(_TrainingEpochLoop):
 
     _results: Results
 
-    micro_batch = MicroBatch()
-    """The micro-batch at hand."""
-    loss: Tensor | None = None
-    """Its loss as the module gave it, which no number of ranks or micro-batches divides; where a module steps several
-    optimisers, the last one's."""
-
-    step_skipped: bool | Tensor = False
-    """Whether the step at hand is skipped."""
-
     _resumes_within_epoch = False
     """The run resumes within the epoch."""
     _validation_due = False
@@ -177,37 +124,18 @@ class Steps(_TrainingEpochLoop):
     _out_of_time: bool | None = None
     metric_states: States | None = None
     """The states of torchmetrics, in an epoch that the run resumes."""
-    exact = False
-    """Gradients are added up so that their sum is the same to the last bit on any number of ranks."""
-    _gradients: ExactGradients | None = None
-    _checks_weights = False  # until a step has shown that they stay
-    _weights_at_start: MovedWeights | None = None
-    _checked_compiled = False
-    restored_grids: dict[str, float] | None = None
-    """The grids of the exact sums, in a run that resumes."""
     _counts_own_steps = False
     """The fit is on the fast path: its only optimiser's count is the number of steps."""
     _has_validation = True
     """The fit has validation batches."""
-    _has_loss = False
-    """A micro-batch of this step had a loss."""
     captures_graphs = False
     """Steps are taken as CUDA graphs, where that is possible."""
-    graphs: StepGraphs | None = None
-    _has_logged_refusal = False
-    """The log says why no step of this fit is a graph."""
-    _clipped_norm: Tensor | None = None
-    """The norm of the gradient at hand before it was clipped, where a graph has it."""
-
-    before_fetch: Callable[[], None] = staticmethod(_do_nothing)
-    after_fetch: Callable[[], None] = staticmethod(_do_nothing)
-    """Called before and after the loader is asked for a micro-batch."""
 
     def __init__(self, trainer: Trainer, moments: Moments, **settings: Any) -> None:
         super().__init__(trainer, **settings)
         self.moments = moments
         self.automatic_optimization.output_result_cls = _WeightedResults(trainer)  # type: ignore[assignment]
-        self._results = Results(training=True)
+        self.state = step_state(trainer)
 
     # Where a run resumes ---------------------------------------------------------------------------------------------
 
@@ -298,14 +226,10 @@ class Steps(_TrainingEpochLoop):
             self._out_of_time = self.trainer.strategy.broadcast(out_of_time(self.trainer))
         return self._out_of_time
 
-    def allow_skipped_steps(self, whether: bool) -> None:
-        """Sets whether a step of this fit may be skipped: what it has logged is discarded then."""
-        self._results.steps_may_be_skipped = whether
-
     def on_advance_end(self, data_fetcher: Any) -> None:
         self.moments.end_micro_batch()
         if not self.accumulates():
-            self._results.discard_skipped_step(self.step_skipped)
+            self._results.discard_skipped_step()
         super().on_advance_end(data_fetcher)
         self._validation_due = False
 
@@ -327,7 +251,8 @@ class Steps(_TrainingEpochLoop):
         why_not = why_not_fast_path(self.trainer, self._module_fetches_batches)
         self._on_fast_path, self._out_of_time = why_not is None, None
         # A module that steps by itself clips before it steps: of scaled gradients Lightning refuses that.
-        unscale_before_hooks(self.trainer, not self._on_fast_path and self.trainer.lightning_module.automatic_optimization)
+        self.gradients = typed(self.trainer).gradients
+        self.gradients.unscale_before_hooks(not self._on_fast_path and self.trainer.lightning_module.automatic_optimization)
         self._has_validation = self.trainer.enable_validation
         loaders = data_fetcher.combined_loader.flattened
         self._dealt = [loader for loader in loaders if isinstance(loader, DealtLoader)]
@@ -342,23 +267,13 @@ class Steps(_TrainingEpochLoop):
         refuse_accumulation_of_lbfgs(self.trainer)
         if self.trainer.world_size > 1 and "optimizer_step" not in vars(strategy) and not all_evaluate_once(self.trainer):
             strategy.optimizer_step = partial(self._step_with_mean_loss, strategy.optimizer_step)
-        no_graph = why_not or ("trainer.exact adds up gradients by itself" if self.exact else None)
-        if torch.is_anomaly_enabled():
-            no_graph = no_graph or "trainer.detect_anomaly has the host look at each gradient"
-        if is_sharded(self.trainer):
-            no_graph = no_graph or "a sharded network is gathered in between"
-        if self.captures_graphs and no_graph and not self._has_logged_refusal:
-            self._has_logged_refusal = True
-            log_refusal(self.trainer, no_graph)
-        if not self._checked_compiled:
-            self._checked_compiled = True
-            check_compiled(self.trainer.lightning_module, self.exact)
-        if self.exact:
-            refuse_lightnings_loop(why_not)
-            self._prepare_exact_gradients()
+        self.gradients.begin_epoch(why_not)
         self._counts_own_steps = self._on_fast_path
         self._methods_of_hooks: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
-        self._module, self._clipped_norm = self.trainer.lightning_module, None
+        self._module, self.state.clipped_norm = self.trainer.lightning_module, None
+        if self.captures_graphs:
+            owner = self._transfer_owner("on_after_batch_transfer") if self._on_fast_path else None
+            self.state.runner = choose_runner(self.trainer, owner, why_not)
         if not self._on_fast_path:
             return
         self._strategy, self._precision = self.trainer.strategy, self.trainer.precision_plugin
@@ -373,38 +288,7 @@ class Steps(_TrainingEpochLoop):
         self._on_before_transfer, self._transfer, self._on_after_transfer = (
             getattr(self._transfer_owner(name), name) for name in names
         )
-        if self.captures_graphs and no_graph is None:
-            if self.graphs is None or self.graphs.module is not self._module:
-                self.graphs = StepGraphs(self.trainer, self._transfer_owner(names[-1]))
-            self.graphs.begin_epoch()
-
-    def _prepare_exact_gradients(self) -> None:
-        """Makes the exact sums of gradients, with the grids that were in use, or those of the checkpoint."""
-        trainer = self.trainer
-        known = self.restored_grids or (self._gradients.state_dict() if self._gradients else {})
-        many = trainer.accumulate_grad_batches * trainer.world_size
-        if self._gradients is not None:
-            self._gradients.close()
-        strategy = trainer.strategy
-        gathered = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
-        self._gradients, self.restored_grids = (
-            ExactGradients(trainer.lightning_module, many, trainer.world_size, *gathered),
-            None,
-        )
-        self._gradients.scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        self._gradients.load_state_dict(known)
-        self._checks_weights = True
-        callbacks: list[Callback] = trainer.callbacks
-        others = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
-        logged: Any = self._results
-        logged.logs_at_the_end = is_overridden("on_train_batch_end", trainer.lightning_module) or any(
-            is_overridden("on_train_batch_end", callback) for callback in others
-        )
-
-    @property
-    def exact_grids(self) -> dict[str, float] | None:
-        """Returns the grids of the exact sums, for a checkpoint."""
-        return None if self._gradients is None else self._gradients.state_dict()
+        self.state.runner.begin_epoch()
 
     def _transfer_owner(self, hook: str) -> Any:
         """Returns what moves a batch to the device by this hook: the data module, where it has one of its own, or the
@@ -432,15 +316,15 @@ class Steps(_TrainingEpochLoop):
             self._call_hook("on_step_begins")
 
     def _fetch(self, data_fetcher: Any) -> Any:
-        """Fetches a micro-batch, between the two functions of `set_fetch_hooks`."""
+        """Fetches a micro-batch."""
         self._begin_step()
-        self.before_fetch()
+        self._call_hook("on_fetch_begins")
         if not self._all_dealt:
             self.moments.begin_fetch(self.batch_progress.current.ready)
         try:
             return next(data_fetcher)
         finally:
-            self.after_fetch()
+            self._call_hook("on_fetch_ends")
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass
@@ -451,8 +335,8 @@ class Steps(_TrainingEpochLoop):
             return  # what follows is `on_advance_end`
         if self._module_fetches_batches:
             self._begin_step()
-            self.before_fetch()  # whenever it does so
-            self.after_fetch()
+            self._call_hook("on_fetch_begins")  # whenever it does so
+            self._call_hook("on_fetch_ends")
             super().advance(data_fetcher)
             return
         if not self._on_fast_path:
@@ -469,9 +353,7 @@ class Steps(_TrainingEpochLoop):
         batch = self._on_before_transfer(self._precision.convert_input(batch), 0)
         batch = self._transfer(batch, self._device, 0)
         within, accumulates = number % trainer.accumulate_grad_batches, self.accumulates(coming=1)
-        graph = None if self.graphs is None else self.graphs.choose_kind(batch, within, accumulates)
-        if graph is None:
-            batch = self._on_after_transfer(batch, 0)
+        batch = self.state.runner.prepare(batch, within, accumulates, self._on_after_transfer)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self._call_hook("on_train_batch_start", batch, number)
@@ -479,19 +361,14 @@ class Steps(_TrainingEpochLoop):
         progress.increment_started()
         self._count_step_as_begun(accumulates)
 
-        if graph is None:
-            outputs = self._train_on_batch(batch, number, accumulates)
-            if self.graphs is not None:
-                self.graphs.check_outputs(outputs)
-        else:
-            outputs, batch = self._run_as_graph(graph, batch, number, accumulates)
+        outputs, batch = self.state.runner.run(
+            batch, self._on_after_transfer, partial(self._train_on_batch, number=number, accumulates=accumulates)
+        )
         self._count_as_processed(number, accumulates)
 
-        if self.exact:
-            logged.reduce_step(hook_is_over=False)
+        logged.reduce_step(hook_is_over=False)
         self._call_hook("on_train_batch_end", outputs, batch, number)
-        if self.exact:
-            logged.reduce_step(hook_is_over=True)
+        logged.reduce_step(hook_is_over=True)
         if logged:  # by self.log, in whatever was called here
             trainer._logger_connector.on_batch_end()
         else:
@@ -510,23 +387,6 @@ class Steps(_TrainingEpochLoop):
         self._call_hook("on_step_taken")
         return outputs
 
-    def _run_as_graph(self, graph: Kind, batch: Any, number: int, accumulates: bool) -> tuple[dict[str, Any], Any]:
-        """Trains on a batch by a CUDA graph, which is recorded where it is the first of its kind."""
-
-        def work(batch: Any) -> tuple[Any, ...]:
-            self._results.is_being_recorded = True
-            try:
-                batch = self._on_after_transfer(batch, 0)
-                outputs = self._train_on_batch(batch, number, accumulates)
-            finally:
-                self._results.is_being_recorded = False
-            return outputs, batch, self.loss, self._clipped_norm
-
-        assert self.graphs is not None
-        outputs, batch, loss, self._clipped_norm = self.graphs.run(graph, batch, work)
-        self._has_loss, self.loss = True, loss.clone()  # the next one of its kind overwrites it
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}, batch
-
     def _pass_over_empty_batch(self, number: int) -> None:
         """Counts a micro-batch of no samples, for which the loader gave None, and does not train on it."""
         self._refuse_on_several_ranks("The training loader gave None", "give a batch without what is not wanted")
@@ -536,9 +396,9 @@ class Steps(_TrainingEpochLoop):
         progress.increment_started()
         if number % self.trainer.accumulate_grad_batches == 0:
             self._zero_grad()
-            self._has_loss = False
+            self.state.has_loss = False
         accumulates = self.accumulates()
-        steps = self._has_loss and not accumulates  # without a micro-batch there is no step
+        steps = self.state.has_loss and not accumulates  # without a micro-batch there is no step
         self._count_step_as_begun(not steps)
         if steps:
             self._take_step()
@@ -569,15 +429,15 @@ class Steps(_TrainingEpochLoop):
             step, number = divmod(self.batch_progress.current.ready, many)
             key = (self.trainer.current_epoch, step, data_ranks(trainer).rank * many + number)
             current = MicroBatch(key, self._run_seed, counted=count_samples(batch))
-        self.micro_batch, self.loss = current, None
+        self.state.micro_batch, self.state.loss = current, None
         self.moments.begin_micro_batch(current.seed)
 
     def _weighted_backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
         weight.
         """
-        weight = self.micro_batch.weight
-        self.loss = loss.detach()
+        weight = self.state.micro_batch.weight
+        self.state.loss = loss.detach()
         return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
     def _step_with_mean_loss(
@@ -589,7 +449,7 @@ class Steps(_TrainingEpochLoop):
 
         def evaluate() -> Any:
             loss = closure()
-            weighed = loss * self.micro_batch.weight if isinstance(loss, Tensor) else loss
+            weighed = loss * self.state.micro_batch.weight if isinstance(loss, Tensor) else loss
             return self.trainer.strategy.reduce(weighed, reduce_op="mean") if isinstance(loss, Tensor) else loss
 
         return step(optimizer, evaluate, **settings)
@@ -597,21 +457,19 @@ class Steps(_TrainingEpochLoop):
     def teardown(self) -> None:
         for replaced in ("backward", "optimizer_step"):
             self.trainer.strategy.__dict__.pop(replaced, None)
-        self._methods_of_hooks, self.graphs, self._has_logged_refusal, self._counts_own_steps = {}, None, False, False
-        self._checked_compiled = False
+        self._methods_of_hooks, self.state.runner, self._counts_own_steps = {}, Runner(), False
         super().teardown()
 
     def _forward_and_backward(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
         """Computes the forward and the backward pass of a micro-batch, with the hooks around them."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
-        if number % micro_batches == 0 and self._gradients is not None:
-            if self._gradients.outdated:
-                self._prepare_exact_gradients()
-            self._weights_at_start = MovedWeights(self._module) if self._checks_weights else None
+        first = number % micro_batches == 0
+        if first:
+            self.gradients.begin_step()
         output = self._strategy.training_step(batch, number) if self._takes_batch_idx else self._strategy.training_step(batch)
-        if self._weights_at_start is not None and number % micro_batches == 0:
-            self._weights_at_start.refuse()
+        if first:
+            self.gradients.check_weights("in its forward pass")
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         if output is not None and not isinstance(outputs.get("loss"), Tensor):
             what = (
@@ -622,24 +480,21 @@ class Steps(_TrainingEpochLoop):
             raise MisconfigurationException(
                 f"In automatic optimization, `training_step` must return {what}. None leaves the micro-batch out."
             )
-        if number % micro_batches == 0:
-            self._has_loss = False
+        if first:
+            self.state.has_loss = False
             self._call_hook("on_before_zero_grad", self._optimizer)
-            if self._weights_at_start is not None:
-                self._weights_at_start.refuse("in on_before_zero_grad, which comes after the first forward pass of each rank")
+            self.gradients.check_weights("in on_before_zero_grad, which comes after the first forward pass of each rank")
             self._zero_grad()
         if output is None:
-            if self.exact:
-                refuse_missing_loss()
+            self.gradients.pass_over()
             self._refuse_on_several_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
-        self._has_loss = True
+        self.state.has_loss = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
-        loss, weight = outputs["loss"], self.micro_batch.weight
-        self.loss = loss.detach()
-        # What exact sums up is left as it is: `outputs` is the same on any number of ranks.
-        if micro_batches != 1 and self._gradients is None:
+        loss, weight = outputs["loss"], self.state.micro_batch.weight
+        self.state.loss = loss.detach()
+        if micro_batches != 1 and self.gradients.divides_loss:
             loss = loss / micro_batches
         outputs["loss"] = loss.detach()
         if weight != 1.0:
@@ -648,14 +503,10 @@ class Steps(_TrainingEpochLoop):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         self._call_hook("on_before_backward", loss)
-        if self._gradients is not None:
-            self._gradients.begin(last=not accumulates)
+        self.gradients.begin_backward(last=not accumulates)
         loss.backward()
-        if self._gradients is not None:
-            self._gradients.end()
-            if not accumulates:
-                self._gradients.finish()
-        with explain_missing_gradients() if self.exact and accumulates else nullcontext():
+        self.gradients.end_backward(last=not accumulates)
+        with self.gradients.within_hook(last=not accumulates):
             self._call_hook("on_after_backward")
         self._strategy.post_backward(loss)
         return outputs
@@ -673,24 +524,17 @@ class Steps(_TrainingEpochLoop):
 
     def _take_step(self) -> None:
         """Takes the optimiser's step: unscales and clips the gradients, with the hook before it, and updates the weights."""
-        self._clipped_norm = None
-        if self._weights_at_start is not None:
-            self._weights_at_start.refuse("in a hook between the micro-batches of a step")
-            self._weights_at_start, self._checks_weights = None, False
-        if not self._has_loss:  # no micro-batch of this step had a loss
+        self.state.clipped_norm = None
+        self.gradients.end_step()
+        if not self.state.has_loss:  # no micro-batch of this step had a loss
             return
-        if self._scaler is not None:  # a fused optimiser would do so by itself, after all that looks at the gradient
-            self._scaler.unscale_(self._optimizer)
-            if self._gradients is not None:
-                self._gradients.unscale_whole(self._scaler.scale)
+        if self._scaler is not None:
+            self.gradients.unscale(self._scaler, self._optimizer)
         self._call_hook("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        if self.graphs is None:
+        with self.state.runner.rates():
             self._update_weights()
-        else:
-            with self.graphs.graph_rates():
-                self._update_weights()
 
     def _update_weights(self) -> None:
         if self._scaler is None:
@@ -705,21 +549,11 @@ class Steps(_TrainingEpochLoop):
         """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if self.trainer.gradient_clip_algorithm == "value":
-            self._clipped_norm = None if self.graphs is None else self.gradient_norm(parameters)
+            if self.state.runner.keeps_norm:
+                self.state.clipped_norm = self.gradients.norm(parameters)
             clip_by_value(self._optimizer, value)
-        elif (self._gradients is not None and self._gradients.whole) or data_ranks(self.trainer).shared_by > 1:
-            clip_with_norm(parameters, value, self.gradient_norm(parameters))
         else:
-            self._clipped_norm = clip_grad_norm_(parameters, value)
-
-    def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Returns the norm of the whole gradient, before it is clipped. Where it is sharded, all ranks call this."""
-        if self._clipped_norm is not None:
-            return self._clipped_norm
-        gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
-        if self._gradients is not None:
-            gradients |= {at: whole for at, whole in self._gradients.whole.items() if at in gradients}
-        return total_norm(gradients.values())
+            self.state.clipped_norm = self.gradients.clip_by_norm(parameters, value)
 
     def _count_step_as_begun(self, accumulates: bool) -> None:
         """Counts the step as begun, in its last micro-batch: until it is completed, the run's position is before it."""
@@ -771,7 +605,7 @@ class Steps(_TrainingEpochLoop):
 
     def _call_hook(self, hook: str, *args: Any) -> None:
         """Calls a hook of the callbacks, then of the model, where they have it."""
-        recording = self.graphs is not None and self.graphs.recording
+        recording = self.state.recording
         methods = self._methods_of_hooks.get((hook, recording))
         if methods is None:
             methods = self._methods_of_hooks[hook, recording] = self._find_methods_of_hook(hook, recording)
@@ -783,8 +617,7 @@ class Steps(_TrainingEpochLoop):
     def forget_methods_of_hooks(self) -> None:
         """Forgets which callbacks have which hook, as the callbacks have changed."""
         self._methods_of_hooks = {}
-        if self.graphs is not None:
-            self.graphs.check_recordable()
+        self.state.runner.change_callbacks()
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
         """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""
@@ -792,7 +625,7 @@ class Steps(_TrainingEpochLoop):
         methods: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:
             method = getattr(callback, hook, None)
-            if method is None or getattr(method, "__func__", method) is getattr(Callback, hook, None):
+            if method is None or getattr(method, "__func__", method) is getattr(StepHooks, hook, None):
                 continue
             if not recording or is_capturable(callback, hook):
                 methods.append(partial(method, trainer, module))

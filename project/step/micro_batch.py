@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -52,59 +51,3 @@ def count_samples(batch: Any) -> int:
     lengths: list[int] = []
     apply_to_collection(batch, Tensor, lambda tensor: lengths.append(len(tensor) if tensor.ndim else 1))
     return lengths[0] if lengths else 0
-
-
-def micro_batch(trainer: Trainer) -> MicroBatch:
-    """Returns the micro-batch that this rank trains on."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return cast(MicroBatch, loop.micro_batch)
-
-
-def evaluated_key(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the key of the micro-batch that this rank evaluates, if known: the number of its loader, and the position of its
-    first sample.
-    """
-    logged: Any = trainer._logger_connector
-    return cast(tuple[int, int] | None, logged.evaluated_key)
-
-
-def arriving_key(trainer: Trainer) -> tuple[int, int] | None:
-    """Returns the key, as `evaluated_key` does, of the micro-batch that is on its way to the device."""
-    logged: Any = trainer._logger_connector
-    return cast(tuple[int, int] | None, logged.arriving_key)
-
-
-def peers_evaluate_more(trainer: Trainer) -> bool:
-    """Returns whether other ranks evaluate another micro-batch after this rank's last one."""
-    logged: Any = trainer._logger_connector
-    return bool(logged.peers_evaluate_more)
-
-
-def begin_predicted_micro_batch(trainer: Trainer, dataloader_idx: int) -> None:
-    """Notes which micro-batch is predicted now: Lightning does not report it to its logger connector."""
-    logged: Any = trainer._logger_connector
-    logged.begin_evaluated_micro_batch(dataloader_idx)
-
-
-def allow_skipped_steps(trainer: Trainer, whether: bool) -> None:
-    """Sets whether a step of this fit may be skipped."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop.allow_skipped_steps(whether)
-
-
-def set_step_skipped(trainer: Trainer, whether: bool | Tensor) -> None:
-    """Sets whether the step at hand is skipped, as it is not finite: a tensor on a GPU, where only the device knows."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop.step_skipped = whether
-
-
-def is_step_skipped(trainer: Trainer) -> bool | Tensor:
-    """Returns whether the step at hand is skipped, as `set_step_skipped` has set it."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return cast(bool | Tensor, loop.step_skipped)
-
-
-def loss_at_hand(trainer: Trainer) -> Tensor | None:
-    """Returns the loss of the micro-batch at hand, on its device, as the module gave it; None where there is none (yet)."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return cast(Tensor | None, loop.loss)

@@ -21,11 +21,13 @@ from project.checkpoints.callback import checkpoints_of
 from project.cluster.place import host
 from project.errors import NonFiniteError
 from project.sharded.shards import any_rank, local, max_over_ranks
+from project.sharded.strategy import is_sharded
 from project.step.data_ranks import data_ranks
-from project.step.fast_path import give_zero_momentum, is_fused, is_sharded
 from project.step.finite import not_finite
 from project.step.logged import measurement_loggers
-from project.step.micro_batch import MicroBatch, allow_skipped_steps, loss_at_hand, micro_batch, set_step_skipped
+from project.step.micro_batch import MicroBatch
+from project.step.optimizers import give_zero_momentum, is_fused
+from project.step.state import micro_batch, step_state
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class NonFinite(Callback):
         self._flag, self._skips = torch.zeros_like(self._unit), torch.zeros_like(self._unit, dtype=torch.bool)
         self._stream = torch.cuda.current_stream() if self._unit.is_cuda else None
         self._unread.clear()  # of a fit that failed
-        allow_skipped_steps(trainer, self.act == "skip")
+        step_state(trainer).may_be_skipped = self.act == "skip"
         if (checkpoints := checkpoints_of(trainer)) and self.read_all_flags not in checkpoints.before_save:
             checkpoints.before_save.append(self.read_all_flags)
         if (
@@ -135,7 +137,7 @@ class NonFinite(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
             self._step.late = self._late and self._may_look_later(trainer)
-            set_step_skipped(trainer, self._skips if self._step.late and self.act == "skip" else False)
+            step_state(trainer).skipped = self._skips if self._step.late and self.act == "skip" else False
 
     def _may_look_later(self, trainer: Trainer) -> bool:
         """Returns whether the host may read the flag of the current step later: it stops then, or the device skips the step by
@@ -182,14 +184,14 @@ class NonFinite(Callback):
 
     def _note_loss(self, trainer: Trainer) -> None:
         """Adds the current micro-batch and its loss to the record of the step."""
-        if (loss := loss_at_hand(trainer)) is not None:
+        if (loss := step_state(trainer).loss) is not None:
             self._step.losses.append((micro_batch(trainer), loss))
 
     def _drop_gradients(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Skips the step by removing its gradients: the optimiser ignores parameters without one, and changes neither weights
         nor momenta nor counts.
         """
-        set_step_skipped(trainer, True)
+        step_state(trainer).skipped = True
         if _gradient_scaler(trainer) is None:  # which would miss them, and has found out by itself
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -22,8 +22,8 @@ from rich.table import Column
 
 from project.cluster.place import host
 from project.step.data_ranks import data_ranks
-from project.step.micro_batch import micro_batch
 from project.step.position import planned_steps
+from project.step.state import micro_batch
 from project.typed import typed
 from project.untrusted import open_to_append, printable
 from project.watch.history import longest

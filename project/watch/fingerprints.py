@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.errors import UserError
+from project.sharded.strategy import is_sharded, replicates_weights
 from project.step.batch_norm_layers import batch_norms
 from project.step.ddp import all_gather_objects, ignored_by_ddp
-from project.step.fast_path import is_sharded, replicates_weights
-from project.step.loop import as_graph_if_capturing
-from project.step.micro_batch import loss_at_hand, micro_batch
+from project.step.state import micro_batch, step_state
 from project.step.structure import holders
 from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
@@ -64,7 +63,7 @@ class _Watched:
         tensors: Any = [holder[name] for holder, name in self._holders]  # some are exchanged for others
         if self._checksums is None or not self._checksums.fit(tensors):
             self._checksums = Checksums(tensors)
-            self._compute = as_graph_if_capturing(trainer, self._checksums)
+            self._compute = step_state(trainer).runner.repeated(self._checksums)
         return self._compute()
 
 
@@ -174,7 +173,7 @@ class Fingerprints(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_listening()
-        if (loss := loss_at_hand(trainer)) is not None and loss.numel() == 1:
+        if (loss := step_state(trainer).loss) is not None and loss.numel() == 1:
             self._losses.append((micro_batch(trainer).key[2], loss.reshape(1).clone().view(torch.uint8)))
         step, before = trainer.global_step, self._step
         if before is None or step == before:

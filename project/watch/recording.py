@@ -1,7 +1,7 @@
 """The recording of some steps by torch's profiler, and the names of the parts of a step in it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.step.allocator import start_recording
-from project.step.loop import fetch_hooks, remove_callback, set_fetch_hooks
+from project.step.loop import remove_callback
 from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.recorded import RANGE, lines, write_held
@@ -29,37 +29,31 @@ class StepRanges(Callback):
     def __init__(self, nvtx: bool = False) -> None:
         self._nvtx = nvtx
         self._part = ExitStack()
-        self._before: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._names_parts = False
 
     def name_parts(self, trainer: Trainer) -> None:
         """Names the parts from now on."""
-        before, after = self._before = fetch_hooks(trainer)
+        self._names_parts = True
 
-        def fetch() -> None:
-            self._next("data wait")
-            before()
+    def on_fetch_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._next("data wait")
 
-        def fetched() -> None:
-            after()
-            self._next("rest")
-
-        set_fetch_hooks(trainer, fetch, fetched)
+    def on_fetch_ends(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._next("rest")
 
     def name_no_more(self, trainer: Trainer) -> None:
         self._part.close()
-        if self._before is not None:
-            set_fetch_hooks(trainer, *self._before)
-            self._before = None
+        self._names_parts = False
 
     def _next(self, name: str) -> None:
         """Begins a part, and ends the one before it."""
         self._part.close()
-        if self._before is not None:
+        if self._names_parts:
             ranged: Any = torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name)
             self._part.enter_context(ranged)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._before is None and self._nvtx:
+        if self._nvtx and not self._names_parts:
             self.name_parts(trainer)
         self._next("forward")
 

@@ -27,8 +27,7 @@ from project.cluster.place import host
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
-from project.step.loop import set_fetch_hooks
-from project.step.micro_batch import micro_batch
+from project.step.state import micro_batch
 from project.typed import typed
 from project.watch.flops import flops, peak
 from project.watch.history import PHASES
@@ -118,7 +117,6 @@ class Throughput(Callback):
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
-        set_fetch_hooks(trainer, self._fetch, self._fetched)
 
     def _hook(self, *parameters: Tensor) -> None:
         """Hooks these parameters alone, which then report when their gradient is there."""
@@ -141,13 +139,13 @@ class Throughput(Callback):
         if self._marks:
             self._marks.append((phase, self._now()))
 
-    def _fetch(self) -> None:
+    def on_fetch_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._marks or self._last_end is None:
             self._marks.append(("data", self._now()))
         else:
             self._marks = [("other", self._last_end), ("data", self._now())]
 
-    def _fetched(self) -> None:
+    def on_fetch_ends(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark("forward")
 
     def _gradient(self, parameter: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from project.step.micro_batch import micro_batch
+from project.step.state import micro_batch
 from tests.own import Regression
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from project import Trainer
 from project.errors import UserError
 from project.model.fused import fused
-from project.step.fast_path import give_zero_momentum
+from project.step.optimizers import give_zero_momentum
 
 STEPS = 5
 CLIPS: list[dict[str, Any]] = [

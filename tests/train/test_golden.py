@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from project.step.micro_batch import micro_batch
+from project.step.state import micro_batch
 from tests.conftest import TINY, forked
 
 GOLDEN = Path(__file__).with_name("golden.json")

@@ -1,0 +1,117 @@
+"""The gradients of a step with trainer.exact, and what must hold for them while the step is computed."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from project.exact.checks import MovedWeights, explain_missing_gradients, refuse_lightnings_loop, refuse_missing_loss
+from project.exact.gradients import ExactGradients
+from project.exact.logged import ExactResults
+from project.sharded.shards import clip_with_norm, total_norm
+from project.sharded.strategy import Sharded
+from project.step.gradients import Gradients
+from project.typed import typed
+
+
+class ExactStep(Gradients):
+    """Adds up the gradients of a step exactly, after the backward pass of each micro-batch. Weights and buffers must stay from
+    the first forward pass of a step to its last gradient, which the first step of an epoch checks.
+    """
+
+    strategies = (DDPStrategy, SingleDeviceStrategy, Sharded)
+    divides_loss = False
+    why_no_graph = "trainer.exact adds up gradients by itself"
+
+    def __init__(self, trainer: Trainer, results: ExactResults) -> None:
+        super().__init__(trainer)
+        self._results = results
+        self._sums: ExactGradients | None = None
+        self._restored: dict[str, float] = {}
+        self._checks_weights = False  # until a step has shown that they stay
+        self._weights: MovedWeights | None = None
+
+    def begin_epoch(self, why_not: str | None) -> None:
+        refuse_lightnings_loop(why_not)
+        self._make_sums()
+        callbacks = typed(self.trainer).callbacks
+        others = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
+        self._results.logs_at_the_end = is_overridden("on_train_batch_end", self.trainer.lightning_module) or any(
+            is_overridden("on_train_batch_end", callback) for callback in others
+        )
+
+    def _make_sums(self) -> None:
+        """Makes the sums, with the grids that were in use, or those of the checkpoint."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        grids = self._restored or self.state_dict()
+        if self._sums is not None:
+            self._sums.close()
+        gathered: Any = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        ranks: int = trainer.world_size
+        self._sums = ExactGradients(trainer.lightning_module, trainer.accumulate_grad_batches * ranks, ranks, *gathered)
+        self._sums.scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._sums.load_state_dict(grids)
+        self._restored, self._checks_weights = {}, True
+
+    def begin_step(self) -> None:
+        assert self._sums is not None
+        if self._sums.outdated:
+            self._make_sums()
+        self._weights = MovedWeights(self.trainer.lightning_module) if self._checks_weights else None
+
+    def check_weights(self, where: str) -> None:
+        if self._weights is not None:
+            self._weights.refuse(where)
+
+    def pass_over(self) -> None:
+        refuse_missing_loss()
+
+    def begin_backward(self, last: bool) -> None:
+        assert self._sums is not None
+        self._sums.begin(last)
+
+    def end_backward(self, last: bool) -> None:
+        assert self._sums is not None
+        self._sums.end()
+        if last:
+            self._sums.finish()
+
+    def within_hook(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else explain_missing_gradients()
+
+    def end_step(self) -> None:
+        self.check_weights("in a hook between the micro-batches of a step")
+        if self._weights is not None:
+            self._weights, self._checks_weights = None, False
+
+    def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        super().unscale(scaler, optimizer)
+        assert self._sums is not None
+        scale: Callable[[Tensor], Tensor] = scaler.scale
+        self._sums.unscale_whole(scale)
+
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
+        if self._sums is not None:
+            gradients |= {at: whole for at, whole in self._sums.whole.items() if at in gradients}
+        return total_norm(gradients.values())
+
+    def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
+        if self._sums is None or not self._sums.whole:
+            return super().clip_by_norm(parameters, most)
+        norm = self.norm(parameters)
+        clip_with_norm(parameters, most, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the grids of the sums, by parameter."""
+        return {} if self._sums is None else self._sums.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._restored = state

@@ -1,0 +1,35 @@
+"""Gradients of which each rank has a shard: `fully_shard` adds them up in the backward pass."""
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from project.sharded.shards import clip_with_norm, total_norm
+from project.sharded.strategy import Sharded
+from project.step.data_ranks import data_ranks
+from project.step.gradients import Gradients
+
+
+class ShardedGradients(Gradients):
+    """The gradients of a sharded network."""
+
+    strategies = (Sharded,)
+
+    @property
+    def why_no_graph(self) -> str | None:  # type: ignore[override]
+        return "a sharded network is gathered in between" if cast(Sharded, self.trainer.strategy).is_sharded else None
+
+    def unscale_before_hooks(self, whether: bool) -> None:
+        """Does nothing: optimisers of shards are not fused."""
+
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        return total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
+        if data_ranks(self.trainer).shared_by == 1:
+            return clip_grad_norm_(parameters, most)
+        norm = self.norm(parameters)
+        clip_with_norm(parameters, most, norm)
+        return norm

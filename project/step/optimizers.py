@@ -1,0 +1,65 @@
+"""Optimisers: which are fused, which evaluate the loss by themselves, and what is to be done about either."""
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+
+from project.errors import UserError
+
+
+def _evaluates_once(optimizer: Optimizer) -> bool:
+    """Returns whether an optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others nothing is
+    known.
+    """
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def all_evaluate_once(trainer: Trainer) -> bool:
+    """Returns whether each optimiser needs one gradient for a step, and evaluates no loss."""
+    return all(map(_evaluates_once, trainer.optimizers))
+
+
+def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:
+    """Refuses LBFGS where a step has several micro-batches: Lightning evaluates the last of them anew, and adds its gradient to
+    those before, which are of other weights.
+
+    Raises:
+        UserError: names the batch_size with which a step has one micro-batch.
+    """
+    many = trainer.accumulate_grad_batches
+    if many > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise UserError(
+            f"LBFGS evaluates the loss of a step again and again, and a step has {many} micro-batches on each rank, of which "
+            f"only the last is there then. HINT: set the loader's batch_size {many} times as large, or take another optimiser."
+        )
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Returns whether the optimiser itself, on the device, skips a step whose gradient is flagged as not finite: the host need
+    not wait.
+    """
+    return isinstance(optimizer, (SGD, Adam, AdamW, Adagrad)) and bool(optimizer.defaults.get("fused"))
+
+
+def give_zero_momentum(optimizer: Optimizer) -> None:
+    """Gives the parameters of a fused SGD a momentum of zeros, from which its first step computes the same values.
+
+    torch leaves the momentum uninitialised until the first step; where loss scaling skips that step, the second one reads
+    garbage, and weights become NaN. Other fused optimisers begin with zeros by themselves (docs/dev/upstream.md).
+
+    Raises:
+        UserError: the first step would compute something else, as it has a dampening.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        if group["dampening"]:
+            raise UserError(
+                "SGD with fused=true and a dampening keeps an undefined momentum where its first step is skipped. HINT: set "
+                "fused=false, or dampening=0."
+            )
+        for parameter in group["params"]:
+            if parameter.requires_grad and "momentum_buffer" not in optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,0 +1,38 @@
+"""Runs the device's part of a micro-batch: here one operation after the other; step/capture.py has another, by graphs."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+
+class Runner:
+    """Runs a micro-batch one operation after the other. Its subclass records graphs."""
+
+    keeps_norm = False
+    """The norm of the gradient is computed with the step: nothing else can be asked of a graph afterwards."""
+
+    def begin_epoch(self) -> None:
+        """Called at the start of an epoch, when callbacks and optimisers are known."""
+
+    def change_callbacks(self) -> None:
+        """Called when a callback was added or removed during training."""
+
+    def prepare(self, batch: Any, number: int, accumulates: bool, transfer: Callable[[Any, int], Any]) -> Any:
+        """Returns the batch as the hooks before the step see it. `number`: of the micro-batch within its step; `transfer`: the
+        data module's work on a batch on the device.
+        """
+        return transfer(batch, 0)
+
+    def run(self, batch: Any, transfer: Callable[[Any, int], Any], train: Callable[[Any], dict[str, Any]]) -> Any:
+        """Returns the outputs of `train`, and the batch as the hooks after the step see it."""
+        return train(batch), batch
+
+    def rates(self) -> AbstractContextManager[None]:
+        """Gives the optimiser its learning rates within, as a graph can read them."""
+        return nullcontext()
+
+    def repeated(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Returns `work`, which must always do the same with the same memory, in the runner's way."""
+        return work
