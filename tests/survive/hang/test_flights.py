@@ -26,7 +26,7 @@ GLOO: list[Dump] = json.loads((Path(__file__).parent / "dumps/gloo_rank_1_hangs.
 
 def beat(monkeypatch: pytest.MonkeyPatch, rank: int, dump: Dump, at: tuple[int, int, int] = (9, 0, 2)) -> Heartbeat:
     """Of a rank whose main thread waits where no frame is one of torch.distributed: here, in this test."""
-    monkeypatch.setattr(flights, "record", lambda: dump)
+    monkeypatch.setattr(flights, "recorded_collectives", lambda: dump)
     watchdog = Watchdog(at_least=5.0, startup=10.0)
     watchdog._trainer = SimpleNamespace(global_rank=rank, global_step=8, current_epoch=0)
     watchdog._progress = ("backward and gradient sync", time.monotonic() - 2 * watchdog.startup, at)
@@ -102,7 +102,7 @@ def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
         never.wait()
         return []
 
-    monkeypatch.setattr(flights, "record", locked)
+    monkeypatch.setattr(flights, "recorded_collectives", locked)
     monkeypatch.setattr(flights, "_PATIENCE", 0.1)
     monkeypatch.setattr(flights, "_readers", [])
     began = time.monotonic()
