@@ -1,0 +1,28 @@
+"""Resumes bitwise what an earlier version wrote (old/, of commit 8939ed4): on 2 ranks, in the middle of an epoch."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import environment
+
+HERE = Path(__file__).parent
+WEIGHTS = "77a1722b117fd426b2de462f483a962a9a1cd45d7f34243a73a7fbdd7ed5a8e0"
+"""Of the run that was not stopped, by that version; the program's arithmetic is exact, so of any processor."""
+
+
+@pytest.mark.parametrize(("written", "ranks", "strategy"), [("ddp", 1, "ddp"), ("ddp", 2, "sharded"), ("sharded", 2, "ddp")])
+def test_a_checkpoint_of_an_earlier_version_is_resumed_bitwise(written, ranks, strategy, tmp_path):
+    shutil.copytree(HERE / "old" / written, tmp_path / "checkpoints")
+    done = subprocess.run(
+        [sys.executable, HERE / "dyadic.py", str(ranks), strategy, tmp_path],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (end,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert end["weights"] == WEIGHTS
+    assert end["count"] == 10
