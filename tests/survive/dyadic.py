@@ -79,9 +79,7 @@ def main(ranks: int, strategy: str, folder: str, stop_at: int) -> None:
         default_root_dir=folder, callbacks=[counts], logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, ckpt_path="last" if os.path.isdir(f"{folder}/checkpoints") else None)
-    state = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in module.state_dict().items()
-    }
+    values = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in module.state_dict().values()]
     if trainer.is_global_zero:
         weights = hashlib.sha256(b"".join(value.double().numpy().tobytes() for value in values)).hexdigest()
         print(json.dumps({"weights": weights, "loss": trainer.callback_metrics["loss"].item(), "count": counts.count}))
