@@ -21,9 +21,9 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.sharded.strategy import is_sharded
+from project.step.epoch_loop import add_callback, remove_callback
 from project.step.gradients import gradient_norm
 from project.step.logged import measurement_loggers
-from project.step.loop import add_callback, remove_callback
 from project.step.optimizers import is_fused
 from project.typed import typed
 from project.watch.events import boards

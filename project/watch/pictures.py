@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from project.cluster.group import Group
 from project.step.data_ranks import data_ranks
-from project.step.loop import add_callback, remove_callback
+from project.step.epoch_loop import add_callback, remove_callback
 from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
 from project.watch.events import boards
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.errors import UserError
-from project.step.loop import add_callback
+from project.step.epoch_loop import add_callback
 from project.untrusted import read_text, shortened
 from project.watch.asked import FILE, FOLDER, Asked
 from project.watch.recorded import ran_out, write_held

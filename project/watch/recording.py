@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.step.allocator import start_recording
-from project.step.loop import remove_callback
+from project.step.epoch_loop import remove_callback
 from project.typed import typed
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.recorded import RANGE, lines, write_held

@@ -1,0 +1,110 @@
+"""Adapts Lightning's own loop of a step, so that a run is the same on any number of ranks."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor
+
+from project.step.gradients import clip_in_skipped_steps
+from project.step.micro_batch import MicroBatch
+from project.step.optimizers import all_evaluate_once, refuse_accumulation_of_lbfgs
+from project.step.state import micro_batch, step_state
+
+log = logging.getLogger(__name__)
+
+
+class WeightedResults:
+    """Takes the place of Lightning's ClosureResult in Lightning's own loop: the loss is multiplied by the weight of its
+    micro-batch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._warned = trainer, False
+        self._last: MicroBatch | None = None
+
+    def _warn_of_second_evaluation(self) -> None:
+        """Warns once where an optimiser evaluates the loss again: it means that of the step, and gets that of the last
+        micro-batch.
+        """
+        at, trainer = micro_batch(self._trainer), self._trainer
+        many = trainer.accumulate_grad_batches
+        if at is self._last and many > 1 and not self._warned and trainer.is_global_zero:
+            self._warned = True
+            log.warning(
+                "%s asks for the loss more than once in a step of %d micro-batches, and is given the last one's: the step "
+                "depends on the number of ranks. HINT: trainer.accumulate_grad_batches=1, and a batch_size %d times as large.",
+                *(type(trainer.optimizers[0]).__name__, many, many),
+            )
+        self._last = at
+
+    def from_training_step_output(self, output: Any, micro_batches: int) -> ClosureResult:
+        self._warn_of_second_evaluation()
+        result = ClosureResult.from_training_step_output(output, micro_batches)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        step_state(self._trainer).loss = loss.detach() if isinstance(loss, Tensor) else None
+        weight = micro_batch(self._trainer).weight
+        if weight != 1.0 and result.closure_loss is not None:
+            result.closure_loss = result.closure_loss * weight
+        return result
+
+
+class NotingFetcher:
+    """Wraps Lightning's data fetcher: each micro-batch is noted before any other code sees it."""
+
+    def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
+        self._fetcher, self._fetch, self._note = fetcher, fetch, note
+
+    @property
+    def done(self) -> bool:
+        return bool(self._fetcher.done)
+
+    def __next__(self) -> Any:
+        fetched = self._fetch(self._fetcher)
+        self._note(fetched[0])
+        return fetched
+
+
+def adapt_strategy(trainer: Trainer) -> None:
+    """Weighs the loss of a module that steps its optimisers by itself, and of an optimiser that evaluates the loss again."""
+    strategy: Any = trainer.strategy
+    weighs = not trainer.lightning_module.automatic_optimization
+    clip_in_skipped_steps(trainer)
+    refuse_accumulation_of_lbfgs(trainer)
+    if weighs and "backward" not in vars(strategy):
+        strategy.backward = partial(_weighted_backward, trainer, strategy.backward)  # which `manual_backward` calls
+    if trainer.world_size > 1 and "optimizer_step" not in vars(strategy) and not all_evaluate_once(trainer):
+        strategy.optimizer_step = partial(_step_with_mean_loss, trainer, strategy.optimizer_step)
+
+
+def restore_strategy(trainer: Trainer) -> None:
+    """Takes back what `adapt_strategy` has done, at the end of a fit."""
+    for replaced in ("backward", "optimizer_step"):
+        vars(trainer.strategy).pop(replaced, None)
+
+
+def _weighted_backward(trainer: Trainer, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
+    weight.
+    """
+    state = step_state(trainer)
+    weight, state.loss = state.micro_batch.weight, loss.detach()
+    return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+
+
+def _step_with_mean_loss(
+    trainer: Trainer, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], **settings: Any
+) -> Any:
+    """Takes the place of the strategy's `optimizer_step`: an optimiser that evaluates the loss again gets its mean over the
+    ranks. By its own loss a rank would end a search earlier than the others, which would wait for it.
+    """
+
+    def evaluate() -> Any:
+        loss = closure()
+        weighed = loss * micro_batch(trainer).weight if isinstance(loss, Tensor) else loss
+        return trainer.strategy.reduce(weighed, reduce_op="mean") if isinstance(loss, Tensor) else loss
+
+    return step(optimizer, evaluate, **settings)
