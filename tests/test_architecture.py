@@ -1,6 +1,7 @@
-"""docs/architecture.md is what the code is: every file is on the map, and a step goes as the table says."""
+"""docs/dev/architecture.md is what the code is: its rooms and pictures are, and a step goes as the table says."""
 
 import re
+import runpy
 import sys
 from types import FrameType
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import project.trainer
 from tests.conftest import ROOT
 
-PAGE = (ROOT / "docs/architecture.md").read_text()
+PAGE = (ROOT / "docs/dev/architecture.md").read_text()
 HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name not in ("on_load_checkpoint", "on_save_checkpoint")]
 HOOKS += ["on_step_begins", "on_step_taken"]  # this project's own
 
@@ -92,3 +93,9 @@ def test_a_step_goes_as_the_table_says(tmp_path):
     assert heard[begins[2] : begins[3]] == wanted("first")
     last = heard[begins[3] :]
     assert last[: len(wanted("last"))] == wanted("last")
+
+
+def test_the_rooms_and_pictures_are_what_the_code_is():
+    files = runpy.run_path(str(ROOT / "scripts/architecture"))["written"]()
+    outdated = [path.name for path, content in files.items() if not path.exists() or path.read_text() != content]
+    assert outdated == [], "run scripts/architecture"

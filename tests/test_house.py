@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,49 @@ def test_scripts_import_what_exists():
     assert [name for name in sorted(wanted) if importlib.util.find_spec(name) is None] == []
 
 
+@pytest.mark.xfail(strict=True, reason="exact and sharded are to register with the Trainer: today they are imported by name")
+def test_the_step_knows_no_mode():
+    rooms = {name.split(".")[1] for name in imports(PACKAGE / "step/loop.py") if name.startswith("project.")}
+    assert rooms & {"exact", "sharded", "survive", "watch"} == set()
+
+
+def attributes_by_room() -> dict[str, set[str]]:
+    """Returns the rooms whose classes have an attribute or method of each name."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for file in FILES:
+        for kind in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+            names = [node.name for node in ast.walk(kind) if isinstance(node, ast.FunctionDef)]
+            targets = [node for node in ast.walk(kind) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+            names += [node.attr for node in targets if ast.unparse(node.value) == "self"]
+            names += [ast.unparse(node.target) for node in kind.body if isinstance(node, ast.AnnAssign)]
+            names += [ast.unparse(target) for node in kind.body if isinstance(node, ast.Assign) for target in node.targets]
+            for name in names:
+                rooms[name].add(file.relative_to(PACKAGE).parts[0])
+    return rooms
+
+
+def guesses() -> list[str]:
+    """Returns each `getattr(x, "name", default)` whose name is an attribute in other rooms, and in none of its own."""
+    rooms, found = attributes_by_room(), []
+    for file in FILES:
+        own = file.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                if rooms.get(name) and own not in rooms[name]:
+                    found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def count(pattern: str) -> int:
+    return sum(len(re.findall(pattern, file.read_text())) for file in FILES)
+
+
 def test_types_are_checked():
-    """Each of these hides an error from mypy."""
-    assert sum(file.read_text().count("# type: ignore") for file in FILES) <= 80
+    """Each of these hides an error from mypy, or a name from who looks for it. The limits may only go down."""
+    assert count(r"# type: ignore") <= 75  # the goal is none
+    assert count(r"\bAny\b") <= 1154  # the goal is 300
+    assert len(guesses()) <= 21, "\n".join(guesses())  # the goal is none
 
 
 NO_NAMES = {

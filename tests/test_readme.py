@@ -168,7 +168,11 @@ def test_all_configs_are_listed():
     assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yaml")}
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "BENCHMARKS.md"])
+MAINTAINERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/dev").glob("*.md"))
+ROOMS = "|".join(path.parent.name for path in (ROOT / "project").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MAINTAINERS, "CONTRIBUTING.md", "BENCHMARKS.md", "CHANGELOG.md"])
 def test_what_a_page_links_to_exists(page):
     text = (ROOT / page).read_text()
     for place, anchor in re.findall(r"\]\(([\w./-]*)(#[\w-]+)?\)", text):
@@ -177,8 +181,13 @@ def test_what_a_page_links_to_exists(page):
         if anchor:
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert anchor[1:] in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
-    for place in re.findall(r"`((?:data|model|train|watch|survive|cluster|bench)/\w+\.py)`", text):
+    for place in re.findall(rf"`(?:project/)?((?:{ROOMS})/[\w/]+\.py)`", text if page != "CHANGELOG.md" else ""):
         assert (ROOT / "project" / place).exists(), place
+
+
+@pytest.mark.parametrize("page", [*PAGES, "BENCHMARKS.md", "CHANGELOG.md"])
+def test_users_are_sent_to_no_page_for_maintainers(page):
+    assert re.findall(r"\]\((?:docs/|\.\./)*dev/", (ROOT / page).read_text()) == []
 
 
 def test_every_page_is_linked_from_the_readme():
