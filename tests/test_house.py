@@ -104,7 +104,6 @@ def test_scripts_import_what_exists():
     assert [name for name in sorted(wanted) if importlib.util.find_spec(name) is None] == []
 
 
-@pytest.mark.xfail(strict=True, reason="exact and sharded are to register with the Trainer: today they are imported by name")
 def test_the_step_knows_no_mode():
     rooms = {name.split(".")[1] for name in imports(PACKAGE / "step/loop.py") if name.startswith("project.")}
     assert rooms & {"exact", "sharded", "survive", "watch"} == set()
