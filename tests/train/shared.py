@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.data import DataLoader
 
 from project.watch.console import Progress
-from project.watch.throughput import Measured, Throughput
 from tests.own import Points, PointsData, Regression, Sized
 from tests.train.gather import Poisoned, whole
 
@@ -106,24 +105,6 @@ class Agree(Callback):
 
     def __init__(self, shared_by: int) -> None:
         self.shared_by = shared_by
-        self.measured: list[float] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        report = Throughput._report
-
-        def noted(one: Throughput, trainer: Trainer, step: int, found: list[Measured]) -> None:
-            logger = trainer.loggers[0]
-            log = logger.log_metrics
-
-            def note(values: Any, step: Any) -> None:
-                self.measured.append(values["speed/samples_per_s"] * max(each.times.total for each in found))
-                log(values, step=step)
-
-            logger.log_metrics = note  # type: ignore[method-assign]
-            report(one, trainer, step, found)
-            logger.log_metrics = log  # type: ignore[method-assign]
-
-        Throughput._report = noted  # type: ignore[method-assign,assignment]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parts = {name: one for name, one in pl_module.named_parameters() if isinstance(one, DTensor)}
@@ -140,6 +121,5 @@ class Agree(Callback):
                 "cut": sorted(cut),
                 "agree": all(one == group[0] for group in groups for one in group),
                 "samples": progress._trained,
-                "measured": self.measured,
             }
             Path("agree.json").write_text(json.dumps(found))

@@ -74,45 +74,35 @@ class MovesABuffer(Regression):
         return loss
 
 
-class MovesACodebook(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codebook = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.codebook.data.lerp_(loss.detach().float(), 0.1)
-        return loss
-
-
 class Teaches(Regression):
     """A teacher follows in a hook that each rank comes to after its own first forward pass."""
+
+    hook: str | None = "on_before_zero_grad"
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = torch.nn.Linear(16, 1).double().requires_grad_(False)
+        if self.hook:
+            setattr(self, self.hook, self.follow)
 
-    def follow(self) -> None:
+    def follow(self, *_: Any) -> None:
         self.teacher.weight.data.lerp_(self.network[-1].weight.data, 0.1)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.follow()
 
 
 class TeachesInEach(Teaches):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        pass
+    hook = "on_train_batch_end"
 
-    def on_train_batch_end(self, *args: Any) -> None:
+
+class TeachesOnce(Teaches):
+    hook = "on_before_optimizer_step"
+
+
+class MovesACodebook(Teaches):
+    hook = None
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         self.follow()
-
-
-class TeachesOnce(TeachesInEach):
-    def on_train_batch_end(self, *args: Any) -> None:
-        pass
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.follow()
+        return super().training_step(batch, batch_idx)
 
 
 class Gathers(Regression):
@@ -176,7 +166,7 @@ def fit(tmp_path, monkeypatch):
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
         (MovesABuffer, "each micro-batch moves the buffer running"),
-        (MovesACodebook, "each micro-batch moves the parameter codebook in its forward pass"),
+        (MovesACodebook, "each micro-batch moves the parameter teacher.weight in its forward pass"),
         (Teaches, "moves the parameter teacher.weight in on_before_zero_grad"),
         (TeachesInEach, "moves the parameter teacher.weight in a hook between the micro-batches"),
         (Gathers, "self.all_gather brings together what the ranks have at once"),

@@ -83,17 +83,14 @@ def weights(folder):
     return torch.load(folder / "gathered.pt", weights_only=True)
 
 
-def losses(folder):
-    return [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points]
-
-
-def furthest(one, other):
-    """The largest difference of two states, relative to 1."""
-    found = 0.0
-    for name, value in one.items():
-        if isinstance(value, torch.Tensor):
-            found = max(found, (value.double() - other[name].double()).abs().max().item())
-    return found
+def far(one, other):
+    """The largest difference."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max([0.0, *(far(one[key], other[key]) for key in one)])
+    if isinstance(one, (list, tuple)):
+        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
+    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +129,7 @@ def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     words = ("--trainer.precision=64-true",)
     one, other = train(name, *words), train(name, *words, sharded(**settings), ranks=ranks)
     ours, theirs = weights(one), weights(other)
-    assert furthest(ours["module"], theirs["module"]) < 1e-12
+    assert far(ours["module"], theirs["module"]) < 1e-12
     losses = [
         [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points] for folder in (one, other)
     ]
@@ -146,10 +143,10 @@ def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     ways = {"none": {}, "computed": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "sent": {"reduce_dtype": "bf16"}}
     one = weights(train("gpt", *words))["module"]
     found = {way: weights(train("gpt", *words, sharded(**settings), ranks=2)) for way, settings in ways.items()}
-    away = {way: furthest(one, state["module"]) for way, state in found.items()}
+    away = {way: far(one, state["module"]) for way, state in found.items()}
     assert away["none"] < 1e-5 < away["sent"] < 0.05
     assert 1e-5 < away["computed"] < 0.05
-    assert furthest(found["computed"]["module"], found["sent"]["module"]) > 1e-5
+    assert far(found["computed"]["module"], found["sent"]["module"]) > 1e-5
     for state in found.values():  # what is kept is as it was
         assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
 
@@ -174,7 +171,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(train, where):
     assert all(torch.isfinite(one).all() for one in found["module"].values() if one.is_floating_point())
     assert "The step is skipped (1 so far)" in (folder / "output.txt").read_text()
     alone = train("regression", *words, plugged=plugged)
-    assert furthest(weights(alone)["module"], found["module"]) < 1e-12
+    assert far(weights(alone)["module"], found["module"]) < 1e-12
 
 
 REFUSED = {
