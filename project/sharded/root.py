@@ -92,22 +92,20 @@ class Root:
         more, it would let go after that of what the backward pass needs, and gather it again.
         """
         module = self._root
-        places = module._forward_pre_hooks, module._forward_hooks
-        before = [dict(hooks) for hooks in places]
-        shards = [key for hooks in places for key, hook in hooks.items() if "fully_shard" in getattr(hook, "__module__", "")]
-        for hooks in places:
-            for key in shards:
-                hooks.pop(key, None)
+        first = module._forward_pre_hooks
+        places = [(hooks, key, hook) for hooks in (first, module._forward_hooks) for key, hook in hooks.items()]
+        taken = [place for place in places if "fully_shard" in getattr(place[-1], "__module__", "")]
+        for hooks, key, _ in taken:
+            del hooks[key]
         casts = [module.register_forward_pre_hook(self._cast, with_kwargs=True)] if self._gathered_as else []
         try:
             return step(*args, **kwargs)
         finally:
             for handle in casts:
                 handle.remove()
-            for hooks, were in zip(places, before, strict=True):  # in their order, and with what the step itself has changed
-                now = dict(hooks)
-                hooks.clear()
-                hooks.update({key: hook for key, hook in were.items() if key in shards or key in now} | now)
+            for hooks, key, hook in taken:
+                hooks[key] = hook
+                hooks.move_to_end(key, last=hooks is not first)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Casts floating-point inputs to the dtype that parameters are gathered in."""
