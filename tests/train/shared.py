@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from project.watch.console import Progress
 from tests.own import Points, PointsData, Regression, Sized
-from tests.train.gather import Poisoned, whole
+from tests.train.gather import Poisoned
 
 
 class Planned(Regression):
@@ -69,16 +68,6 @@ class Tied(Planned):
         self.other.weight = self.network[0].weight
 
 
-class Misplanned(Planned):
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        return {"network.nought": ColwiseParallel()}
-
-
-class Styleless(Planned):
-    def tensor_parallel_plan(self) -> dict[str, Any]:
-        return {"network.0": "columns"}
-
-
 class Predicted(PointsData):
     def predict_dataloader(self) -> Any:
         return DataLoader(Points(11), batch_size=2)
@@ -87,16 +76,6 @@ class Predicted(PointsData):
 class Streamed(PointsData):
     def train_dataloader(self) -> Any:
         return DataLoader(Sized(), batch_size=2)
-
-
-class AtStart(Callback):
-    """Leaves what the run began with, whole: start.pt."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state = {"module": dict(pl_module.state_dict()), "optimizers": [one.state_dict() for one in trainer.optimizers]}
-        found = apply_to_collection(state, Tensor, whole)
-        if trainer.is_global_zero:
-            torch.save({**found, "step": trainer.global_step}, "start.pt")
 
 
 class Agree(Callback):
