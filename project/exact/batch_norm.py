@@ -98,9 +98,7 @@ class _Layer:
         return self.passes
 
     def begin_backward(self) -> None:
-        """Diverts what is computed again in a backward pass, which was counted when it was computed first: it writes where
-        nobody reads.
-        """
+        """Diverts what is computed again in a backward pass, and was counted the first time, to where nobody reads."""
         if not self._scratch:
             counter = None if self._counter is None else _PassCounter.create(lambda: None)
             self._scratch = self.mean.clone(), self.var.clone(), counter
@@ -113,9 +111,7 @@ class _Layer:
             self.return_buffers()
 
     def sums(self) -> list[Tensor]:
-        """Returns the sums of the means and of the variances, over these passes. The backward pass may need its other buffers
-        as they are.
-        """
+        """Returns the sums of means and of variances over these passes, as new tensors: the backward pass needs the buffers."""
         if not self.passes:
             return [torch.zeros_like(self.mean), torch.zeros_like(self.var)]
         means, variances = zip(*self._earlier, (self.mean, self.var), strict=True)

@@ -135,9 +135,7 @@ def check_compiled(module: LightningModule, exact: bool) -> None:
 
 @contextmanager
 def explain_missing_gradients() -> Iterator[None]:
-    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the last micro-batch of a
-    step.
-    """
+    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the end of a step."""
     try:
         yield
     except (AttributeError, TypeError) as error:

@@ -157,9 +157,7 @@ class _Bucket:
         self._work = swap(self._received, self._sent, async_op=True)
 
     def reduce_and_send(self, coarser: Mapping[_Unit, Tensor]) -> None:
-        """Adds up the received terms of this rank's slice, and sends the means. `coarser`: what stands above the finest sums of
-        units.
-        """
+        """Adds up what came of this rank's slice, and sends the means. `coarser`: what stands above units' finest sums."""
         if self._world_size == 1:
             for unit in self.units:
                 unit.sum.fold(unit.sum.terms, self._means[unit.place], 0, self._scale, coarser.get(unit))
@@ -325,9 +323,7 @@ class ExactGradients:
 
 
 def _split_into_buckets(named: list[Named]) -> Iterator[list[list[Named]]]:
-    """Yields the units of each bucket, which are neighbours of one dtype and device: parameters in the reversed order, which is
-    about the one in which gradients come; what is small comes last, as one unit.
-    """
+    """Yields the units of each bucket, of one dtype and device, about as gradients come; small parameters come last, as one."""
     many = [(name, parameter) for name, parameter in named[::-1] if parameter.numel() > _FEW]
     ends = list(accumulate(parameter.numel() for _, parameter in many))
     size = max(_BUCKET, ends[-1] // _BUCKETS) if ends else _BUCKET

@@ -100,9 +100,7 @@ class ExactResults(Results):
                 self._terms.setdefault(key, []).append((of_batch.detach().double().reshape(()), self.weight))
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Reduces what a step's micro-batches have logged to one value. Called at the end of a step, by all ranks, before
-        `on_train_batch_end` and after it.
-        """
+        """Reduces what a step has logged to one value. All ranks call it at its end, before `on_train_batch_end` and after."""
         if not self.ends_step or (hook_is_over and not self.logs_at_the_end):
             return
         keys = [key for key in self._terms if (_hook_name(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
@@ -119,9 +117,7 @@ class ExactResults(Results):
                 metric.value = made
 
     def _gather_terms(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
-        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same names as often as the
-        last time.
-        """
+        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same as the last time."""
         if self._world_size == 1:
             return [own]
         names, expected = tuple((key, len(terms)) for key, terms in own.items()), self._expected.get(when)
@@ -158,9 +154,7 @@ class ExactResults(Results):
             self._reduced.add(key)
 
     def _gather(self, own: dict[str, _T]) -> list[dict[str, _T]]:
-        """Returns what all ranks have logged, by rank. Adds entries for what others have logged, and this one has not: it adds
-        nothing, and gets the same result.
-        """
+        """Returns what all ranks have logged, by rank. What only others have logged gets an entry, with nothing of this one."""
         metas = {}
         for key in own:
             if self[key].is_tensor:  # else a metric of the module's, which `ExactMetrics` knows
@@ -200,9 +194,7 @@ class ExactResults(Results):
 
     @staticmethod
     def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
-        """Returns the value without a sum over the ranks, which have met already; Lightning would add up what all of them
-        have.
-        """
+        """Returns the value as it is: the ranks have met already, and Lightning would add up what all of them have."""
         meta = result_metric.meta
         if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
             shared, meta.sync.should = meta.sync.should, False

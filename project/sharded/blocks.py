@@ -89,9 +89,7 @@ def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, n
 
 
 def _untied(network: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> Named:
-    """Returns the blocks in the network's order, each once; but none that shares a parameter with something outside: it must be
-    gathered for both, and the root's are.
-    """
+    """Returns the blocks, each once, in the network's order. What shares a parameter with something outside is the root's."""
     holders = _count_holders(network)
     names = {id(block): name for name, block in reversed([*blocks])}
     return [

@@ -88,9 +88,8 @@ class Root:
         return output
 
     def _run_without_root_hooks(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call: entered once
-        more, it would let go after that of what the backward pass needs, and gather it again.
-        """
+        """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call."""
+        # Entered once more, it would let go after that of what the backward pass needs, and gather it again.
         module = self._root
         first = module._forward_pre_hooks
         places = [(hooks, key, hook) for hooks in (first, module._forward_hooks) for key, hook in hooks.items()]
