@@ -10,11 +10,10 @@ A forward pass that the backward pass takes again (`torch.utils.checkpoint`) gat
 A layer whose own `forward` goes by its running statistics in training (batch renorm) is left alone.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from project.exact.sums import WideSum
+from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.batch_norm_layers import batch_norms, compiled_modules
 from project.step.state import step_state
 
@@ -57,115 +56,70 @@ class _Layer:
 
     def __init__(self, norm: _BatchNorm, compiled: bool, mean: Tensor, var: Tensor) -> None:
         self.norm, self.mean, self.var = norm, mean, var
-        self._passes = None if compiled else _PassCounter.create(self._keep_pass)
-        self._lent = {"running_mean": mean, "running_var": var, "num_batches_tracked": self._passes}
-        self._own: dict[str, Tensor | None] = {}
+        self._counter = None if compiled else _PassCounter.create(self._keep_pass)
+        self._own: dict[str, Tensor | None] | None = None  # while it has others
         self._momentum: float | None = None
-        self._scratch: dict[str, Tensor | None] = {}  # where a pass that is taken again writes
-        self._before_backward: tuple[dict[str, Tensor | None], float | None] | None = None
+        self._scratch: tuple[Tensor | None, ...] = ()  # where a pass that is taken again writes
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self.passes = 0
 
-    def lend_buffers(self) -> None:
-        """Gives the layer the other buffers. A layer that does not train keeps its own, which it computes with."""
+    def _lend(self, *others: Tensor | None) -> None:
+        """Gives the layer other buffers. A layer that does not train keeps its own, which it computes with."""
         norm = self.norm
         if not norm.training:
             return
-        self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
-        norm._buffers.update(self._lent)
+        if self._own is None:
+            self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
+        norm._buffers.update(zip(_BUFFERS, others, strict=True))
         norm.momentum = 1.0  # always the same: torch.compile translates the layer anew for another
+
+    def return_buffers(self) -> None:
+        """Gives the layer its own buffers back."""
+        if self._own is not None:
+            self.norm._buffers.update(self._own)
+            self.norm.momentum = self._momentum
+            self._own = None
+
+    def begin_forward(self) -> None:
         self._earlier = []
-        if self._passes is not None:
-            self._passes.number = 0
-
-    def begin_backward(self) -> None:
-        """Diverts what is computed again in a backward pass, which was counted when it was computed first: it writes where
-        nobody reads.
-        """
-        norm = self.norm
-        if self._before_backward is not None or not norm.training:
-            return
-        if not self._scratch:
-            passes = None if self._passes is None else _PassCounter.create(lambda: None)
-            self._scratch = dict(zip(_BUFFERS, (self.mean.clone(), self.var.clone(), passes), strict=True))
-        self._before_backward = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
-        norm._buffers.update(self._scratch)
-        norm.momentum = 1.0
-
-    def end_backward(self) -> None:
-        if self._before_backward is not None:
-            buffers, self.norm.momentum = self._before_backward
-            self.norm._buffers.update(buffers)
-            self._before_backward = None
+        if self._counter is not None:
+            self._counter.number = 0
+        self._lend(self.mean, self.var, self._counter)
 
     def _keep_pass(self) -> None:
         """Keeps the mean and the variance of a pass before the next pass overwrites them."""
         self._earlier.append((self.mean.clone(), self.var.clone()))
 
-    def return_buffers(self) -> int:
-        """Gives the layer its own buffers back; returns how many passes went through it."""
-        if not self._own:
-            self.passes = 0
-            return 0
-        self.norm._buffers.update(self._own)
-        self.norm.momentum = self._momentum
-        self._own = {}
-        self.passes = 1 if self._passes is None else self._passes.number  # nobody counts in a translated layer
+    def end_forward(self) -> int:
+        """Returns how many passes went through the layer."""
+        # Nobody counts in a translated layer.
+        self.passes = 0 if self._own is None else 1 if self._counter is None else self._counter.number
+        self.return_buffers()
         return self.passes
 
+    def begin_backward(self) -> None:
+        """Diverts what is computed again in a backward pass, and was counted the first time, to where nobody reads."""
+        if not self._scratch:
+            counter = None if self._counter is None else _PassCounter.create(lambda: None)
+            self._scratch = self.mean.clone(), self.var.clone(), counter
+        self._lend(*self._scratch)
+
+    def end_backward(self, within_forward: bool) -> None:
+        if within_forward:  # of a module that steps by itself
+            self._lend(self.mean, self.var, self._counter)
+        else:
+            self.return_buffers()
+
     def sums(self) -> list[Tensor]:
-        """Returns the sums of the means and of the variances, over these passes. The backward pass may need its other buffers
-        as they are.
-        """
+        """Returns the sums of means and of variances over these passes, as new tensors: the backward pass needs the buffers."""
         if not self.passes:
             return [torch.zeros_like(self.mean), torch.zeros_like(self.var)]
         means, variances = zip(*self._earlier, (self.mean, self.var), strict=True)
         return [sum(means[1:], means[0]), sum(variances[1:], variances[0])]
 
 
-class _FlatTensors:
-    """The layers' own tensors of one dtype, side by side in memory: one operation is enough for all of them."""
-
-    def __init__(self, parts: Callable[[], list[Tensor]]) -> None:
-        self._parts = parts  # they may be others than they were a step ago
-        self.sizes = [part.numel() for part in parts()]
-        self._all, self._places = parts()[0].new_zeros(0), [-1] * len(self.sizes)
-
-    def flat(self) -> Tensor:
-        """Returns the tensors as one: they are moved there, and once more where a layer has received others since."""
-        parts = self._parts()
-        if [part.data_ptr() for part in parts] != self._places:
-            self._all = torch.cat([part.detach().flatten() for part in parts])
-            for part, place in zip(parts, torch.split(self._all, self.sizes), strict=True):
-                part.data = place.view_as(part)
-            self._places = [part.data_ptr() for part in parts]
-        return self._all
-
-    def unflatten(self) -> None:
-        """Gives each tensor memory of its own again."""
-        if self._all.numel():
-            for part in self._parts():
-                part.data = part.detach().clone()
-
-
 def _statistics_of(norms: list[_BatchNorm]) -> list[Tensor]:
     return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
-
-
-def _counts_of(norms: list[_BatchNorm]) -> list[Tensor]:
-    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
-
-
-class _DtypeGroup:
-    """The layers whose statistics are of one dtype: what they gather in a forward pass, and the sum over a step's."""
-
-    def __init__(self, norms: list[_BatchNorm]) -> None:
-        self.own = _FlatTensors(partial(_statistics_of, norms))
-        own = _statistics_of(norms)
-        self.gathered = own[0].new_zeros(sum(self.own.sizes))  # in the layers' other buffers
-        self.others = [
-            part.view_as(tensor) for part, tensor in zip(torch.split(self.gathered, self.own.sizes), own, strict=True)
-        ]
 
 
 class StepStatistics(Callback):
@@ -179,64 +133,64 @@ class StepStatistics(Callback):
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
         self._layers: list[_Layer] = []
-        self._groups: list[_DtypeGroup] = []
-        self._counts: _FlatTensors | None = None
+        self._norms: list[_BatchNorm] = []
+        self._gathered: list[Tensor] = []  # the layers' other buffers, side by side in memory; one tensor for each dtype
         self._number = 0  # of the micro-batch within its step
+        self._in_forward = False
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
+        self._momenta: dict[tuple[float | None, ...], Tensor] = {}  # likewise; kept as long as the fit: a graph may read it
         self._clear_step()
 
     def _clear_step(self) -> None:
         """Clears what a step has gathered: a mean that was not finite must leave no trace in the next step."""
-        self._sum.zero_()
-        for row in self._groups:
-            row.gathered.zero_()
+        for tensor in (self._sum, *self._gathered):
+            tensor.zero_()
         self._exact: WideSum | None = None
         self._sums: Tensor | None = None
-        self._all_reduce: Any = None
-        self._is_begun = False
+        self._all_reduce: dist.Work | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        kinds: dict[Any, list[_BatchNorm]] = {}
+        kinds: dict[torch.dtype, list[_BatchNorm]] = {}
         for _, norm in batch_norms(pl_module):
             kinds.setdefault(_statistics_of([norm])[0].dtype, []).append(norm)
-        self._groups = [_DtypeGroup(norms) for norms in kinds.values()]
-        translated, norms = compiled_modules(pl_module), [norm for same in kinds.values() for norm in same]
-        others = iter([other for row in self._groups for other in row.others])
-        self._layers = [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
-        if not norms:
+        self._norms, self._layers, self._gathered = [norm for norms in kinds.values() for norm in norms], [], []
+        if not kinds:
             return
-        device = self._groups[0].gathered.device
-        self._sizes = [size for row in self._groups for size in row.own.sizes]
-        kind = functools.reduce(torch.promote_types, kinds)
-        self._sum, self._passes = torch.zeros(sum(self._sizes) + len(norms), device=device, dtype=kind), {}
+        translated, self._sizes = compiled_modules(pl_module), []
+        for norms in kinds.values():
+            own = _statistics_of(norms)
+            sizes = [len(statistic) for statistic in own]
+            self._gathered.append(own[0].new_zeros(sum(sizes)))
+            others = iter(self._gathered[-1].split(sizes))
+            self._sizes += sizes
+            self._layers += [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
+        device = self._gathered[0].device
+        self._sum = torch.zeros(sum(self._sizes) + len(self._norms), device=device, dtype=reduce(torch.promote_types, kinds))
+        self._passes, self._momenta = {}, {}
         self._clear_step()
-        owners = torch.arange(len(norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
+        owners = torch.arange(len(self._norms)).repeat_interleave(2).repeat_interleave(torch.tensor(self._sizes))
         self._layer_of = owners.to(device)  # for each statistic
-        counting = [at for at, norm in enumerate(norms) if norm.num_batches_tracked is not None]
-        self._counting = None if len(counting) == len(norms) else torch.tensor(counting, device=device)
-        self._counts = _FlatTensors(partial(_counts_of, norms)) if counting else None
-        self._momenta: dict[tuple[float | None, ...], Tensor] = {}
-        for row in self._groups:
-            row.own.flat()  # before somebody notes where a tensor lies
         # Around the strategy's step, which automatic and manual optimisation both go through.
         step = trainer.strategy.training_step
         trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
-        if self._number == 0 and self._is_begun:  # the step before had no last micro-batch
+        if self._number == 0:
             self._clear_step()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Computes the forward pass of a micro-batch."""
+        self._in_forward = True
         for layer in self._layers:
-            layer.lend_buffers()
+            layer.begin_forward()
         try:
             output = training_step(*args, **kwargs)
         finally:
-            passes = [layer.return_buffers() for layer in self._layers]
-        self._add(trainer, tuple(passes))
+            self._in_forward = False
+            passes = tuple([layer.end_forward() for layer in self._layers])
+        self._add(trainer, passes)
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
@@ -251,15 +205,14 @@ class StepStatistics(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for layer in self._layers:
-            layer.end_backward()
+            layer.end_backward(self._in_forward)
 
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
         """Adds the statistics of a micro-batch's forward pass to those of its step."""
-        self._is_begun = True
         if passes not in self._passes:
             self._passes[passes] = torch.tensor(passes).to(self._sum.device, self._sum.dtype)
-        once = all(layer.passes == 1 for layer in self._layers)
-        gathered = [row.gathered for row in self._groups] if once else [part for layer in self._layers for part in layer.sums()]
+        once = set(passes) == {1}
+        gathered = self._gathered if once else [part for layer in self._layers for part in layer.sums()]
         if self.exact:
             if self._exact is None:
                 terms = trainer.accumulate_grad_batches * trainer.world_size
@@ -281,54 +234,54 @@ class StepStatistics(Callback):
 
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._sums is not None:
-            self._move_statistics(step_state(trainer).skipped)
+            self._move_statistics(self._sums, step_state(trainer).skipped)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
-            self._move_statistics(False)
-        self._clear_step()
+            assert self._sums is not None
+            self._move_statistics(self._sums, False)
 
-    def _move_statistics(self, skipped: bool | Tensor) -> None:
+    def _move_statistics(self, sums: Tensor, skipped: bool | Tensor) -> None:
         """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
 
         A skipped step leaves no trace; nor does a step in a layer that none of its micro-batches went through.
         """
-        assert self._sums is not None
         if self._all_reduce is not None:
             self._all_reduce.wait()
-        sums, passes = self._sums[: -len(self._layers)], self._sums[-len(self._layers) :]
-        own = [row.own.flat() for row in self._groups]
-        before = own[0] if len(own) == 1 else torch.cat(own)
-        if self._exact is not None:
-            sums, passes = WideSum.total(sums.view_as(self._exact.folds)).to(before.dtype), passes.to(before.dtype)
-        self._clear_step()
+        self._sums = None
         if skipped is True:
             return
+        own = _statistics_of(self._norms)
+        before = torch.cat(own)
+        sums, passes = sums[: -len(self._layers)], sums[-len(self._layers) :]
+        if self._exact is not None:
+            sums, passes = sum_from_coarsest(sums.view_as(self._exact.folds)).to(before.dtype), passes.to(before.dtype)
         moved = passes > 0 if skipped is False else (passes > 0) & ~skipped  # on a GPU, only the device knows
         change = sums / passes.clamp(min=1).index_select(0, self._layer_of) - before
         change = torch.where(moved.index_select(0, self._layer_of), change, 0.0).mul_(self._momentum())
-        for statistics, part in zip(own, torch.split(change, [len(tensor) for tensor in own]), strict=True):
-            statistics.add_(part)
-        if self._counts is not None:
-            self._counts.flat().add_(moved if self._counting is None else moved.index_select(0, self._counting))
+        torch._foreach_add_(own, [*change.split(self._sizes)])
+        counts = [norm.num_batches_tracked for norm in self._norms]
+        counting = [(count, by) for count, by in zip(counts, moved.long().unbind(), strict=True) if count is not None]
+        if counting:
+            torch._foreach_add_(*map(list, zip(*counting, strict=True)))
 
     def _momentum(self) -> float | Tensor:
         """Returns the momentum of the statistics: one number for all, or one for each of them."""
-        momenta = [layer.norm.momentum for layer in self._layers]
-        if (first := momenta[0]) is not None and momenta.count(first) == len(momenta):
-            return first
-        if (key := tuple(momenta)) not in self._momenta:  # kept as long as the fit: a graph may read it
+        momenta = tuple(norm.momentum for norm in self._norms)
+        if momenta[0] is not None and len(set(momenta)) == 1:
+            return momenta[0]
+        if momenta not in self._momenta:
             numbers = [math.nan if momentum is None else momentum for momentum in momenta]
-            self._momenta[key] = torch.tensor(numbers, device=self._layer_of.device)
-        each = self._momenta[key]
-        # None is PyTorch's word for the mean over all steps, which the layer's own count tells.
-        steps = torch.full_like(each, math.inf)
-        if self._counts is not None:
-            counts = self._counts.flat().to(each.dtype) + 1
-            steps = counts if self._counting is None else steps.index_copy(0, self._counting, counts)
-        return torch.where(each.isnan(), 1 / steps, each).index_select(0, self._layer_of)
+            self._momenta[momenta] = torch.tensor(numbers, device=self._layer_of.device)
+        each = self._momenta[momenta]
+        if None in momenta:  # PyTorch's word for the mean over all steps, which the layer's own count tells
+            never = torch.full_like(each[0], math.inf)
+            counts = [norm.num_batches_tracked for norm in self._norms]
+            steps = torch.stack([never if count is None else count.to(each.dtype) + 1 for count in counts])
+            each = torch.where(each.isnan(), 1 / steps, each)
+        return each.index_select(0, self._layer_of)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach(trainer)
@@ -338,11 +291,8 @@ class StepStatistics(Callback):
             self._detach(trainer)
 
     def _detach(self, trainer: Trainer) -> None:
-        """Gives the strategy its own `training_step` back, and each layer its own buffers and memory."""
+        """Gives the strategy its own `training_step` back, and each layer its own buffers."""
         trainer.strategy.__dict__.pop("training_step", None)
         for layer in self._layers:
-            layer.end_backward()
-        for together in (*(row.own for row in self._groups), self._counts):
-            if together is not None:
-                together.unflatten()
-        self._layers, self._groups, self._counts = [], [], None
+            layer.return_buffers()
+        self._layers, self._norms, self._gathered = [], [], []

@@ -135,9 +135,7 @@ def check_compiled(module: LightningModule, exact: bool) -> None:
 
 @contextmanager
 def explain_missing_gradients() -> Iterator[None]:
-    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the last micro-batch of a
-    step.
-    """
+    """Turns an error of `on_after_backward` into a UserError where `param.grad` is None, as before the end of a step."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -159,9 +157,7 @@ class MovedWeights:
     """
 
     def __init__(self, module: nn.Module, parameters: bool = True) -> None:
-        self._known = {
-            f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)
-        }
+        norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
         self._module = module
         # A sharded network has other objects under these names while it computes.
         self._parameters = [
@@ -170,7 +166,7 @@ class MovedWeights:
             if parameters and not is_lazy(parameter)
         ]
         self._buffers = {
-            name: buffer.clone() for name, buffer in module.named_buffers() if name not in self._known and not is_lazy(buffer)
+            name: buffer.clone() for name, buffer in module.named_buffers() if name not in norms and not is_lazy(buffer)
         }
 
     def moved_buffers(self) -> list[str]:

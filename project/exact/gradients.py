@@ -10,8 +10,7 @@ The sums travel to the other ranks while the backward pass of the step's last mi
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -24,29 +23,29 @@ from project.sharded.shards import view_of
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise
-_BUCKET, _BUCKETS = 250_000, 16  # numbers that are sent together, at least; and into how many parts all are cut, at most
+_BUCKET, _BUCKETS = 250_000, 16  # numbers that are sent together, about; and into how many parts all are cut, at most
 _FEW = 2**12  # numbers: parameters with fewer are dealt with together
+_ADD_ON_HOST = {"cpu"}  # a rank adds up what others send it: less work for processors. Devices' links add up by themselves
+
+Named = tuple[str, nn.Parameter]
 
 
 class _Unit:
     """A parameter with many numbers, or neighbours with few. Its gradients are parts of its bucket's."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], place: slice, means: Tensor, terms: int) -> None:
+    def __init__(self, named: list[Named], place: slice, means: Tensor, terms: int) -> None:
         self.names, self.parameters = zip(*named, strict=True)
         self.place = place  # in its bucket
         self.largest = [_AT_FIRST] * len(named)
         """By parameter, powers of two: what the grid of this step was made for."""
-        self.seen = [-1.0] * len(named)
-        """By parameter, the largest value of this step's gradients on this rank; none so far."""
         sizes = [parameter.numel() for parameter in self.parameters]
         # Side by side, even where a parameter's numbers are not: `empty_like` knows.
         self._places = [
             (parameter.shape, torch.empty_like(parameter).stride(), end - parameter.numel())
             for parameter, end in zip(self.parameters, accumulate(sizes), strict=True)
         ]
-        self.gradients = self._parts(means[place])
+        self._gradients = self._parts(means[place])
         self.waits = False  # for the gradients of a backward pass
-        self._grid_made_for: list[float] = []
         self.sum = ExactSum(sizes, self.largest, terms, means.device)
         self.restart()
 
@@ -57,9 +56,9 @@ class _Unit:
 
     def restart(self) -> None:
         """Begins another step."""
-        self.sum.restart(None if self._grid_made_for == self.largest else self.largest)
-        self._grid_made_for = list(self.largest)
-        self.seen = [-1.0] * len(self.seen)
+        self.sum.restart(self.largest)
+        self.seen = [-1.0] * len(self.names)
+        """By parameter, the largest value of this step's gradients on this rank; none so far."""
 
     def begin(self) -> None:
         self.waits = True
@@ -92,34 +91,31 @@ class _Unit:
             if math.isfinite(largest[index]):
                 self.seen[index] = max(self.seen[index], largest[index])
             else:
-                # `set_gradients` makes it infinite; what the sum makes of it does not matter.
+                # `means` makes it infinite; what the sum makes of it does not matter.
                 self.seen[index], largest[index] = math.inf, 0.0
         self.sum.add(vector, largest)
 
     def _flat_gradients(self, taken: list[Tensor | None]) -> Tensor:
         """Returns the gradients side by side; zeros where a parameter has none."""
         first = taken[0]
-        if len(taken) == 1 and first is not None and first.stride() == self.gradients[0].stride():
+        if len(taken) == 1 and first is not None and first.stride() == self._gradients[0].stride():
             return first.as_strided((first.numel(),), (1,))
-        vector = torch.zeros(
-            sum(map(torch.numel, self.gradients)), dtype=self.gradients[0].dtype, device=self.gradients[0].device
-        )
+        vector = self._gradients[0].new_zeros(self.place.stop - self.place.start)
         for part, gradient in zip(self._parts(vector), taken, strict=True):
             if gradient is not None:
                 part.copy_(gradient)
         return vector
 
-    def set_gradients(self, put: Callable[[str, nn.Parameter, Tensor], None]) -> None:
-        """Passes each parameter's summed gradient to `put`; sets the grids of the next step."""
-        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            gradient, seen = self.gradients[index], self.seen[index]
+    def means(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each parameter's mean gradient by its name; sets the grids of the next step."""
+        for index, (name, gradient, seen) in enumerate(zip(self.names, self._gradients, self.seen, strict=True)):
             if seen < 0:
                 continue  # no micro-batch of any rank has come to it
             if not math.isfinite(seen):
                 gradient.fill_(math.inf)
             elif seen and not seen * 2 <= self.largest[index] <= seen * _MARGIN**3:  # it changes seldom: a new grid takes time
                 self.largest[index] = math.ldexp(1.0, math.frexp(seen * _MARGIN)[1])
-            put(name, parameter, gradient)
+            yield name, gradient
         self.restart()
 
 
@@ -127,24 +123,23 @@ class _Bucket:
     """Units whose gradients lie side by side and are sent together: each rank adds up its share of them, of all ranks' terms,
     and sends the mean to the others. So what travels is terms, and means that are rounded already."""
 
-    def __init__(self, units: list[list[tuple[str, nn.Parameter]]], micro_batches: int, world_size: int) -> None:
+    def __init__(self, units: list[list[Named]], micro_batches: int, world_size: int) -> None:
         sizes = [sum(parameter.numel() for _, parameter in unit) for unit in units]
         _, first = units[0][0]
         self._slice_size = -(-sum(sizes) // world_size)
         self._means = torch.zeros(self._slice_size * world_size, dtype=first.dtype, device=first.device)
-        ends = list(accumulate(sizes))
         self.units = [
             _Unit(unit, slice(end - size, end), self._means, micro_batches)
-            for unit, size, end in zip(units, sizes, ends, strict=True)
+            for unit, size, end in zip(units, sizes, accumulate(sizes), strict=True)
         ]
         self._scale, self._world_size = 1 / micro_batches, world_size
-        self._work: Any = None
+        self._work: dist.Work | None = None
         if world_size == 1:
             return
+        self._adds_on_host = first.device.type in _ADD_ON_HOST
         # The only term of a rank travels as it is: a sum needs more digits.
-        sent = first.dtype if micro_batches == world_size else torch.float64
-        self._adds_on_host = _adds_on_host(first.device)
-        self._sent = torch.zeros(len(self._means), dtype=torch.float64 if not self._adds_on_host else sent, device=first.device)
+        as_it_is = self._adds_on_host and micro_batches == world_size
+        self._sent = torch.zeros_like(self._means, dtype=first.dtype if as_it_is else torch.float64)
         self._received = torch.empty_like(self._sent if self._adds_on_host else self._sent[: self._slice_size])
         self._own_means = torch.empty_like(self._means[: self._slice_size])
 
@@ -161,17 +156,13 @@ class _Bucket:
         swap = dist.all_to_all_single if self._adds_on_host else dist.reduce_scatter_tensor
         self._work = swap(self._received, self._sent, async_op=True)
 
-    def reduce_and_send(self, coarser: dict[_Unit, Tensor] | None = None) -> None:
-        """Adds up the received terms of this rank's slice, and sends the means. `coarser`: what stands above the finest sums of
-        units.
-        """
-        coarser = coarser or {}
+    def reduce_and_send(self, coarser: Mapping[_Unit, Tensor]) -> None:
+        """Adds up what came of this rank's slice, and sends the means. `coarser`: what stands above units' finest sums."""
         if self._world_size == 1:
             for unit in self.units:
                 unit.sum.fold(unit.sum.terms, self._means[unit.place], 0, self._scale, coarser.get(unit))
             return
-        if self._work is not None:
-            self._work.wait()
+        self.wait()
         shares = self._received.view(-1, self._slice_size)
         begin = dist.get_rank() * self._slice_size
         for unit in self.units:
@@ -186,13 +177,6 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-
-def _adds_on_host(device: torch.device) -> bool:
-    """Returns whether a rank adds up what others send it, which is less work for processors. Devices' links add up by
-    themselves.
-    """
-    return device.type == "cpu"
 
 
 class ExactGradients:
@@ -218,23 +202,18 @@ class ExactGradients:
         self._layouts = layouts or {}
         self._world_size = world_size
         self._owners = dict(module.named_parameters())
-        named = [(name, parameter) for name, parameter in (gathered or self._owners).items() if parameter.requires_grad]
         self._learned_at_start = [parameter.requires_grad for parameter in self._owners.values()]
         self.scaled = False
         """Whether a GradScaler has scaled the loss."""
         self.whole: dict[int, Tensor] = {}
         """The whole gradients of this step of parameters that are spread, by `id`."""
+        named = [(name, parameter) for name, parameter in (gathered or self._owners).items() if parameter.requires_grad]
         for name, parameter in named:
             if parameter.is_complex():
                 raise UserError(
                     f"trainer.exact can't be kept: {name} is complex. HINT: torch.view_as_real of a real parameter."
                 )
-        # In the reversed order, which is about the one in which gradients come; what is small comes last.
-        many = [[pair] for pair in named[::-1] if pair[1].numel() > _FEW]
-        few = [pair for pair in named[::-1] if pair[1].numel() <= _FEW]
-        size = max(_BUCKET, sum(parameter.numel() for ((_, parameter),) in many) // _BUCKETS)
-        parts = (*_split_into_buckets(many, size), *([unit] for unit in _group_by_kind(few)))
-        self._buckets = [_Bucket(units, micro_batches, world_size) for units in parts]
+        self._buckets = [_Bucket(units, micro_batches, world_size) for units in _split_into_buckets(named)]
         self._units = [unit for bucket in self._buckets for unit in bucket.units]
         self._device = named[0][1].device if named else None  # NCCL can't add up what lies on the host
         self._last, self._sent = False, 0
@@ -289,7 +268,7 @@ class ExactGradients:
         """Sends a bucket's terms; and the means of the one before it, whose terms should have come meanwhile."""
         self._buckets[self._sent].send()
         if self._sent:
-            self._buckets[self._sent - 1].reduce_and_send()
+            self._buckets[self._sent - 1].reduce_and_send({})
         self._sent += 1
 
     def unscale_whole(self, scale: Callable[[Tensor], Tensor]) -> None:
@@ -301,20 +280,29 @@ class ExactGradients:
         """Leaves the mean over all micro-batches of all ranks as the gradient of each parameter."""
         while self._sent < len(self._buckets):
             self._send_next()
-        agreed = self._agree_on_largest()
+        # All ranks need the largest values that any of them has seen, and how many sums each unit has on any of them.
+        seen = [value for unit in self._units for value in (*unit.seen, unit.sum.count)]
+        agreed = torch.tensor(seen, dtype=torch.float64, device=self._device)
+        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, async_op=True) if self._world_size > 1 else None
         for bucket in self._buckets[-1:]:
-            bucket.reduce_and_send()
-        counts = agreed()
+            bucket.reduce_and_send({})
+        if work is not None:
+            work.wait()
+        of_all, coarser = iter(agreed.tolist()), {}
+        for unit in self._units:
+            unit.seen = [next(of_all) for _ in unit.seen]
+            if (count := int(next(of_all))) > 1:  # some term was too large for the finest grid
+                coarser[unit] = self._coarser_sum(unit, count)
         for bucket in self._buckets:
             bucket.wait()
-            # Some term was too large for the finest grid.
-            if coarser := {unit: self._coarser_sum(unit, counts[unit]) for unit in bucket.units if counts[unit] > 1}:
+            if not coarser.keys().isdisjoint(bucket.units):
                 bucket.reduce_and_send(coarser)
                 bucket.wait()
             for unit in bucket.units:
-                unit.set_gradients(self._set_gradient)
+                for name, gradient in unit.means():
+                    self._set_gradient(name, gradient)
 
-    def _set_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _set_gradient(self, name: str, gradient: Tensor) -> None:
         """Sets the gradient of a parameter; of a sharded one, this rank's shard, and keeps the whole."""
         owner = self._owners[name]
         if isinstance(owner, DTensor):
@@ -325,57 +313,29 @@ class ExactGradients:
                 gradient = gradient.clone()
         owner.grad = gradient
 
-    def _agree_on_largest(self) -> Callable[[], dict[_Unit, int]]:
-        """Starts to agree on the largest values that any rank has seen. Returns a function that waits for the others and
-        returns how many sums each unit has, on any rank.
-        """
-        seen = [value for unit in self._units for value in unit.seen]
-        both = torch.tensor([*seen, *(unit.sum.count for unit in self._units)], dtype=torch.float64, device=self._device)
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True) if self._world_size > 1 else None
-
-        def wait() -> dict[_Unit, int]:
-            if work is not None:
-                work.wait()
-            of_all = iter(both.tolist())
-            for unit in self._units:
-                unit.seen = [next(of_all) for _ in unit.seen]
-            return {unit: int(next(of_all)) for unit in self._units}
-
-        return wait
-
     def _coarser_sum(self, unit: _Unit, count: int) -> Tensor:
         """Returns what all ranks have above the finest grid of a unit."""
         sums = unit.sum.coarser(count)
         if self._world_size > 1:
             for level in sums:
                 dist.all_reduce(level)
-        return sum_from_coarsest(sums)
+        return sum_from_coarsest(sums[::-1])
 
 
-def _split_into_buckets(
-    units: list[list[tuple[str, nn.Parameter]]], most: int
-) -> Iterator[list[list[tuple[str, nn.Parameter]]]]:
-    """Yields neighbours of one dtype and device, up to the size of a bucket."""
-    part: list[list[tuple[str, nn.Parameter]]] = []
-    size = 0
-    for unit in units:
-        ((_, parameter),) = unit
-        if part and (size + parameter.numel() > most or _kind(part[0][0][1]) != _kind(parameter)):
-            yield part
-            part, size = [], 0
-        part.append(unit)
-        size += parameter.numel()
-    if part:
-        yield part
+def _split_into_buckets(named: list[Named]) -> Iterator[list[list[Named]]]:
+    """Yields the units of each bucket, of one dtype and device, about as gradients come; small parameters come last, as one."""
+    many = [(name, parameter) for name, parameter in named[::-1] if parameter.numel() > _FEW]
+    ends = list(accumulate(parameter.numel() for _, parameter in many))
+    size = max(_BUCKET, ends[-1] // _BUCKETS) if ends else _BUCKET
+    numbers = {name: (end - 1) // size for (name, _), end in zip(many, ends, strict=True)}
+    for _, neighbours in groupby(many, lambda pair: (numbers[pair[0]], *_kind(pair))):
+        yield [[pair] for pair in neighbours]
+    few: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
+    for pair in named[::-1]:
+        if pair[1].numel() <= _FEW:
+            few.setdefault(_kind(pair), []).append(pair)
+    yield from ([unit] for unit in few.values())
 
 
-def _group_by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Groups parameters by dtype and device."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for pair in named:
-        kinds.setdefault(_kind(pair[1]), []).append(pair)
-    return list(kinds.values())
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
+def _kind(pair: Named) -> tuple[torch.dtype, torch.device]:
+    return pair[1].dtype, pair[1].device

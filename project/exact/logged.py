@@ -6,10 +6,11 @@ the same on all ranks; where it is not, it depends on their number, and is refus
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from fractions import Fraction
-from typing import Any
+from operator import mul
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,6 +30,7 @@ _OF_MICRO_BATCH = {
     *(f"on_{stage}_batch_{when}" for stage in ("validation", "test") for when in ("start", "end")),
 }
 
+_T = TypeVar("_T")
 _Terms = list[tuple[float, float]]
 """Values, and what each counts for."""
 
@@ -53,14 +55,12 @@ class ExactResults(Results):
             self._sums_before = deepcopy(self._sums) if self._state.may_be_skipped else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
-            metrics: Any = self.values()
-            for metric in metrics:
+            for metric in self.values():
                 metric._forward_cache = None
 
     def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
         if skipped is True and key in self._sums:
-            kept = self._sums_before.get(key)
-            self._sums[key] = ExactScalar() if kept is None else kept
+            self._sums[key] = self._sums_before.get(key) or ExactScalar()
         super()._discard_value_of_step(key, before, skipped)
 
     def _whole_value(self, name: str, value: Any) -> Any:
@@ -73,21 +73,21 @@ class ExactResults(Results):
         return value
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        metric: Any = self[key]
-        meta = metric.meta
-        is_term = _hook_name(meta.fx) in _OF_MICRO_BATCH and not meta.sync.rank_zero_only
-        if meta.sync.rank_zero_only and _hook_name(meta.fx) in _OF_MICRO_BATCH:
+        metric = self[key]
+        meta, hook = metric.meta, _hook_name(metric.meta.fx)
+        is_term = hook in _OF_MICRO_BATCH
+        if is_term and meta.sync.rank_zero_only:
             raise UserError(
-                f"self.log({meta.name!r}, rank_zero_only=True) in {_hook_name(meta.fx)} logs the micro-batches of rank 0, "
+                f"self.log({meta.name!r}, rank_zero_only=True) in {hook} logs the micro-batches of rank 0, "
                 "which are others on another number of ranks: trainer.exact can't be kept. HINT: leave it out; all ranks' mean "
                 "is logged."
             )
         if is_term and meta.on_step and meta.logger and not self.training:
             raise UserError(
-                f"self.log({meta.name!r}, on_step=True) in {_hook_name(meta.fx)} logs each micro-batch of rank 0, which are "
+                f"self.log({meta.name!r}, on_step=True) in {hook} logs each micro-batch of rank 0, which are "
                 "others on another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all."
             )
-        if metric.is_tensor and is_term and meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+        if metric.is_tensor and is_term and _is_sum_of_epoch(meta):
             if metric.has_reset or key not in self._sums:
                 self._sums[key] = ExactScalar()
             self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
@@ -98,16 +98,11 @@ class ExactResults(Results):
         if self.training and is_term and meta.on_step:
             of_batch = value if metric.is_tensor else metric._forward_cache
             if isinstance(of_batch, Tensor) and of_batch.numel() == 1:
-                term = of_batch.detach().double().reshape(())
-                self._terms.setdefault(key, []).append((term, self.weight))
+                self._terms.setdefault(key, []).append((of_batch.detach().double().reshape(()), self.weight))
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Reduces what a step's micro-batches have logged to one value. Called at the end of a step, by all ranks, before
-        `on_train_batch_end` and after it.
-        """
-        if not self.ends_step:
-            return
-        if hook_is_over and not self.logs_at_the_end:
+        """Reduces what a step has logged to one value. All ranks call it at its end, before `on_train_batch_end` and after."""
+        if not self.ends_step or (hook_is_over and not self.logs_at_the_end):
             return
         keys = [key for key in self._terms if (_hook_name(self[key].meta.fx) == "on_train_batch_end") == hook_is_over]
         logged = {key: self._terms.pop(key) for key in keys}
@@ -115,7 +110,7 @@ class ExactResults(Results):
         own = {key: [(next(values), weight) for _, weight in terms] for key, terms in logged.items()}
         by_rank = self._gather_terms(hook_is_over, own)
         for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank if key in self):
-            metric: Any = self[key]
+            metric = self[key]
             terms = [term for of_rank in by_rank for term in of_rank.get(key, ())]
             made = torch.tensor(_reduce_terms(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
             metric._forward_cache = made
@@ -123,40 +118,30 @@ class ExactResults(Results):
                 metric.value = made
 
     def _gather_terms(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
-        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same names as often as the
-        last time.
-        """
+        """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same as the last time."""
         if self._world_size == 1:
             return [own]
         names, expected = tuple((key, len(terms)) for key, terms in own.items()), self._expected.get(when)
         if expected is not None:
-            fits = names == expected
             pairs = [number for terms in own.values() for pair in terms for number in pair]
-            numbers = [1.0, *pairs] if fits else [0.0] * (1 + 2 * sum(count for _, count in expected))
+            numbers = [1.0, *pairs] if names == expected else [0.0] * (1 + 2 * sum(count for _, count in expected))
             rows = all_gather_numbers(numbers, self._world_size)
             if all(row[0] for row in rows):
                 return [_unpack_terms(row[1:], expected) for row in rows]
-        both: list[tuple[dict[str, _Terms], dict[str, Any]]] = all_gather_objects((own, self._meta_of(own)), self._world_size)
-        brought = [terms for terms, _ in both]
-        self._add_entries_of_peers({key: meta for _, metas in both for key, meta in metas.items()})
-        kinds = {tuple((key, len(terms)) for key, terms in of_rank.items()) for of_rank in brought}
+        by_rank = self._gather(own)
+        kinds = {tuple((key, len(terms)) for key, terms in of_rank.items()) for of_rank in by_rank}
         self._expected[when] = kinds.pop() if len(kinds) == 1 else None
-        return brought
+        return by_rank
 
     def reduce_epoch(self) -> None:
         """Reduces the values of all ranks over the epoch. Called at its end, by all of them."""
         own: dict[str, tuple[list[float], float]] = {}
-        for key, result in self.items():
-            metric: Any = result
-            if not self._is_summed_over_epoch(key, metric) or key in self._reduced:
+        for key, metric in self.items():
+            if not _is_reduced_over_epoch(metric) or key in self._reduced:
                 continue
-            if key in self._sums:
-                own[key] = self._sums[key].parts(), float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0
-            else:
-                own[key] = [float(metric.value)], 0
-        both = all_gather_objects((own, self._meta_of(own)), self._world_size)
-        by_rank: list[dict[str, tuple[list[float], float]]] = [of_rank for of_rank, _ in both]
-        self._add_entries_of_peers({key: meta for _, metas in both for key, meta in metas.items()})
+            count = float(metric.cumulated_batch_size) if metric.meta.is_mean_reduction else 0.0
+            own[key] = self._sums[key].parts() if key in self._sums else [float(metric.value)], count
+        by_rank = self._gather(own)
         for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank):
             metric = self[key]
             of_ranks = [of_rank[key] for of_rank in by_rank if key in of_rank]
@@ -169,44 +154,32 @@ class ExactResults(Results):
             metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
             self._reduced.add(key)
 
-    def _meta_of(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Returns how values are logged, without their numbers, for ranks that have not logged them."""
+    def _gather(self, own: dict[str, _T]) -> list[dict[str, _T]]:
+        """Returns what all ranks have logged, by rank. What only others have logged gets an entry, with nothing of this one."""
         metas = {}
-        for key in keys:
-            metric: Any = self[key]
-            if not metric.is_tensor:  # a metric of the module's, which `ExactMetrics` knows
-                continue
-            metas[key] = meta = copy(metric.meta)
-            meta.sync = copy(meta.sync)
-            meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
-        return metas
-
-    def _add_entries_of_peers(self, metas: Mapping[str, Any]) -> None:
-        """Adds entries for what other ranks have logged, and this one has not: it adds nothing, and gets the same result."""
-        others: list[Any] = list(self.values())
-        device = others[0].device if others else torch.device("cpu")
-        for key, meta in metas.items():
+        for key in own:
+            if self[key].is_tensor:  # else a metric of the module's, which `ExactMetrics` knows
+                metas[key] = meta = copy(self[key].meta)
+                meta.sync = copy(meta.sync)
+                meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
+        both = all_gather_objects((own, metas), self._world_size)
+        device = next((metric.device for metric in self.values()), torch.device("cpu"))
+        for key, meta in {key: meta for _, metas in both for key, meta in metas.items()}.items():
             if key not in self or self[key].has_reset:
-                metric: Any = self.setdefault(key, _ResultMetric(meta, True).to(device))
+                metric = self.setdefault(key, _ResultMetric(meta, True).to(device))
                 metric.reset()
                 metric.has_reset, metric._update_count = False, 1
                 self._not_logged_since.add(key)  # this rank may log it yet
-                if meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction):
+                if _is_sum_of_epoch(meta):
                     self._sums[key] = ExactScalar()
-
-    def _is_summed_over_epoch(self, key: str, metric: Any) -> bool:
-        """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
-        meta = metric.meta
-        logged = metric.is_tensor and meta.on_epoch and not metric.has_reset and not meta.sync.rank_zero_only
-        return bool(logged and _hook_name(meta.fx) in _OF_MICRO_BATCH)
+        return [of_rank for of_rank, _ in both]
 
     def refuse_values_of_single_ranks(self) -> None:
         """Refuses values of other hooks that are not the same on all ranks. Called at the end of an epoch, by all ranks."""
         if self._world_size == 1:
             return
         own = {}
-        for key, result in self.items():
-            metric: Any = result
+        for key, metric in self.items():
             elsewhere = _hook_name(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
                 own[key] = repr(metric.value.double().tolist())
@@ -222,9 +195,7 @@ class ExactResults(Results):
 
     @staticmethod
     def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
-        """Returns the value without a sum over the ranks, which have met already; Lightning would add up what all of them
-        have.
-        """
+        """Returns the value as it is: the ranks have met already, and Lightning would add up what all of them have."""
         meta = result_metric.meta
         if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
             shared, meta.sync.should = meta.sync.should, False
@@ -240,7 +211,7 @@ class ExactResults(Results):
         """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
         made = super().sums(ranks)
         for key, entry in made.items():
-            if key in self._sums and self._is_summed_over_epoch(key, self[key]):
+            if key in self._sums and _is_reduced_over_epoch(self[key]):
                 parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
                 samples = torch.stack([count for _, count in entry["ranks"]]).sum()
                 entry["ranks"] = [(torch.tensor(canonical_parts(parts), dtype=torch.float64), samples)]
@@ -271,6 +242,16 @@ def _hook_name(fx: str) -> str:
     return fx.partition(".")[0]
 
 
+def _is_sum_of_epoch(meta: Any) -> bool:
+    return bool(meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction))
+
+
+def _is_reduced_over_epoch(metric: Any) -> bool:
+    """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
+    in_epoch = metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    return bool(in_epoch and _hook_name(metric.meta.fx) in _OF_MICRO_BATCH)
+
+
 def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) -> dict[str, _Terms]:
     """Returns the terms by name, out of a rank's row of numbers."""
     pairs = iter(zip(numbers[::2], numbers[1::2], strict=True))
@@ -281,18 +262,11 @@ def _reduce_terms(terms: _Terms, meta: Any, is_tensor: bool) -> float:
     """Returns the sum, mean, largest or smallest value of terms, rounded once."""
     values = [value for value, _ in terms]
     if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):
-        if any(math.isnan(value) for value in values):
-            return math.nan
-        return max(values) if meta.is_max_reduction else min(values)
+        numbers = torch.tensor(values, dtype=torch.float64)  # its extremes of what is no number are none
+        return float(numbers.max() if meta.is_max_reduction else numbers.min())
     if is_tensor and meta.is_sum_reduction:
         return exact_total(values)
-    if len(set(values)) == 1:
-        return values[0]
-    if all(weight == 1.0 for _, weight in terms):
-        return exact_mean(values, len(values))
     if not all(map(math.isfinite, values)):
         return sum(values)
     weights = [Fraction(weight) for _, weight in terms]
-    return float(
-        sum((Fraction(value) * weight for value, weight in zip(values, weights, strict=True)), Fraction()) / sum(weights)
-    )
+    return float(sum(map(mul, map(Fraction, values), weights)) / sum(weights))

@@ -7,7 +7,7 @@ and lists by the micro-batch that they belong to. At the end of an epoch, all ra
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from project.errors import UserError
-from project.exact.sums import WideSum
+from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.ddp import all_gather_objects
 from project.step.logged import Logged
 from project.step.metric_states import metrics_of
@@ -87,7 +87,10 @@ class ExactMetrics:
                 continue
             if name in self._updated_between:
                 if self._stage is not None and self._updated_between[name] != metric.update_count:
-                    _refuse_mixed_updates(name)
+                    raise UserError(
+                        f"The metric {name} is updated in micro-batches and between them: trainer.exact can't tell what is a "
+                        "rank's own. HINT: two metrics."
+                    )
                 continue
             if self._stage is None and name not in self._reduced:  # each rank has all of it: nothing is to be brought together
                 self._updated_between[name] = metric.update_count
@@ -98,22 +101,27 @@ class ExactMetrics:
             if self._stage is not None:
                 counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
                 counted["updates"] += metric.update_count
+                states = counted["states"]
                 for key, value in metric.metric_state.items():
-                    counted["states"][key] = self._add_to_state(counted["states"].get(key), value, metric._reductions[key])
+                    own = self._part_of_micro_batch(value, how := metric._reductions[key])
+                    if key not in states:
+                        states[key] = own
+                    elif isinstance(own, list):
+                        states[key] += own
+                    else:  # what was counted before may come from a checkpoint
+                        states[key] = _reduce_states([states[key].to(own.device), own], how)
             Metric.reset(metric)
 
-    def _add_to_state(self, before: Any, value: Any, how: Any) -> Any:
-        """Returns a state so far with the last micro-batch's part added. `how`: the metric's reduction."""
+    def _part_of_micro_batch(self, value: Any, how: Any) -> Any:
+        """Returns what the last micro-batch adds to a state. `how`: the metric's reduction."""
         if isinstance(value, list):
             parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
-            return [*(before or []), *((self._key, number, element) for number, element in enumerate(parts))]
-        value = value.detach()
-        before = None if before is None else before.to(value.device)  # it may come from a checkpoint
+            return [(self._key, number, element) for number, element in enumerate(parts)]
         if how is dim_zero_sum and value.is_floating_point():
             sums = WideSum(value.numel(), _MICRO_BATCHES, value.device, levels=_LEVELS, top=_LARGEST)
-            sums.add(value.reshape(-1))
-            return sums.folds if before is None else before + sums.folds
-        return value.clone() if before is None else _reduce_states([before, value], how)
+            sums.add(value.detach().reshape(-1))
+            return sums.folds
+        return value.detach().clone()
 
     def reduce_epoch(self, stage: str) -> None:
         """Sets the metrics to what all ranks have counted in an epoch. Called by all of them."""
@@ -125,11 +133,10 @@ class ExactMetrics:
             for key, state in counted["states"].items():
                 how, default = metric._reductions[key], metric.metric_state[key]
                 if isinstance(default, list):
-                    value: Any = [
-                        element.to(metric.device) if isinstance(element, Tensor) else element for _, _, element in state
-                    ]
+                    parts = [element for _, _, element in state]
+                    value: Any = [part.to(metric.device) if isinstance(part, Tensor) else part for part in parts]
                 elif how is dim_zero_sum and default.is_floating_point():
-                    value = WideSum.total(state).view(default.shape).to(metric.device, default.dtype)
+                    value = sum_from_coarsest(state).view(default.shape).to(metric.device, default.dtype)
                 else:
                     value = state.to(metric.device)
                 setattr(metric, key, value)
@@ -140,9 +147,10 @@ class ExactMetrics:
 
     def _gather_counts(self, stage: str) -> dict[str, Counted]:
         """Returns what all ranks have counted, in the order of the micro-batches."""
-        own = {
-            name: {**counted, "states": _on_host(counted["states"])} for name, counted in self._counted.get(stage, {}).items()
-        }
+        own = {}
+        for name, counted in self._counted.get(stage, {}).items():
+            states = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in counted["states"].items()}
+            own[name] = {**counted, "states": states}
         by_rank: list[dict[str, Counted]] = all_gather_objects(own, self._world_size)
         metrics, made = dict(metrics_of(self.module)), {}
         for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
@@ -156,8 +164,8 @@ class ExactMetrics:
     def _continue_counting(self) -> None:
         """Resumes counting after the end of an epoch: metrics that were not reset keep what they have."""
         self._drop_reset_metrics()
-        for metric, others in self._reduced.values():
-            metric.distributed_available_fn = others
+        for metric, distributed in self._reduced.values():
+            metric.distributed_available_fn = distributed
             if metric.update_called:
                 Metric.reset(metric)
         self._reduced = {}
@@ -186,10 +194,6 @@ def _never_distributed() -> bool:
     return False
 
 
-def _on_host(states: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in states.items()}
-
-
 def _reduce_states(parts: list[Any], how: Any) -> Any:
     """Reduces the parts of a state to one. `how`: the metric's reduction."""
     if isinstance(parts[0], list):
@@ -199,14 +203,6 @@ def _reduce_states(parts: list[Any], how: Any) -> Any:
     if how is dim_zero_min:
         return torch.stack(parts).amin(0)
     return torch.stack(parts).sum(0)
-
-
-def _refuse_mixed_updates(name: str) -> NoReturn:
-    """Raises a UserError for a metric that is updated in micro-batches and between them."""
-    raise UserError(
-        f"The metric {name} is updated in micro-batches and between them: trainer.exact can't tell what is a rank's own. "
-        "HINT: two metrics."
-    )
 
 
 def _refuse_unsupported(name: str, metric: Metric) -> None:
@@ -222,10 +218,8 @@ def _refuse_unsupported(name: str, metric: Metric) -> None:
             "HINT: leave that out; at the end of the epoch the metric is all ranks' in any case."
         )
     for key, how in metric._reductions.items():
-        can_be = (
-            (dim_zero_cat, None) if isinstance(metric.metric_state[key], list) else (dim_zero_sum, dim_zero_max, dim_zero_min)
-        )
-        if how not in can_be:
+        is_list = isinstance(metric.metric_state[key], list)
+        if how not in ((dim_zero_cat, None) if is_list else (dim_zero_sum, dim_zero_max, dim_zero_min)):
             raise UserError(
                 f"The metric {name} ({type(metric).__name__}) brings the ranks' states together in a way of its own ({key}): "
                 "trainer.exact can't be kept. HINT: another metric, or one that keeps its samples, as CatMetric does."

@@ -1,15 +1,12 @@
 """Sums that do not depend on the order in which their terms come: numbers on a common grid are added without rounding.
 
-A sum of floats is rounded after each addition, and so another order gives other last bits. Here each term is rounded once, by
-itself, to a multiple of a power of two, the grid; multiples of a grid add up exactly in float64 as long as their sum stays
-below 2^53 of it. Exact additions can be done in any order, by any number of processes, with the same bits at the end.
-
-A term that is too large for the grid is not cut: what lies above goes to a second sum, on a coarser grid, and what lies above
-that to a third. Where a term is split depends on the term alone, so this changes nothing in the result.
+Each term is rounded once, by itself, to a multiple of a power of two, the grid; multiples of a grid add up exactly in float64,
+in any order and by any number of processes, as long as their sum stays below 2^53 of it. A term that is too large for the grid
+is not cut: what lies above goes to a second sum, on a coarser grid, and what lies above that to a third.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import torch
@@ -18,13 +15,13 @@ from torch import Tensor
 _AT_ONCE = 64  # numbers that are fetched from a device together
 _BITS = 52  # of a float64's sum: one less than it has, for its sign
 _PIECE, _PIECE_ON_DEVICE = 2**16, 2**22  # numbers that are added up at once
-_ROOMS: dict[torch.device, Tensor] = {}
+_ROOMS: dict[torch.device, Tensor] = {}  # to work in; they stay in a processor's cache
 _NO_TIES = math.nextafter(1.0, 2.0)
 
 
-def bits_for(terms: int) -> int:
-    """Returns the bits that a sum of so many terms may need more than a term."""
-    return max(2, math.ceil(math.log2(max(1, terms))) + 1)
+def _width(terms: int) -> int:
+    """Returns the bits of a term between two grids: a sum of so many terms needs the others."""
+    return _BITS - max(2, math.ceil(math.log2(max(1, terms))) + 1)
 
 
 class ExactSum:
@@ -40,20 +37,22 @@ class ExactSum:
     """
 
     def __init__(self, sizes: Sequence[int], largest: Sequence[float], terms: int, device: torch.device | str = "cpu") -> None:
-        self._width = _BITS - bits_for(terms)
+        self._width = _width(terms)
         self._length, self._device = sum(sizes), torch.device(device)
         self._owners = None
         if len(sizes) > 1:
             self._owners = torch.repeat_interleave(torch.tensor(sizes)).to(device)
         self._finest: Tensor | None = None
+        self._largest: Sequence[float] = ()
         self.restart(largest)
 
-    def restart(self, largest: Sequence[float] | None = None) -> None:
-        """Begins another sum; on the same grid, where `largest` is None."""
+    def restart(self, largest: Sequence[float]) -> None:
+        """Begins another sum."""
         self._coarser: list[Tensor] = []
-        self._terms: list[Tensor] = []
-        if largest is None:
+        self.terms: list[Tensor] = []  # for `fold` to add up: terms as they came, and sums of some
+        if self._largest == largest:  # a new grid takes time
             return
+        self._largest = [*largest]
         exponents = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent
         ones = torch.ones(len(exponents), dtype=torch.float64)
         self._reach: list[float] = torch.ldexp(ones, exponents).tolist()  # the largest numbers that the finest sum holds
@@ -82,18 +81,13 @@ class ExactSum:
             rest = (rest.double() - part).to(term.dtype)
         if rest.dtype == torch.float64:
             rest = (rest + self._shift).sub_(self._shift)
-        self._terms.append(rest)
-        if len(self._terms) > 2:
+        self.terms.append(rest)
+        if len(self.terms) > 2:
             if self._finest is None:
                 self._finest = torch.empty(self._length, dtype=torch.float64, device=self._device)
-            *added, rest = self._terms
+            *added, rest = self.terms
             self.fold(added, self._finest)
-            self._terms = [self._finest, rest]
-
-    @property
-    def terms(self) -> list[Tensor]:
-        """Returns the tensors for `fold` to add up: terms as they came, and sums of some."""
-        return self._terms
+            self.terms = [self._finest, rest]
 
     @property
     def count(self) -> int:
@@ -114,10 +108,12 @@ class ExactSum:
         What is in float64 lies on the grid; the rest is rounded to it. `coarser`: the sum that stands above it.
         """
         pieces, shifts = _PIECE if out.device.type == "cpu" else _PIECE_ON_DEVICE, self._shift
+        if out.device not in _ROOMS:
+            _ROOMS[out.device] = torch.empty(2, pieces, dtype=torch.float64, device=out.device)
         for at in range(0, len(out), pieces):
             into = out[at : at + pieces]
             here = slice(start + at, start + at + len(into))
-            sums, room = _scratch(out.device, pieces, len(into))
+            sums, room = _ROOMS[out.device][:, : len(into)]
             shift = shifts[here] if len(shifts) > 1 else shifts
             if not terms:
                 sums.copy_(shift.expand(len(into)))
@@ -132,40 +128,16 @@ class ExactSum:
                 sums.mul_(scale)
             into.copy_(sums)
 
-    def total(self) -> Tensor:
-        """Returns the sum in float64, rounded once: from the coarsest grid to the finest."""
-        total = torch.empty(self._length, dtype=torch.float64, device=self._device)
-        self.fold(self._terms, total, coarser=sum_from_coarsest(self._coarser) if self._coarser else None)
-        return total
-
-
-def sum_from_coarsest(sums: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of these sums, added from the coarsest grid to the finest; the first one's grid is the finest."""
-    total = sums[-1].clone()
-    for finer in sums[-2::-1]:
-        total += finer
-    return total
-
-
-def _scratch(device: torch.device, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns two tensors to work in, which stay in a processor's cache."""
-    if device not in _ROOMS:
-        _ROOMS[device] = torch.empty(2, size, dtype=torch.float64, device=device)
-    first, second = _ROOMS[device]
-    return first[:length], second[:length]
-
 
 class WideSum:
     """The sum of vectors whose numbers may be of any size from 2^-90 to 2^40; of a larger one it is no number.
 
-    Always on three grids (`levels`, from 2^`top` down): nobody looks at the terms, which a device may still compute. For few
-    numbers.
+    Always on `levels` grids, from 2^`top` down: nobody looks at the terms, which a device may still compute. For few numbers.
     """
 
     def __init__(self, length: int, terms: int, device: torch.device | str = "cpu", levels: int = 3, top: int = 40) -> None:
-        width = _BITS - bits_for(terms)
         self._top = top
-        self._shifts = [math.ldexp(1.5, _BITS + top - (1 + level) * width) for level in range(levels)]
+        self._shifts = [math.ldexp(1.5, _BITS + top - (1 + level) * _width(terms)) for level in range(levels)]
         self.folds = torch.zeros(levels, length, dtype=torch.float64, device=device)
         """The sums from the coarsest grid to the finest; those of several ranks are added, in any order."""
 
@@ -177,13 +149,14 @@ class WideSum:
             fold.add_(part)
             rest = rest - part
 
-    @staticmethod
-    def total(folds: Tensor) -> Tensor:
-        """Returns the sum in float64, of one or several ranks' folds."""
-        total = folds[0].clone()
-        for fold in folds[1:]:
-            total += fold
-        return total
+
+def sum_from_coarsest(folds: Iterable[Tensor]) -> Tensor:
+    """Returns the sum in float64 of sums on several grids, which come from the coarsest grid to the finest."""
+    coarsest, *finer = folds
+    total = coarsest.clone()
+    for fold in finer:
+        total += fold
+    return total
 
 
 def to_host(numbers: Sequence[Tensor]) -> list[float]:
@@ -194,15 +167,11 @@ def to_host(numbers: Sequence[Tensor]) -> list[float]:
 
 
 class ExactScalar:
-    """The sum of numbers, rounded once: of what has been added, the parts that one float64 can't hold are kept beside it.
-
-    Numbers may lie on a device: they are fetched many at a time.
-    """
+    """The sum of numbers, exactly. They may lie on a device: they are fetched many at a time."""
 
     def __init__(self, parts: Sequence[float] = ()) -> None:
+        self._parts = [*parts]
         self._pending: list[Tensor] = []
-        self._parts = [part for part in parts if math.isfinite(part)]
-        self._not_finite = [part for part in parts if not math.isfinite(part)]
 
     def add(self, term: Tensor) -> None:
         self._pending.append(term.detach().double().reshape(()))
@@ -210,27 +179,11 @@ class ExactScalar:
             self.parts()
 
     def parts(self) -> list[float]:
-        """Returns floats that do not overlap; their sum, exactly, is that of all terms."""
+        """Returns floats whose sum, exactly, is that of all terms."""
         if self._pending:
-            for term in to_host(self._pending):
-                if math.isfinite(term):
-                    _grow(self._parts, term)
-                else:
-                    self._not_finite = [sum(self._not_finite) + term]
+            self._parts = canonical_parts([*self._parts, *to_host(self._pending)])
             self._pending.clear()
-        return self._parts + self._not_finite
-
-
-def _grow(parts: list[float], term: float) -> None:
-    """Adds a term by Shewchuk's algorithm: each addition leaves its rounding error as a part of its own."""
-    kept = 0
-    for part in parts:
-        large, small = (term, part) if abs(term) >= abs(part) else (part, term)
-        term = large + small
-        if error := small - (term - large):
-            parts[kept] = error
-            kept += 1
-    parts[kept:] = [term]
+        return self._parts
 
 
 def exact_total(terms: Sequence[float]) -> float:
@@ -242,11 +195,13 @@ def exact_total(terms: Sequence[float]) -> float:
 
 
 def canonical_parts(terms: Sequence[float]) -> list[float]:
-    """Returns as few floats as have the same sum, exactly; equal sums give the same floats."""
+    """Returns as few floats as have the same sum, exactly; equal sums give the same floats. What is not finite is one."""
     parts: list[float] = []
-    while terms and all(map(math.isfinite, terms)) and (part := exact_total([*terms, *(-known for known in parts)])):
+    while part := exact_total([*terms, *(-known for known in parts)]):
+        if not math.isfinite(part):
+            return [part]
         parts.append(part)
-    return parts if all(map(math.isfinite, terms)) else [sum(terms)]
+    return parts
 
 
 def exact_mean(terms: Sequence[float], count: float) -> float:

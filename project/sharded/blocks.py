@@ -6,7 +6,7 @@ beginning of the forward pass to the end of the backward pass.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -28,19 +28,15 @@ def blocks_of(network: nn.Module, named: Sequence[str] | None = None) -> Named:
         network: any module.
         named: classes (TransformerBlock), modules (network.head) or patterns of these (network.layers.*); None finds them.
     """
-    blocks = [*(_repeated(network) if named is None else _named(network, named))]
-    if named is None:
-        largest = max((size(block) for _, block in blocks), default=0)
-        within = {id(part) for _, block in blocks for part in block.modules()}
-        blocks += [
-            (name, module)
-            for name, module in network.named_modules()
-            if id(module) not in within
-            and type(module) in _CALLED
-            and size(module) >= max(_LARGE, largest)
-            and _is_called(network, name)
-        ]
-    return _in_order(network, _untied(network, blocks))
+    if named is not None:
+        return _untied(network, _named(network, named))
+    blocks = dict(_repeated(network))
+    least = max([_LARGE, *map(size, blocks.values())])
+    within = {id(part) for block in blocks.values() for part in block.modules()}
+    for name, module in network.named_modules():
+        if id(module) not in within and type(module) in _CALLED and size(module) >= least and _is_called(network, name):
+            blocks[name] = module
+    return _untied(network, blocks.items())
 
 
 def size(module: nn.Module) -> int:
@@ -48,18 +44,15 @@ def size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _repeated(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _repeated(network: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields what lists repeat, from outside: a class that is no mere container, and is more than once in its list."""
-    waiting: list[tuple[str, nn.Module]] = [("", network)]
-    while waiting:
-        prefix, module = waiting.pop()
-        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
-        counts = Counter(type(child) for _, child in children if _has_parameters(child))
-        for name, child in children:
-            if isinstance(module, _CONTAINERS) and counts[type(child)] > 1 and _is_block(child):
-                yield name, child
-            else:
-                waiting.append((name, child))
+    children = list(network.named_children())
+    counts = Counter(type(child) for _, child in children if _has_parameters(child))
+    for name, child in children:
+        if isinstance(network, _CONTAINERS) and counts[type(child)] > 1 and _is_block(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _repeated(child, f"{prefix}{name}.")
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -81,13 +74,10 @@ def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, n
     taken: set[int] = set()
     met: set[str] = set()
     for name, module in network.named_modules():
-        those = {
-            pattern
-            for pattern in patterns
-            if name and (fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern))
-        }
-        met |= those
-        if those and id(module) not in taken and _has_parameters(module):
+        names = (name, type(module).__name__) if name else ()
+        matching = {pattern for pattern in patterns if any(fnmatchcase(text, pattern) for text in names)}
+        met |= matching
+        if matching and id(module) not in taken and _has_parameters(module):
             taken |= {id(part) for part in module.modules()}
             yield name, module
     if missed := [pattern for pattern in patterns if pattern not in met]:
@@ -98,18 +88,17 @@ def _named(network: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, n
         )
 
 
-def _untied(network: nn.Module, blocks: Named) -> Named:
-    """Leaves out blocks that share a parameter with something outside: it must be there for both, and the root's are."""
-    holders = Counter(id(parameter) for module in network.modules() for parameter in module.parameters(recurse=False))
-    kept = []
-    for name, block in blocks:
-        inside = Counter(id(parameter) for module in block.modules() for parameter in module.parameters(recurse=False))
-        if all(holders[key] == count for key, count in inside.items()):
-            kept.append((name, block))
-    return kept
+def _untied(network: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> Named:
+    """Returns the blocks, each once, in the network's order. What shares a parameter with something outside is the root's."""
+    holders = _count_holders(network)
+    names = {id(block): name for name, block in reversed([*blocks])}
+    return [
+        (names[id(block)], block)
+        for block in network.modules()
+        if id(block) in names and all(holders[key] == count for key, count in _count_holders(block).items())
+    ]
 
 
-def _in_order(network: nn.Module, blocks: Named) -> Named:
-    places = {id(module): at for at, module in enumerate(network.modules())}
-    once = {id(block): (name, block) for name, block in reversed(blocks)}
-    return sorted(once.values(), key=lambda named: places[id(named[1])])
+def _count_holders(module: nn.Module) -> Counter[int]:
+    """Returns how many modules hold each parameter, by its `id`."""
+    return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))

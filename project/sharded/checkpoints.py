@@ -1,5 +1,6 @@
 """Reads and writes a rank's shards of a checkpoint."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,29 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from project.parts import Stored
-from project.sharded.shards import gather, read_shard, shards_like
+from project.sharded.shards import gather, read_shard, shard_like
 from project.step.data_ranks import ByDataRanks
 
 
 class ShardedCheckpoints(ByDataRanks):
-    """A strategy that gives each rank its shards of a checkpoint, whoever has written it.
-
-    Args:
-        settings: as in ByDataRanks.
-    """
+    """A strategy that gives each rank its shards of a checkpoint, whoever has written it."""
 
     def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__(*settings, **named)
         self._state: dict[str, Any] = {}  # the network's, where layers are shared
 
     @property
+    @abstractmethod
     def is_sharded(self) -> bool:
         """Returns whether each rank holds a shard."""
-        raise NotImplementedError
 
     @cached_property
-    def _data_mesh(self) -> DeviceMesh:
-        raise NotImplementedError
+    @abstractmethod
+    def _data_mesh(self) -> DeviceMesh: ...
 
     @property
     def _shared_layers(self) -> bool:
@@ -62,8 +59,10 @@ class ShardedCheckpoints(ByDataRanks):
             if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
                 return state
             # Another shape is left for the error that names another network.
-            fitting = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
-            return {**state, **shards_like(fitting, own)}
+            return {
+                **state,
+                **{name: shard_like(value, own[name]) for name, value in state.items() if _fits(value, own.get(name))},
+            }
 
         return {name: shards_of(state) for name, state in checkpoint.items()}
 
@@ -80,7 +79,8 @@ class ShardedCheckpoints(ByDataRanks):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self.is_sharded:
-            shards = shards_like(checkpoint["state_dict"], self.lightning_module.state_dict())  # type: ignore[union-attr]
+            own = self.lightning_module.state_dict()  # type: ignore[union-attr]
+            shards = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
             checkpoint = {**checkpoint, "state_dict": shards}
         super().load_model_state_dict(checkpoint, strict)
 
@@ -90,8 +90,8 @@ class ShardedCheckpoints(ByDataRanks):
                 parameters = _parameters(optimizer)
                 for number, values in state["state"].items():
                     like = parameters[number]
-                    names = [name for name, value in values.items() if _shape(value) == like.shape and like.ndim > 0]
-                    values.update(shards_like({name: values[name] for name in names}, dict.fromkeys(names, like)))
+                    fitting = [name for name, value in values.items() if like.ndim > 0 and _fits(value, like)]
+                    values.update({name: shard_like(values[name], like) for name in fitting})
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:  # Lightning has moved its state to the GPU, where an offloaded parameter is not
             for parameter, state in optimizer.state.items():
@@ -104,5 +104,5 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, Tensor) else None
+def _fits(value: Any, like: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(like, Tensor) and value.shape == like.shape

@@ -3,10 +3,10 @@
 The bits of a convolution depend on the order in which its weight lies, and on GPUs its speed does.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -24,21 +24,15 @@ def use_contiguous_order(module: nn.Module) -> dict[str, torch.memory_format]:
             weight.data = weight.data.contiguous()
             if format is not None:
                 formats[f"{prefix}.{name}" if prefix else name] = format
-                _restore_layout_in_forward(layer, name, format)
+                layer.register_forward_pre_hook(partial(_lay_out, name, format))
+                layer.register_forward_hook(partial(_restore, name), always_call=True)
     return formats
 
 
-def _restore_layout_in_forward(layer: nn.Module, name: str, format: torch.memory_format) -> None:
-    """Gives a layer its weight in this memory format for the time of a forward pass: an attribute of the layer comes before its
-    parameter of that name.
-    """
+def _lay_out(name: str, format: torch.memory_format, layer: nn.Module, _: object) -> None:
+    # An attribute of the layer comes before its parameter of that name.
+    layer.__dict__[name] = layer.get_parameter(name).contiguous(memory_format=format)
 
-    def give(layer: Any, _: Any) -> None:
-        weight: Tensor = layer.get_parameter(name)
-        layer.__dict__[name] = weight.contiguous(memory_format=format)
 
-    def take_back(layer: Any, *_: Any) -> None:
-        layer.__dict__.pop(name, None)
-
-    layer.register_forward_pre_hook(give)
-    layer.register_forward_hook(take_back, always_call=True)
+def _restore(name: str, layer: nn.Module, *_: object) -> None:
+    layer.__dict__.pop(name, None)

@@ -56,11 +56,8 @@ def _with_memory(value: Any) -> Any:
 
 
 def _replace(tensor: Tensor, values: Tensor) -> None:
-    """Gives a tensor other values on another device. It stays the same object, with its attributes and hooks."""
+    """Gives a tensor other values on another device. It stays the same object, with its attributes."""
     torch._C._swap_tensor_impl(tensor, values.detach().requires_grad_(tensor.requires_grad))
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(tensor, hooks):
-            setattr(tensor, hooks, getattr(tensor, hooks))  # torch keeps them with the values
 
 
 _SKIP_META = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -16,25 +17,28 @@ from torch.optim.swa_utils import AveragedModel
 from project.errors import UserError
 from project.typed import typed
 
+_Kind = TypeVar("_Kind")
+
 
 def weight_averages(trainer: pl.Trainer) -> list[AveragedModel]:
     """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
-    averaged = []
-    for callback in typed(trainer).callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
-            raise UserError(
-                "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
-                "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
-            )
-        averaged += [value for value in vars(callback).values() if isinstance(value, AveragedModel)]
-    return averaged
+    if _callbacks(trainer, StochasticWeightAveraging):
+        raise UserError(
+            "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
+            "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
+        )
+    kept = (value for callback in _callbacks(trainer, pl.Callback) for value in vars(callback).values())
+    return [value for value in kept if isinstance(value, AveragedModel)]
+
+
+def _callbacks(trainer: pl.Trainer, kind: type[_Kind]) -> list[_Kind]:
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, kind)]
 
 
 @contextmanager
 def averages_on_host(trainer: pl.Trainer) -> Iterator[None]:
     """Has copies of a network that is not sharded yet made in the host's memory: a device may be too small for one."""
-    averaging = [callback for callback in typed(trainer).callbacks if isinstance(callback, WeightAveraging)]
-    unplaced = [callback for callback in averaging if callback._device is None]
+    unplaced = [callback for callback in _callbacks(trainer, WeightAveraging) if callback._device is None]
     for callback in unplaced:
         callback._device = torch.device("cpu")
     try:
@@ -46,15 +50,12 @@ def averages_on_host(trainer: pl.Trainer) -> Iterator[None]:
 
 def refuse_copies(trainer: pl.Trainer) -> None:
     """Refuses averages of a network that another fit of this process has spread: torch copies none that is."""
-    callbacks = typed(trainer).callbacks
-    if not isinstance(trainer.lightning_module, FSDPModule):
-        return
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging):
-            raise UserError(
-                f"strategy=sharded: {type(callback).__name__} copies the network, which an earlier fit of this process has "
-                "spread over the ranks. HINT: fit a new module, from that fit's checkpoint (ckpt_path)."
-            )
+    averaging = _callbacks(trainer, WeightAveraging)
+    if averaging and isinstance(trainer.lightning_module, FSDPModule):
+        raise UserError(
+            f"strategy=sharded: {type(averaging[0]).__name__} copies the network, which an earlier fit of this process has "
+            "spread over the ranks. HINT: fit a new module, from that fit's checkpoint (ckpt_path)."
+        )
 
 
 _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -62,11 +63,8 @@ _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 
 def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
-    """Refuses optimisers that can't compute with shards, and chooses the implementations that can.
-
-    Raises:
-        UserError: it needs whole tensors, or a kernel that torch does not have for shards; or, where sums are to be exact, the
-            CPU rounds the last values of a shard otherwise than those before.
+    """Refuses optimisers that can't compute with shards, and chooses the implementations that can. `exact`: refuses also those
+    with which a CPU rounds the last values of a shard otherwise than those before.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -97,8 +95,7 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
 def refuse_no_values(model: nn.Module) -> None:
     """Refuses a tensor that has no values, and a parameter that lies in the memory of another tensor, which it would leave."""
     places: dict[int, list[tuple[int, int, str, bool]]] = {}
-    tensors = [(name, tensor, True) for name, tensor in model.named_parameters()]
-    for name, tensor, learns in (*tensors, *((name, tensor, False) for name, tensor in model.named_buffers())):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise UserError(
                 f"strategy=sharded: {name} lies on the meta device, without values. HINT: give it some before the fit begins."
@@ -106,7 +103,7 @@ def refuse_no_values(model: nn.Module) -> None:
         if tensor.layout is not torch.strided or isinstance(tensor, DTensor) or is_lazy(tensor):
             continue
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.data_ptr()
+        start, learns = tensor.data_ptr(), isinstance(tensor, nn.Parameter)
         end = start + extent * tensor.element_size()
         others = places.setdefault(tensor.untyped_storage().data_ptr(), [])
         for first, last, other, other_learns in others if tensor.numel() else ():
@@ -120,8 +117,7 @@ def refuse_no_values(model: nn.Module) -> None:
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
     """Refuses ModelPruning, which needs whole tensors."""
-    callbacks = typed(trainer).callbacks
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+    if _callbacks(trainer, ModelPruning):
         raise UserError(
             "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors, and each rank has a shard of "
             "them. HINT: strategy: ddp."
@@ -129,8 +125,7 @@ def refuse_pruning(trainer: pl.Trainer) -> None:
 
 
 def refuse_own_steps(module: pl.LightningModule) -> None:
-    """Refuses a module that steps by itself: its backward passes lie within a step, and torch finds none that goes through no
-    block, so that its gradients stay unseen."""
+    """Refuses a module that steps by itself: torch finds no backward pass within a step that goes through no block."""
     if not module.automatic_optimization:
         raise UserError(
             f"strategy=sharded: {type(module).__name__} steps its optimisers by itself (automatic_optimization is False), and "

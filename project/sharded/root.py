@@ -1,6 +1,6 @@
-"""The root of a network that is spread: it gathers what is in no block, and its steps are taken from within its `forward`."""
+"""The root of a network that is spread: it gathers what is in no block before each of its steps, as before its `forward`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from project.step.state import step_state
+
+_STEP = "step_of_root"
+
+
+def _call(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return step(*args, **kwargs)
 
 
 class Root:
@@ -18,82 +24,62 @@ class Root:
 
     Args:
         module: the root.
+        exact: gradients are added up elsewhere (exact/gradients.py).
         keeps_gathered: blocks stay gathered from the forward pass to the backward pass.
         gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
         offloaded: parameters lie in the host's memory.
     """
 
     def __init__(
-        self, module: nn.Module, keeps_gathered: bool, gathered_as: torch.dtype | None = None, offloaded: bool = False
+        self, module: nn.Module, exact: bool, keeps_gathered: bool, gathered_as: torch.dtype | None, offloaded: bool
     ) -> None:
         assert isinstance(module, FSDPModule)
         self._root: Any = module
-        self._keeps_gathered, self._gathered_as, self._offloaded = keeps_gathered, gathered_as, offloaded
+        self._exact, self._keeps_gathered, self._gathered_as, self._offloaded = exact, keeps_gathered, gathered_as, offloaded
         self._parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Any] = []
+        module.set_requires_gradient_sync(not exact)
+        setattr(module, _STEP, _call)
+        register_fsdp_forward_method(module, _STEP)
 
     # The backward pass -----------------------------------------------------------------------------------------------
 
-    def set_gradient_sync(self, on: bool) -> None:
-        """Sets whether a backward pass adds up the gradients of all ranks."""
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Runs a micro-batch whose step continues: its gradients wait for those of the last one."""
+        self._set_accumulating(True)
+        try:
+            yield
+        finally:
+            self._set_accumulating(False)
+            self._stays_gathered = self._keeps_gathered
+
+    def _set_accumulating(self, on: bool) -> None:
         for part in self._parts:
             # Not recursive: it would walk through all modules, for each micro-batch.
-            part.set_requires_gradient_sync(on, recurse=False)
-
-    def begin_accumulating(self, exact: bool) -> None:
-        """Begins a micro-batch whose step continues: its gradients wait for those of the last one."""
-        if not exact:
-            self.set_gradient_sync(False)
-        self._set_reshard_after_backward(False)
-
-    def end_accumulating(self, exact: bool) -> None:
-        """Ends a micro-batch whose step continues."""
-        if not exact:
-            self.set_gradient_sync(True)
-        self._set_reshard_after_backward(True)
-        self._stays_gathered = self._keeps_gathered
-
-    def _set_reshard_after_backward(self, on: bool) -> None:
-        for part in self._parts if self._keeps_gathered else ():
-            part.set_reshard_after_backward(on, recurse=False)
+            if not self._exact:
+                part.set_requires_gradient_sync(not on, recurse=False)
+            if self._keeps_gathered:
+                part.set_reshard_after_backward(not on, recurse=False)
 
     # The forward pass ------------------------------------------------------------------------------------------------
 
     def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs a step of the module (`training_step`, say) as its `forward`: the hooks of `fully_shard` around that gather the
-        root's parameters.
-        """
+        """Runs a step of the module (`training_step`, say) between what `fully_shard` does before and after a `forward`."""
         module = self._root
         step, training = getattr(module, name), name == "training_step"
-        # Else the hooks would bring what a batch holds to the device once more, and copy what holds it.
-        # They get the name alone: from torch 2.11 to 2.14 they fail where there is nothing to bring.
         if self._gathered_as is None:
-            bound = partial(step, *args, **kwargs)
-            step, args, kwargs = (lambda _: bound()), (name,), {}
+            # Else what a batch holds would be brought to the device once more, and what holds it be copied.
+            step, args, kwargs = partial(step, *args, **kwargs), (), {}
         if training and not self._stays_gathered:
             self._reshard()
         self._stays_gathered = False
-        before = module.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            put_back()
-            with self._without_root_hooks():
-                return step(*args, **kwargs)
-
-        def put_back() -> None:
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.forward = before
-
-        module.forward = forward
-        try:
-            if training:
-                return module(*args, **kwargs)
-            with self._record_gather_order():
-                output = module(*args, **kwargs)
-        finally:
-            put_back()
+        within = partial(self._run_without_root_hooks, step)
+        if training:
+            return getattr(module, _STEP)(within, *args, **kwargs)
+        with self._record_gather_order():
+            output = getattr(module, _STEP)(within, *args, **kwargs)
         self._reshard()
         if step_state(module.trainer).peers_evaluate_more:
             self._gather_like_peers()
@@ -101,28 +87,24 @@ class Root:
             torch.cuda.current_stream().synchronize()
         return output
 
-    @contextmanager
-    def _without_root_hooks(self) -> Iterator[None]:
-        """Takes off the hooks of `fully_shard` within: a step that calls the module itself, as most do, is in its `forward`
-        already. Entered once more, `fully_shard` would let go after that of what the backward pass needs, and gather it again.
-        """
+    def _run_without_root_hooks(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call."""
+        # Entered once more, it would let go after that of what the backward pass needs, and gather it again.
         module = self._root
-        places = module._forward_pre_hooks, module._forward_hooks
-        before = [dict(hooks) for hooks in places]
-        shards = [key for hooks in places for key, hook in hooks.items() if "fully_shard" in getattr(hook, "__module__", "")]
-        for hooks in places:
-            for key in shards:
-                hooks.pop(key, None)
+        first = module._forward_pre_hooks
+        places = [(hooks, key, hook) for hooks in (first, module._forward_hooks) for key, hook in hooks.items()]
+        taken = [place for place in places if "fully_shard" in getattr(place[-1], "__module__", "")]
+        for hooks, key, _ in taken:
+            del hooks[key]
         casts = [module.register_forward_pre_hook(self._cast, with_kwargs=True)] if self._gathered_as else []
         try:
-            yield
+            return step(*args, **kwargs)
         finally:
             for handle in casts:
                 handle.remove()
-            for hooks, were in zip(places, before, strict=True):  # in their order, and with what the step itself has changed
-                now = dict(hooks)
-                hooks.clear()
-                hooks.update({key: hook for key, hook in were.items() if key in shards or key in now} | now)
+            for hooks, key, hook in taken:
+                hooks[key] = hook
+                hooks.move_to_end(key, last=hooks is not first)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Casts floating-point inputs to the dtype that parameters are gathered in."""
@@ -140,13 +122,14 @@ class Root:
     @contextmanager
     def _record_gather_order(self) -> Iterator[None]:
         """Records which parts a forward pass gathers, and in which order."""
-        self._order = []
+        self._order = [self._root]
 
         def note(part: Any, _: Any) -> None:
-            if not (self._keeps_gathered or part is self._root) or part not in self._order:
+            if not self._keeps_gathered or part not in self._order:
                 self._order.append(part)
 
-        hooks = [part.register_forward_pre_hook(note, prepend=True) for part in self._parts]
+        blocks = [part for part in self._parts if part is not self._root]
+        hooks = [part.register_forward_pre_hook(note, prepend=True) for part in blocks]
         try:
             yield
         finally:

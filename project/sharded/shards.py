@@ -1,6 +1,6 @@
 """Tensors of which each rank has a shard: shards of others, norms and overflows of all, and their place in a checkpoint."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +34,6 @@ def shard_like(value: Any, like: Any) -> Any:
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     return _placed(_slice_of(value, like).to(like.to_local().device, copy=True).contiguous(), like)
-
-
-def shards_like(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's shard of each tensor whose namesake is sharded, and all others as they are."""
-    return {name: shard_like(value, like.get(name)) for name, value in whole.items()}
 
 
 def view_of(value: Tensor, like: DTensor) -> DTensor:
@@ -88,16 +83,14 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a norm in which each slice counts once. Torch takes none of tensors that are placed differently."""
-    first = dist.get_rank() == 0
-    counts: dict[Any, bool] = {}
+    first: dict[Any, bool] = {None: dist.get_rank() == 0}  # by placement, whether this rank's slice counts
     own = []
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            placed = (tensor.device_mesh, tensor.placements)
-            if placed not in counts:
-                layout, place = layout_of(tensor)
-                counts[placed] = layout.is_first(place)
-        if counts[placed] if isinstance(tensor, DTensor) else first:
+        placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if isinstance(tensor, DTensor) and placed not in first:
+            layout, place = layout_of(tensor)
+            first[placed] = layout.is_first(place)
+        if first[placed]:
             own.append(local(tensor))
     total = (torch.nn.utils.get_total_norm(own) if own else local(tensors[0]).new_zeros(())).square()
     dist.all_reduce(total)
@@ -146,16 +139,15 @@ class Split(NamedTuple):
 def layout_of(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
     """Returns which rank has which slice of a tensor, and this rank's place."""
     along: list[int | None] = []
-    strided = False
     for placement in tensor.placements:
-        # Cut in two ways along one dimension: first for the ranks of a layer, and that part for the data ranks.
-        strided = strided or getattr(placement, "split_factor", 1) > 1
         if not placement.is_shard() and not placement.is_replicate() and not hasattr(placement, "split_factor"):
             raise UserError(f"A tensor that is spread as {placement} can't be saved. HINT: Shard and Replicate can.")
         along.append(None if placement.is_replicate() else placement.dim)  # type: ignore[attr-defined]
     mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     assert place is not None
-    if strided:  # a layout is cut from its first dimension to its last
+    # Cut in two ways along one dimension: first for the ranks of a layer, and that part for the data ranks.
+    if any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements):
+        # A layout is cut from its first dimension to its last.
         mesh, along, place = mesh.permute(*reversed(range(mesh.ndim))), along[::-1], place[::-1]
     return Layout(tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(along)), tuple(place)
 
@@ -182,16 +174,10 @@ def split(checkpoint: dict[str, Any]) -> Split:
 
 def read_shard(stored: Stored, mesh: DeviceMesh, like: Any = None) -> DTensor:
     """Reads this rank's slice of a tensor that lies in parts, placed like another one, or else as `fully_shard` places it."""
-    if isinstance(like, DTensor) and tuple(like.shape) == stored.shape:
-        layout, place = layout_of(like)
-        return _placed(stored.read(layout.box(stored.shape, place)), like)
-    sharded = any(dimension is not None for dimension in stored.layout.along) and bool(stored.shape)
-    names = mesh.mesh_dim_names or ()
-    placements = [Shard(0) if sharded and name != "copies" else Replicate() for name in names]
-    along = tuple(0 if placement.is_shard() else None for placement in placements)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    layout = Layout(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), along)
-    shard = stored.read(layout.box(stored.shape, tuple(coordinate)))
-    stride = torch.empty(stored.shape, device="meta").stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=torch.Size(stored.shape), stride=stride)
+    if not isinstance(like, DTensor) or tuple(like.shape) != stored.shape:
+        sharded = any(dimension is not None for dimension in stored.layout.along) and bool(stored.shape)
+        placements = [Shard(0) if sharded and name != "copies" else Replicate() for name in mesh.mesh_dim_names or ()]
+        stride, shape = torch.empty(stored.shape, device="meta").stride(), torch.Size(stored.shape)
+        like = DTensor.from_local(torch.empty(0), mesh, placements, run_check=False, shape=shape, stride=stride)
+    layout, place = layout_of(like)
+    return _placed(stored.read(layout.box(stored.shape, place)), like)

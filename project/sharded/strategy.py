@@ -6,9 +6,9 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from project.cluster.environment import limits
 from project.cluster.memory import keep_freed_memory
@@ -30,7 +31,6 @@ from project.sharded.blocks import Named, blocks_of
 from project.sharded.checkpoints import ShardedCheckpoints
 from project.sharded.memory_formats import use_contiguous_order
 from project.sharded.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
-from project.sharded.recompute import recompute
 from project.sharded.refusals import (
     averages_on_host,
     prepare_optimizers,
@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 Shard = Literal["full", "node", "gradients"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 _SPARE = 12
 """Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
@@ -103,8 +101,7 @@ class Sharded(ShardedCheckpoints):
         self.layouts: dict[str, torch.memory_format] = {}
         """The memory format of weights that layers compute with in another order than the default one, by name."""
         self._before_values = ExitStack()
-        self.root: Root | None = None
-        """The root of a network that is spread."""
+        self._root: Root | None = None  # of a network that is spread
         self._state_of_fit: TrainerState | None = None
 
     @property
@@ -155,36 +152,40 @@ class Sharded(ShardedCheckpoints):
         assert self.accelerator is not None
         assert self.model is not None
         self._before_values.close()
-        self._state_of_fit = trainer.state
-        if trainer.state.fn == TrainerFn.FITTING:
+        self._state_of_fit, training = trainer.state, trainer.state.fn == TrainerFn.FITTING
+        if training:
             refuse_single_rank(self.shared_by, self.world_size)
         if not self.is_sharded:
             weight_averages(trainer)  # refuses those that keep a whole network
             if self.checkpoint_activations:
-                self._recompute(blocks_of(self.model, self.blocks))
+                _recompute(blocks_of(self.model, self.blocks))
             super().setup(trainer)
             return
         self.accelerator.setup(trainer)
-        training = trainer.state.fn == TrainerFn.FITTING
-        if self._layer_sync and training:
-            self.model = self._layer_sync.apply(self.model)
         if training:
             refuse_own_steps(trainer.lightning_module)
             refuse_pruning(trainer)
+            if self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = weight_averages(trainer)
             if training and self.is_global_zero and self.before_sharding is not None:
                 self.before_sharding()
             self._refuse_unsendable_network(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
-            self._log_sharding(self._shard_network(self.model, plan))
+            blocks = self._shard_network(self.model, plan)
             for average in averaged:
                 self._shard_network(average.module, plan)
+            kinds, here = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks}), self.data_ranks
+            ranks = f"{self.world_size} ranks"
+            if self._shared_layers:
+                ranks += f" ({here.count} x {here.shared_by} tensor parallel)"
+            log.info("Sharded over %s: %d block(s) of %s, and the rest.", ranks, len(blocks), ", ".join(kinds) or "-")
             self._keep_freed_memory(self.model)
         else:  # and its end has brought it back to the host
             self._move(self.model)
-        self.root = Root(self.model, self.shard == "gradients", DTYPES[self.param_dtype], self.cpu_offload)
-        self.root.set_gradient_sync(not self.exact)
+        gathered_as = DTYPES[self.param_dtype]
+        self._root = Root(self.model, self.exact, self.shard == "gradients", gathered_as, self.cpu_offload)
         if self._shared_layers:
             self._state = self.model.state_dict()
             self.reduce_over_data_ranks(self.model)
@@ -195,11 +196,6 @@ class Sharded(ShardedCheckpoints):
             self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.exact)
         self.setup_precision_plugin()
-
-    @property
-    def _shard_device(self) -> torch.device:
-        """Returns the device on which shards lie while their block does not compute."""
-        return torch.device("cpu") if self.cpu_offload else self.root_device
 
     def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
         """Refuses a network whose values rank 0 can't send: it has none, or another rank's differs."""
@@ -213,41 +209,32 @@ class Sharded(ShardedCheckpoints):
         refuse_other_network(model, self.broadcast(signature(model)))
 
     def _shard_network(self, model: nn.Module, plan: Plan) -> Named:
-        """Shards a network block by block, so that the device has one of them whole at a time."""
+        """Shards a network block by block, so that the device has one of them whole at a time. Each gets rank 0's values."""
         blocks = blocks_of(model, self.blocks)
         if self.checkpoint_activations:
-            self._recompute(blocks)
-        settings = {"mesh": self._data_mesh, **self._settings()}
+            _recompute(blocks)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[self.param_dtype], reduce_dtype=DTYPES[self.reduce_dtype])
+        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         for name, block in [*blocks, ("", model)]:
             refuse_unshardable(name, block)
-            give_memory(block, self._shard_device)
+            give_memory(block, torch.device("cpu") if self.cpu_offload else self.root_device)
             of_block = use_contiguous_order(block)
             self.layouts |= {f"{name}.{at}" if name else at: layout for at, layout in of_block.items()}
-            self._broadcast_block(block)
+            self.precision_plugin.convert_module(block)
+            self._move(block)
+            tensors = (*block.parameters(), *block.buffers())
+            broadcast_from_rank_0(tensor for tensor in tensors if not isinstance(tensor, DTensor))
             if self._shared_layers:
                 parallelize_layers(name, block, plan, self._mesh["tensor"])
-            if block is model:
-                fully_shard(block, reshard_after_forward=False, **settings)
-                continue
-            fully_shard(block, reshard_after_forward=self.shard != "gradients", **settings)
+            releases = block is not model and self.shard != "gradients"
+            fully_shard(block, mesh=self._data_mesh, reshard_after_forward=releases, mp_policy=policy, offload_policy=offload)
         return blocks
-
-    def _recompute(self, blocks: Named) -> None:
-        for _, block in blocks:
-            if "forward" not in vars(block):  # in another fit it is so already
-                recompute(block)
 
     def _keep_freed_memory(self, model: nn.Module) -> None:
         """Keeps freed memory on a CPU, where there is room for as much as DDP holds: steps are faster by a quarter."""
         if self.root_device.type == "cpu" and (left := limits(Path("."))["memory"]) is not None:
             whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
             keep_freed_memory(large=_SPARE * whole <= left // self.num_processes)
-
-    def _broadcast_block(self, block: nn.Module) -> None:
-        """Moves a block to the device, in its type, and gives it rank 0's values, as DDP does."""
-        self.precision_plugin.convert_module(block)
-        self._move(block)
-        broadcast_from_rank_0(tensor for tensor in (*block.parameters(), *block.buffers()) if not isinstance(tensor, DTensor))
 
     def _move(self, module: nn.Module) -> None:
         if self.cpu_offload:
@@ -264,10 +251,9 @@ class Sharded(ShardedCheckpoints):
         share = self.data_ranks.shared_by
         sizes = {"shard": self.world_size // share}
         if self.shard == "node":
-            here = self.num_processes
-            if self.num_nodes < 2 or here < 2:
-                log.info("shard=node: %d host(s) with %d rank(s) each.", self.num_nodes, here)
-            sizes = {"copies": self.num_nodes, "shard": here // share}
+            if self.num_nodes < 2 or self.num_processes < 2:
+                log.info("shard=node: %d host(s) with %d rank(s) each.", self.num_nodes, self.num_processes)
+            sizes = {"copies": self.num_nodes, "shard": self.num_processes // share}
         if share > 1:
             sizes["tensor"] = share
         return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -278,29 +264,13 @@ class Sharded(ShardedCheckpoints):
         names = self._mesh.mesh_dim_names or ()
         return self._mesh[names[:-1]] if self._shared_layers else self._mesh
 
-    def _settings(self) -> dict[str, Any]:
-        param, reduce = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
-        return {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
-            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
-        }
-
-    def _log_sharding(self, blocks: Named) -> None:
-        kinds = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks})
-        ranks = f"{self.world_size} ranks"
-        if self._shared_layers:
-            ranks += f" ({self.data_ranks.count} x {self.data_ranks.shared_by} tensor parallel)"
-        log.info("Sharded over %s: %d block(s) of %s, and the rest.", ranks, len(blocks), ", ".join(kinds) or "-")
-
     def gathered_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that blocks compute with: their memory is there while a block is gathered, and their gradients
         are whole. They have the names, and the order, of the network's own."""
         module = self.lightning_module
         assert module is not None
-        if self.root is None:
-            return {}
         gathered: dict[str, nn.Parameter] = {}
-        for prefix, part in module.named_modules():
+        for prefix, part in module.named_modules() if self._root is not None else ():
             if isinstance(part, FSDPModule):
                 part.unshard()
                 of_part = part.named_parameters(prefix=prefix)  # type: ignore[attr-defined]
@@ -311,10 +281,9 @@ class Sharded(ShardedCheckpoints):
     def teardown(self) -> None:
         """Lightning brings the network back to the host. After an error it may have no values yet, or what is gathered is in
         use in what is left of a step, and can't be moved."""
-        module: Any = self.lightning_module
-        left = (
-            self.root is not None and self._state_of_fit is not None and self._state_of_fit.status == TrainerStatus.INTERRUPTED
-        )
+        module = self.lightning_module
+        state = self._state_of_fit
+        left = self._root is not None and state is not None and state.status == TrainerStatus.INTERRUPTED
         if module is not None and (left or any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))):
             module.__dict__["cpu"] = lambda: module
         self._before_values.close()  # where an error came before the setup
@@ -325,14 +294,8 @@ class Sharded(ShardedCheckpoints):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Runs a micro-batch whose step continues: its gradients wait for those of the last one."""
-        if self.root is None:
+        with nullcontext() if self._root is None else self._root.accumulating():
             yield
-            return
-        self.root.begin_accumulating(self.exact)
-        try:
-            yield
-        finally:
-            self.root.end_accumulating(self.exact)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -351,9 +314,16 @@ class Sharded(ShardedCheckpoints):
             return self._call("predict_step", *args, **kwargs)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self.root is None:
+        if self._root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
-        return self.root.run_step(name, *args, **kwargs)
+        return self._root.run_step(name, *args, **kwargs)
+
+
+def _recompute(blocks: Named) -> None:
+    """Has blocks keep their input alone, and compute the rest again when their gradients are computed."""
+    for _, block in blocks:
+        if "forward" not in vars(block):  # in another fit it is so already
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:

@@ -4,7 +4,6 @@ The plan is the network's. What it does not name stays whole on each of these ra
 dropout, too, as random numbers follow from the micro-batch.
 """
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,7 +49,15 @@ def refuse_single_rank(tensor: int, ranks: int) -> None:
 
 def plan_of(module: nn.Module) -> Plan:
     """Returns the plan of a module, or of its `network`, with the names of all modules that its patterns mean."""
-    prefix, owner = _owner(module)
+    owners = {"": module, "network.": getattr(module, "network", None)}
+    prefix = next((prefix for prefix, owner in owners.items() if callable(getattr(owner, _METHOD, None))), None)
+    if prefix is None:
+        raise UserError(
+            f"strategy=sharded: tensor_parallel needs a plan, and {type(module).__name__} has none. HINT: give it, or its "
+            f"network, a method {_METHOD}() that returns what torch's parallelize_module takes: "
+            "{'layers.*.mlp.0': ColwiseParallel()}."
+        )
+    owner: Any = owners[prefix]
     plan: Plan = {}
     for pattern, style in getattr(owner, _METHOD)().items():
         if not isinstance(style, ParallelStyle):
@@ -69,17 +76,6 @@ def plan_of(module: nn.Module) -> Plan:
     return plan
 
 
-def _owner(module: Any) -> tuple[str, Any]:
-    """Returns the module or its `network`, whichever has a plan, with the prefix of its names."""
-    for prefix, owner in (("", module), ("network.", getattr(module, "network", None))):
-        if isinstance(owner, nn.Module) and callable(getattr(owner, _METHOD, None)):
-            return prefix, owner
-    raise UserError(
-        f"strategy=sharded: tensor_parallel needs a plan, and {type(module).__name__} has none. HINT: give it, or its network, "
-        f"a method {_METHOD}() that returns what torch's parallelize_module takes: {{'layers.*.mlp.0': ColwiseParallel()}}."
-    )
-
-
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
@@ -93,25 +89,20 @@ def _refuse_tied(module: nn.Module, plan: Plan) -> None:
             holders.setdefault(id(parameter), set()).add(name)
     for name in plan:
         for parameter in module.get_submodule(name).parameters():
-            if others := sorted(
-                other for other in holders[id(parameter)] if other != name and not other.startswith(f"{name}.")
-            ):
+            outside = [holder for holder in holders[id(parameter)] if not f"{holder}.".startswith(f"{name}.")]
+            if outside:
                 raise UserError(
-                    f"strategy=sharded: the plan cuts {name}, and {others[0] or 'the module itself'} has the same weight, "
+                    f"strategy=sharded: the plan cuts {name}, and {min(outside) or 'the module itself'} has the same weight, "
                     f"which would be another one then. HINT: leave {name} out of the plan."
                 )
 
 
-def parallelize_layers(name: str, block: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+def parallelize_layers(name: str, block: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cuts what the plan names in a block, of which all ranks have the same values. `name`: the block's."""
     for at, style in plan.items():
-        if not name:
-            inner = at
-        elif at == name or at.startswith(f"{name}."):
-            inner = at[len(name) + 1 :]
-        else:
+        if name and not f"{at}.".startswith(f"{name}."):
             continue
-        layer = block.get_submodule(inner)
+        layer = block.get_submodule(at[len(name) + 1 :] if name else at)
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
             continue  # in a block that is done
         parallelize_module(layer, mesh, style, src_data_rank=None)

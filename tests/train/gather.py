@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -22,19 +22,26 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Gather(Callback):
-    """Leaves the weights, the optimiser and the average at the end, whole: gathered.pt."""
+    """Leaves the weights, the optimiser and the average, whole: start.pt and, at the end, gathered.pt."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.leave(trainer, "start.pt")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.leave(trainer, "gathered.pt")
+
+    def leave(self, trainer: Trainer, file: str) -> None:
         averages = [one for callback in trainer.callbacks for one in vars(callback).values() if isinstance(one, AveragedModel)]
+        parameters = trainer.lightning_module.parameters()
         state = {
-            "module": dict(pl_module.state_dict()),
+            "module": dict(trainer.lightning_module.state_dict()),
             "optimizers": [one.state_dict() for one in trainer.optimizers],
             "average": [dict(one.state_dict()) for one in averages],
+            "spread": any(isinstance(one, DTensor) and one.to_local().numel() < one.numel() for one in parameters),
         }
-        spread = any(isinstance(one, DTensor) and one.to_local().numel() < one.numel() for one in pl_module.parameters())
         found = apply_to_collection(state, Tensor, whole)
         if trainer.is_global_zero:
-            torch.save({**found, "spread": spread}, "gathered.pt")
+            torch.save(found, file)
 
 
 class CountCollectives(Callback):
@@ -91,22 +98,6 @@ class Poisoned(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * torch.nan if poisoned(self.trainer) else loss
-
-
-class Scaled(Regression):
-    """Has a parameter without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-
-
-class Mixed(Regression):
-    """Has parameters of two types outside of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(3, 3)
 
 
 class Normed(Regression):

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.data import DataLoader
 
 from project.watch.console import Progress
-from project.watch.throughput import Measured, Throughput
 from tests.own import Points, PointsData, Regression, Sized
-from tests.train.gather import Poisoned, whole
+from tests.train.gather import Poisoned
 
 
 class Planned(Regression):
@@ -70,16 +68,6 @@ class Tied(Planned):
         self.other.weight = self.network[0].weight
 
 
-class Misplanned(Planned):
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        return {"network.nought": ColwiseParallel()}
-
-
-class Styleless(Planned):
-    def tensor_parallel_plan(self) -> dict[str, Any]:
-        return {"network.0": "columns"}
-
-
 class Predicted(PointsData):
     def predict_dataloader(self) -> Any:
         return DataLoader(Points(11), batch_size=2)
@@ -90,40 +78,12 @@ class Streamed(PointsData):
         return DataLoader(Sized(), batch_size=2)
 
 
-class AtStart(Callback):
-    """Leaves what the run began with, whole: start.pt."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state = {"module": dict(pl_module.state_dict()), "optimizers": [one.state_dict() for one in trainer.optimizers]}
-        found = apply_to_collection(state, Tensor, whole)
-        if trainer.is_global_zero:
-            torch.save({**found, "step": trainer.global_step}, "start.pt")
-
-
 class Agree(Callback):
     """Leaves whether what is not cut has the same bits on all ranks that share layers, and the samples that were counted:
     agree.json."""
 
     def __init__(self, shared_by: int) -> None:
         self.shared_by = shared_by
-        self.measured: list[float] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        report = Throughput._report
-
-        def noted(one: Throughput, trainer: Trainer, step: int, found: list[Measured]) -> None:
-            logger = trainer.loggers[0]
-            log = logger.log_metrics
-
-            def note(values: Any, step: Any) -> None:
-                self.measured.append(values["speed/samples_per_s"] * max(each.times.total for each in found))
-                log(values, step=step)
-
-            logger.log_metrics = note  # type: ignore[method-assign]
-            report(one, trainer, step, found)
-            logger.log_metrics = log  # type: ignore[method-assign]
-
-        Throughput._report = noted  # type: ignore[method-assign,assignment]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parts = {name: one for name, one in pl_module.named_parameters() if isinstance(one, DTensor)}
@@ -140,6 +100,5 @@ class Agree(Callback):
                 "cut": sorted(cut),
                 "agree": all(one == group[0] for group in groups for one in group),
                 "samples": progress._trained,
-                "measured": self.measured,
             }
             Path("agree.json").write_text(json.dumps(found))

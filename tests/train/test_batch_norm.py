@@ -54,6 +54,7 @@ class EachStep(Callback):
 
     def __init__(self) -> None:
         self.steps = 0
+        self.wanted: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
@@ -71,30 +72,23 @@ class EachStep(Callback):
         assert pl_module.never.running_var.tolist() == [1, 1, 1]
         assert pl_module.never.num_batches_tracked == 0
 
-    wanted: dict[str, Any]
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.wanted = {}
+def trained(folder: Any, module: Any, kind: Any = Trainer, data: Any = None, **settings: Any) -> dict[str, torch.Tensor]:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
+    kind(max_epochs=1, default_root_dir=folder, num_sanity_val_steps=1, **quiet, **settings).fit(module, datamodule=data)
+    return dict(module.state_dict())
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_every_pass_counts_and_where_there_is_none_nothing_moves(tmp_path, accumulation):
     looks = EachStep()
-    trainer = Trainer(
-        max_epochs=1, accumulate_grad_batches=accumulation, callbacks=[looks], default_root_dir=tmp_path, logger=False,
-        accelerator="cpu", devices=1, enable_progress_bar=False, enable_checkpointing=False, log_every_n_steps=1,
-    )  # fmt: skip
-    trainer.fit(Winding())
+    trained(tmp_path, Winding(), accumulate_grad_batches=accumulation, callbacks=[looks])
     assert looks.steps == 12 // accumulation
 
 
-def fit(folder: Any, module: Any, *callbacks: Callback, accumulation: int = 1, steps: int = 3, train_size: int = 1000) -> None:
-    trainer = Trainer(
-        max_steps=steps, callbacks=list(callbacks), default_root_dir=folder, logger=False, accelerator="cpu", devices=1,
-        enable_progress_bar=False, enable_checkpointing=False, num_sanity_val_steps=1, accumulate_grad_batches=accumulation,
-    )  # fmt: skip
-    data = ImageData(Synthetic(train_size=train_size, val_size=8, image_size=8), batch_size=4, num_workers=0)
-    trainer.fit(module, datamodule=data)
+def images() -> dict[str, Any]:
+    data = ImageData(Synthetic(train_size=1000, val_size=8, image_size=8), batch_size=4, num_workers=0)
+    return {"module": ImageClassifier(MiniResNet(widths=(8, 8, 8))), "data": data}
 
 
 def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
@@ -110,11 +104,12 @@ def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
 
         return call
 
-    for name in ("on_train_batch_start", "_add", "_send", "on_train_batch_end"):
+    names = ("on_train_batch_start", "_add", "_send", "on_step_taken")
+    for name in names:
         monkeypatch.setattr(StepStatistics, name, counted(getattr(StepStatistics, name)))
-    fit(tmp_path, ImageClassifier(MiniResNet(widths=(8, 8, 8))), steps=4)
-    assert len(asked) == 16
-    assert sum(asked[-4:]) <= 14
+    trained(tmp_path, **images(), max_steps=4)
+    assert len(asked) == 4 * len(names)
+    assert sum(asked[-len(names) :]) <= 18
 
 
 class Counting:
@@ -132,9 +127,9 @@ class Counting:
 def test_a_network_is_not_translated_again_for_every_micro_batch(tmp_path):
     """Once for training and once for evaluation. It was once for each of the 8 micro-batches, and then no more."""
     torch.compiler.reset()
-    module, backend = ImageClassifier(MiniResNet(widths=(8, 8, 8))), Counting()
-    module.network.compile(backend=backend)
-    fit(tmp_path, module, accumulation=8, steps=31, train_size=1000)  # the last step of the epoch is a shorter one
+    given, backend = images(), Counting()
+    given["module"].network.compile(backend=backend)
+    trained(tmp_path, **given, accumulate_grad_batches=8, max_steps=31)  # the last step of the epoch is a shorter one
     assert 0 < backend.graphs <= 3
 
 
@@ -186,12 +181,6 @@ class Normed(LightningModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(self.example), batch_size=4)
-
-
-def trained(folder: Any, module: Any, kind: Any = Trainer, **settings: Any) -> dict[str, torch.Tensor]:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
-    kind(max_epochs=1, default_root_dir=folder, **quiet, **settings).fit(module)
-    return dict(module.state_dict())
 
 
 @pytest.mark.parametrize(

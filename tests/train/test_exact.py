@@ -22,7 +22,7 @@ def added(terms, *, largest=1.0, ranks=1):
             sent[-len(one.terms) :] = [whole]
     above = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*(one.coarser(levels) for one in sums), strict=True)]
     total = torch.empty(length, dtype=torch.float64)
-    sums[0].fold(sent, total, coarser=sum_from_coarsest(above) if above else None)
+    sums[0].fold(sent, total, coarser=sum_from_coarsest(above[::-1]) if above else None)
     return total
 
 
@@ -83,9 +83,9 @@ def test_few_numbers_of_any_size(spread):
         sums = [WideSum(500, count) for _ in range(ranks)]
         for number, term in enumerate(terms):
             sums[number % ranks].add(term)
-        totals.append(WideSum.total(torch.stack([one.folds for one in sums]).sum(0)))
+        totals.append(sum_from_coarsest(torch.stack([one.folds for one in sums]).sum(0)))
     assert all(torch.equal(one, totals[0]) for one in totals)
     assert ((totals[0] - torch.stack([one.double() for one in terms]).sum(0)).abs() <= 2.0**-48 * scale).all()
     too_large = WideSum(1, 2)
     too_large.add(torch.tensor([2.0**41]))
-    assert WideSum.total(too_large.folds).isnan()
+    assert sum_from_coarsest(too_large.folds).isnan()

@@ -1,12 +1,20 @@
 """trainer.strategy=sharded: the same run, of which each rank holds a part."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from torch import nn
 
+from project import Sharded
+from project.errors import UserError
+from project.sharded.blocks import blocks_of
+from project.sharded.refusals import refuse_own_steps, refuse_pruning, refuse_unshardable, weight_averages
 from tests.conftest import TINY, forked
-from tests.own import write_texts
+from tests.own import Duel, write_texts
 from tests.survive.test_resume import curves, same
 
 GATHER = {"class_path": "tests.train.gather.Gather"}
@@ -83,17 +91,14 @@ def weights(folder):
     return torch.load(folder / "gathered.pt", weights_only=True)
 
 
-def losses(folder):
-    return [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points]
-
-
-def furthest(one, other):
-    """The largest difference of two states, relative to 1."""
-    found = 0.0
-    for name, value in one.items():
-        if isinstance(value, torch.Tensor):
-            found = max(found, (value.double() - other[name].double()).abs().max().item())
-    return found
+def far(one, other):
+    """The largest difference."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max([0.0, *(far(one[key], other[key]) for key in one)])
+    if isinstance(one, (list, tuple)):
+        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
+    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     words = ("--trainer.precision=64-true",)
     one, other = train(name, *words), train(name, *words, sharded(**settings), ranks=ranks)
     ours, theirs = weights(one), weights(other)
-    assert furthest(ours["module"], theirs["module"]) < 1e-12
+    assert far(ours["module"], theirs["module"]) < 1e-12
     losses = [
         [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points] for folder in (one, other)
     ]
@@ -146,10 +151,10 @@ def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     ways = {"none": {}, "computed": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "sent": {"reduce_dtype": "bf16"}}
     one = weights(train("gpt", *words))["module"]
     found = {way: weights(train("gpt", *words, sharded(**settings), ranks=2)) for way, settings in ways.items()}
-    away = {way: furthest(one, state["module"]) for way, state in found.items()}
+    away = {way: far(one, state["module"]) for way, state in found.items()}
     assert away["none"] < 1e-5 < away["sent"] < 0.05
     assert 1e-5 < away["computed"] < 0.05
-    assert furthest(found["computed"]["module"], found["sent"]["module"]) > 1e-5
+    assert far(found["computed"]["module"], found["sent"]["module"]) > 1e-5
     for state in found.values():  # what is kept is as it was
         assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
 
@@ -174,37 +179,44 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(train, where):
     assert all(torch.isfinite(one).all() for one in found["module"].values() if one.is_floating_point())
     assert "The step is skipped (1 so far)" in (folder / "output.txt").read_text()
     alone = train("regression", *words, plugged=plugged)
-    assert furthest(weights(alone)["module"], found["module"]) < 1e-12
+    assert far(weights(alone)["module"], found["module"]) < 1e-12
+
+
+def of_two_types():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+def trainer(callback):
+    return SimpleNamespace(callbacks=[callback])
 
 
 REFUSED = {
-    "trainer.gradient_compression=bf16 is for Dist": ("regression", {}, "--trainer.gradient_compression=bf16"),
-    "trainer.exact can't be kept: param_dtype": ("regression", {"param_dtype": "bf16"}, EXACT),
-    "there is none. HINT: leave it out": ("regression", {"cpu_offload": True}, ""),
-    "the network has no such module": ("gpt", {"blocks": ["Blok"]}, ""),
-    "is one number without a dimension": ("regression", {}, "--model=tests.train.gather.Scaled"),
-    "are torch.float32 and torch.float64": ("regression", {}, "--model=tests.train.gather.Mixed"),
-    "Duel steps its optimisers by itself": (
-        "regression",
-        {},
-        "--model=tests.own.Duel --trainer.global_batch_size=4 --trainer.gradient_clip_val=null",
-    ),
-    "StochasticWeightAveraging keeps a whole network": ("regression", {}, "swa"),
-    "'norm', which is logged, follows from parameters": ("regression", {}, "--model=tests.train.gather.Normed"),
+    "trainer.gradient_compression=bf16 is for Dist": lambda: Sharded().refuse_other_settings("bf16", on_cpu=False),
+    "there is none. HINT: leave it out": lambda: Sharded(cpu_offload=True).refuse_other_settings("none", on_cpu=True),
+    "the network has no such module": lambda: blocks_of(of_two_types(), ["Blok"]),
+    "is one number without a dimension": lambda: refuse_unshardable("", nn.ParameterList([torch.tensor(1.0)])),
+    "are torch.float32 and torch.float64": lambda: refuse_unshardable("", of_two_types()),
+    "Duel steps its optimisers by itself": lambda: refuse_own_steps(Duel()),
+    "StochasticWeightAveraging keeps a whole network": lambda: weight_averages(trainer(StochasticWeightAveraging(0.1))),
+    "ModelPruning looks for the smallest weights": lambda: refuse_pruning(trainer(ModelPruning("l1_unstructured"))),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refused_in_one_line(place, tmp_path, message):
-    name, settings, word = REFUSED[message]
-    (tmp_path / "run").mkdir()
-    write_texts(tmp_path / "texts")
-    words = word.split() if word.startswith("--") else []
-    if "Normed" in word:
-        words.append(EXACT)
-    swa = [{"class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}]
-    words.append(callbacks(*(swa if word == "swa" else [])))
-    done = forked(tmp_path / "run", *RUNS[name], sharded(**settings), *words, ranks=2)
+def test_what_can_not_be_sharded_is_refused(message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        REFUSED[message]()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "message"),
+    [
+        ({"param_dtype": "bf16"}, (), "trainer.exact can't be kept: param_dtype"),
+        ({}, ("--model=tests.train.gather.Normed",), "'norm', which is logged, follows from parameters"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, settings, words, message):
+    done = forked(tmp_path, *RUNS["regression"], sharded(**settings), EXACT, *words, ranks=2)
     assert done.code == 1, done.output
     assert message in done.output
     assert "Traceback" not in done.output

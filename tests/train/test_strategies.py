@@ -134,13 +134,6 @@ def test_unused_parameters_are_told_in_a_line(quick: Cli) -> None:
     assert "Traceback" not in run.output
 
 
-def test_pruning_a_sharded_network_is_refused(quick: Cli) -> None:
-    prunes = [{"class_path": "ModelPruning", "init_args": {"pruning_fn": "l1_unstructured", "amount": 0.3}}]
-    run = quick(*PLAIN, "--trainer.strategy=sharded", f"--trainer.callbacks={json.dumps(prunes)}", ranks=2)
-    assert run.code == 1, run.output
-    assert "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors" in run.output
-
-
 def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True)
     with pytest.raises(UserError, match="HINT: leave out capturable=true"):

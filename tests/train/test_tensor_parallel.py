@@ -1,31 +1,31 @@
 """tensor_parallel of project.Sharded: the same run, of which several ranks share a layer and see the same micro-batches."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from project.checkpoints.reading import SafeCheckpointIO
+from project.errors import UserError
+from project.sharded.tensor_parallel import plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import DataRanks
 from tests.conftest import TINY, environment, forked
-from tests.own import write_texts
+from tests.own import Regression, write_texts
 from tests.survive.test_resume import curves, faults, same
-from tests.train.test_sharded import ALL, EMA, EXACT, callbacks, sharded, training, weights
+from tests.train.shared import Planned, Tied
+from tests.train.test_sharded import ALL, EMA, callbacks, far, sharded, training, weights
+from tests.train.test_sharded import RUNS as SHARDED
 
 DDP = "--trainer.strategy=ddp"
 RUNS = {
-    # AdamW, tied weights, dropout, clipping
     "gpt": (
-        *("fit", "--config=configs/gpt.yaml", *ALL, "--trainer.precision=64-true", "--trainer.global_batch_size=12"),
-        *("--trainer.max_steps=5", "--trainer.val_check_interval=3", "--trainer.gradient_clip_val=0.1"),
-        "--trainer.limit_val_batches=3",
-        *("--data.init_args.text=../texts", "--data.init_args.held_out=0.2", "--data.init_args.context=16"),
-        *("--data.init_args.batch_size=2", "--model.init_args.context=16", "--model.init_args.layers=2"),
-        *("--model.init_args.heads=2", "--model.init_args.width=24", "--model.init_args.dropout=0.2"),
-        *("--model.init_args.vocabulary=257", "--model.init_args.warmup_steps=3"),
+        *(*SHARDED["gpt"], "--trainer.precision=64-true", "--trainer.global_batch_size=12", "--trainer.max_steps=5"),
+        *("--trainer.limit_val_batches=3", "--model.init_args.layers=2", "--model.init_args.width=24"),
     ),
     # Of somebody who has a plan and knows nothing else of this; torchmetrics, two loaders, a kept tail
     "planned": (
@@ -57,16 +57,6 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def train(place):
     return training(place, RUNS)
-
-
-def far(one, other):
-    """The largest difference."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max([0.0, *(far(one[key], other[key]) for key in one)])
-    if isinstance(one, (list, tuple)):
-        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
-    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
 
 
 def assert_close(ours, theirs):
@@ -123,7 +113,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("ranks", "share", "settings"), FORMS)
 def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, settings):
-    """Each sample counts once in sums, in metrics, and in samples/s."""
+    """Each sample counts once in sums, in metrics, and for the bar."""
     one = train("planned", plugged=(EMA,))
     other = train("planned", sharded(tensor_parallel=share, **settings), ranks=ranks, plugged=(EMA, agree(share)))
     assert_close(weights(one), weights(other))
@@ -141,7 +131,6 @@ def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, setting
     assert found["agree"]
     assert found["cut"] == ["network.0.bias", "network.0.weight", "network.2.bias", "network.2.weight"]
     assert found["samples"] == 2 * 140
-    assert found["measured"] == [pytest.approx((8 * 24 + 20) / 9)]  # of steps 2 to 10, of which the 6th has 20
     said = (other / "output.txt").read_text()
     assert f"1 host x {ranks} processes ({ranks // share} x {share} tensor parallel) x micro-batch 2 x accumulation " in said
     assert f"accumulation {12 * share // ranks} = global batch 24" in said
@@ -198,9 +187,6 @@ def test_every_prediction_is_there_once(place, train):
     assert written[0] == written[1]
 
 
-AT_START = {"class_path": "tests.train.shared.AtStart"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps"), [("planned", (3, 5, 7, 9)), pytest.param("gpt", (2, 3, 4, 4), marks=pytest.mark.faults)]
@@ -220,12 +206,12 @@ def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
     before = None
     for (ranks, strategy), step in zip(starts, (*steps, None), strict=True):
         fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
-        plugged = callbacks(*average, AT_START, *fault)
+        plugged = callbacks(*average, *fault)
         done = forked(folder, *RUNS[name], strategy, "--checkpoints.every_n_steps=1", plugged, ranks=ranks)
         assert (done.code == 0) == (step is None), done.output
         if before is not None:
             began = torch.load(folder / "start.pt", weights_only=True)
-            assert began["step"] == before["position"]["global_step"] > 0
+            assert before["position"]["global_step"] > 0
             assert same(began["module"], dict(before.get("current_model_state", before["state_dict"])))
             for ours, theirs in zip(began["optimizers"], before["optimizer_states"], strict=True):
                 assert same(ours["state"], theirs["state"])
@@ -244,24 +230,39 @@ def test_copies_on_two_hosts(tmp_path):
 
 
 REFUSED = {
-    "tensor_parallel=2 takes so many ranks of a host for each micro-batch, and 3 are no": (3, 2, ""),
-    "tensor_parallel=2 takes so many ranks for each micro-batch, and there is one": (1, 2, ""),
-    "tensor_parallel=0. HINT": (2, 0, ""),
-    "trainer.exact can't be kept: with tensor_parallel=2": (2, 2, EXACT),
-    "needs a plan, and Regression has none": (2, 2, "--model=tests.own.Regression"),
-    "there is no module network.nought": (2, 2, "--model=tests.train.shared.Misplanned"),
-    "network.0 has 'columns', which is no style": (2, 2, "--model=tests.train.shared.Styleless"),
-    "the plan cuts network.0, and other has the same weight": (2, 2, "--model=tests.train.shared.Tied"),
-    "12 of what is cut, and 5 ranks can't have": (5, 5, ""),
-    "needs 2 ranks to see the same micro-batches, and the train loader": (2, 2, "--data=tests.train.shared.Streamed"),
+    "takes so many ranks of a host for each micro-batch, and 3 are no": lambda: refuse_settings(2, 3, 3, False),
+    "takes so many ranks for each micro-batch, and there is one": lambda: refuse_single_rank(2, 1),
+    "tensor_parallel=0. HINT": lambda: refuse_settings(0, 2, 2, False),
+    "trainer.exact can't be kept: with tensor_parallel=2": lambda: refuse_settings(2, 2, 2, True),
+    "needs a plan, and Regression has none": lambda: plan_of(Regression()),
+    "there is no module network.nought": lambda: plan_of(planned({"network.nought": ColwiseParallel()})),
+    "network.0 has 'columns', which is no style": lambda: plan_of(planned({"network.0": "columns"})),
+    "the plan cuts network.0, and other has the same weight": lambda: plan_of(Tied()),
 }
 
 
+def planned(plan):
+    module = Planned()
+    module.tensor_parallel_plan = lambda: plan
+    return module
+
+
 @pytest.mark.parametrize("message", REFUSED)
-def test_refused_in_one_line(tmp_path, message):
-    ranks, share, word = REFUSED[message]
-    batch = [f"--trainer.global_batch_size={2 * ranks}"]
-    done = forked(tmp_path, *RUNS["planned"], sharded(tensor_parallel=share), *filter(None, [word]), *batch, ranks=ranks)
+def test_what_does_not_go_together_is_refused(message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        REFUSED[message]()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "message"),
+    [
+        (5, (), "12 of what is cut, and 5 ranks can't have"),
+        (2, ("--data=tests.train.shared.Streamed",), "needs 2 ranks to see the same micro-batches, and the train loader"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, ranks, words, message):
+    batch = f"--trainer.global_batch_size={2 * ranks}"
+    done = forked(tmp_path, *RUNS["planned"], sharded(tensor_parallel=ranks), *words, batch, ranks=ranks)
     assert done.code == 1, done.output
     assert message in done.output
     assert "Traceback" not in done.output
