@@ -1,7 +1,7 @@
 """Tally is a torchmetrics metric of loss, top-1 and top-5 accuracy over all samples that it has seen.
 
-What a micro-batch adds is noted in three small kernels and summed up for many at once, without a wait for the device; the
-ranks are joined by one reduction of four sums, and every sample weighs the same, whatever batch it came in.
+A micro-batch is noted in three small kernels, and many are summed up at once, without a wait for the device. Every sample
+weighs the same, whatever batch it came in.
 """
 
 from collections.abc import Sequence

@@ -26,11 +26,6 @@ class TwoHeads(Plain):
         return (logits, logits) if self.training else logits
 
 
-class Named(Plain):
-    def forward(self, images):
-        return {"logits": super().forward(images)}
-
-
 class Map(Plain):
     def forward(self, images):
         return super().forward(images)[:, :, None, None]
