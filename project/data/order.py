@@ -23,6 +23,7 @@ Key = tuple[int, int, int]
 Limit = int | float | None
 
 _ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
@@ -65,12 +66,6 @@ def chance(seed: int, key: Key) -> int:
     return state >> 1
 
 
-def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
-    key = mix(mix(words[:1] + np.uint64(0x9E3779B97F4A7C15)) ^ words[1:])
-    return mix(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-
-
 def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns the samples at these positions: a keyed permutation of range(size), computed on demand.
 
@@ -78,7 +73,9 @@ def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
     through the network until it is inside, which keeps it a permutation (cycle walking).
     """
     side = np.uint64(isqrt(size - 1) + 1)
-    keys = round_keys(seed, epoch)
+    words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
+    key_of_epoch = mix(mix(words[:1] + _GOLDEN) ^ words[1:])
+    keys = mix(key_of_epoch + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
     def network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = x // side, x % side

@@ -56,12 +56,7 @@ class Synthetic(Source):
     """SyntheticImages, which can be learnt and need no download.
 
     Args:
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
-        num_classes: classes.
         image_size: height and width.
-        channels: 3 for colour.
         difficulty: share of images whose pattern says nothing about their label.
         world: which patterns and images there are; another number, other data.
     """

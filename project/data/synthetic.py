@@ -34,11 +34,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     """Deterministic uint8 images of shape (channels, image_size, image_size) and their labels.
 
     Args:
-        size: number of images.
         split: 'train', 'val' or 'test'; no image is in two of them.
-        num_classes: classes, drawn with equal probability.
-        image_size: height and width.
-        channels: 3 for colour.
         difficulty: share of images that show the pattern of a class drawn at random, whatever their label says.
         seed: another seed, another world: other patterns, other images.
     """
