@@ -1,8 +1,5 @@
-"""Augments and normalises a batch of images: random crop and flip in uint8, then floats of zero mean and unit variance.
-
-The crop and the flip of an image depend on (seed, epoch, sample) alone. The host draws them from the samples' numbers, which it
-knows; the device moves the pixels.
-"""
+"""Augments and normalises a batch of images: random crop and flip, a function of (seed, epoch, sample) alone, in uint8; then
+floats of zero mean and unit variance."""
 
 from typing import Any, Literal
 
@@ -31,10 +28,8 @@ def drawn_moves(samples: Tensor, epoch: int, seed: int, padding: int, flip: Flip
 
 
 def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
-    """Moves and mirrors each image by `moves`; zeros fill the edges.
-
-    One gather for the whole batch. The result is NHWC in memory, which is what the convolutions want.
-    """
+    """Moves and mirrors each image by `moves`, in one gather; zeros fill the edges. The result is NHWC in memory, which is what
+    the convolutions want."""
     height, width = images.shape[-2:]
     images = torch.nn.functional.pad(images, (padding,) * 4)
     row, column, direction = moves[:, :, None].unbind()
@@ -45,13 +40,8 @@ def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
 
 
 class Normalise:
-    """Converts uint8 images, or floats in 0 .. 1, to floats of zero mean and unit variance.
-
-    Args:
-        mean: of images in 0 .. 1, one for all channels or one for each.
-        std: their standard deviation, likewise.
-        device: of the images.
-    """
+    """Converts uint8 images, or floats in 0 .. 1, to floats of zero mean and unit variance. `mean` and `std` are of images in
+    0 .. 1, one for all channels or one for each."""
 
     def __init__(self, mean: Channels, std: Channels, device: torch.device) -> None:
         means, stds = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))

@@ -1,8 +1,5 @@
 """Reads micro-batches of images from a dataset.
 
-`MicroBatches` looks like a dataset whose items are whole micro-batches, so a DataLoader's worker makes one in a single call:
-by the dataset's own `__getitems__` where it returns (images, labels) for a batch, image by image otherwise.
-
 What can't be read is named with its number and its file, also by a loader's process: there an error is returned like a batch,
 and raised where it arrives, because torch would turn it into a traceback.
 """
@@ -94,7 +91,7 @@ def in_bulk(dataset: Dataset[Any]) -> bool:
 
 
 class MicroBatches(Dataset[Batch]):
-    """The micro-batches of a dataset, by key.
+    """The micro-batches of a dataset, by key: in one call where the dataset's `__getitems__` returns (images, labels).
 
     Args:
         dataset: the images and their labels.

@@ -1,8 +1,5 @@
-"""Deals any DataLoader over a map-style dataset in this project's order: the same global batches on any number of ranks.
-
-All that belongs to the user stays as it is (a batch size is the micro-batch); the sampler is replaced, as Lightning replaces
-it by a DistributedSampler.
-"""
+"""Deals any DataLoader over a map-style dataset in this project's order: the same global batches on any number of ranks. The
+sampler is replaced, as Lightning replaces it by a DistributedSampler; all else stays the user's."""
 
 import logging
 import random
@@ -145,10 +142,8 @@ class _MicroBatches:
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read.
-
-    `watched`: the first of a loader's processes names what the dataset has changed of itself.
-    """
+    """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read. If it is
+    `watched`, the first of a loader's processes names what the dataset has changed of itself."""
 
     def __init__(self, dataset: Any, watched: bool = False) -> None:
         self.dataset = dataset
@@ -271,11 +266,8 @@ def micro_batch_of(loader: DataLoader[Any]) -> int:
 
 
 def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
-    """Returns the same loader, which gives this rank's micro-batches of an order.
-
-    `each`: what the dataset draws at random follows from the sample, and not from the micro-batch. In an evaluation, samples
-    meet in other micro-batches on another number of ranks.
-    """
+    """Returns the same loader, which gives this rank's micro-batches of an order. `each`: what the dataset draws at random
+    follows from the sample, as in an evaluation samples meet in other micro-batches on another number of ranks."""
     keys = MicroBatchSampler(order, rank, world_size)
     batches: Any = _MicroBatches(keys, seed, each)
     whole = sampling(loader).batch_size is None

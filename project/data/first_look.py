@@ -1,8 +1,5 @@
-"""Checks that a split's first images are what they should be: bytes in 0 .. 255, or floats in 0 .. 1, of some channels.
-
-Impossible values are refused, because training would continue with them silently; suspicious ones produce a warning. The host
-waits for the device here, once for each split.
-"""
+"""Checks that a split's first images are bytes in 0 .. 255, or floats in 0 .. 1, of some channels. Impossible values are
+refused, suspicious ones produce a warning. The host waits for the device here, once for each split."""
 
 import torch
 from torch import Tensor

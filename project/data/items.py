@@ -1,8 +1,5 @@
-"""Parses an item of a dataset: an image and a label, in any of their forms; and describes one that is neither.
-
-(image, label), or a dict with those keys as Hugging Face's datasets give them. An image is a tensor, an array or a PIL image; a
-label the number of a class, or a vector of floats with a share for each class.
-"""
+"""Parses an item of a dataset, (image, label) or a dict with those keys as Hugging Face's datasets give them; and describes
+one that is neither."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -98,23 +98,19 @@ def _window(start: int, stride: int, length: int, rows: int, size: int, seed: in
 
 @dataclass(frozen=True)
 class Order:
-    """The way in which `size` samples fall into steps and micro-batches.
-
-    What is left for the last step is spread evenly over its micro-batches (`tail: keep`), or left out of this epoch
-    (`tail: drop`). Fewer than `least` samples for each micro-batch are joined to the step before instead: a batch norm
-    can't work with one. Either way no sample stands twice in an epoch.
+    """The way in which `size` samples fall into steps of so many micro-batches, over all ranks.
 
     Args:
         size: samples in the dataset.
         micro_batch: samples in a micro-batch.
         micro_batches: micro-batches in a step, over all ranks.
         seed: the key of the permutation; None leaves the samples in their own order.
-        tail: 'keep' or 'drop'.
+        tail: 'keep' spreads what is left for the last step evenly over its micro-batches, 'drop' leaves it out of this epoch.
         limit: steps of an epoch that are taken, if fewer than there are.
         share: neighbouring micro-batches of a step that one rank reads; by default all.
-        least: samples that a micro-batch of the last step must have.
+        least: fewer samples for each micro-batch of the last step join the step before: a batch norm can't work with one.
         cut: the last step is cut into micro-batches of full size and a smaller one, and the others are empty, on any number
-            of ranks. Otherwise they share its samples evenly.
+            of ranks.
     """
 
     size: int
@@ -164,10 +160,8 @@ class Order:
         return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
 
     def weight(self, step: int, number: int) -> float:
-        """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples.
-
-        1.0 wherever all micro-batches of a step are of one size, which is everywhere but in the tail.
-        """
+        """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples: 1.0
+        everywhere but in the tail."""
         start, stop = self.span(step)
         low, high = self.micro_span(step, number)
         return (high - low) * self.micro_batches / (stop - start)
@@ -211,11 +205,8 @@ def cut_for_all(samples: int, micro_batch: int, ranks: int) -> int:
 
 
 class MicroBatchSampler(DistributedSampler[Key]):
-    """The keys of one rank's micro-batches: of each step a run of neighbours.
-
-    A DistributedSampler, so that Lightning leaves it in place and calls `set_epoch`; that one's arithmetic is not used, as it
-    pads with duplicates.
-    """
+    """The keys of one rank's micro-batches: of each step a run of neighbours. It is a DistributedSampler, so that Lightning
+    leaves it in place and calls `set_epoch`; that one's arithmetic is not used, as it pads with duplicates."""
 
     def __init__(self, order: Order, rank: int, world_size: int) -> None:
         assert order.micro_batches % world_size == 0

@@ -1,8 +1,5 @@
-"""The sources of images: each names its classes and makes the datasets 'train', 'val' and 'test'.
-
-A source is light to construct, fetches what it needs in `prepare` (called once a node), and reads it in `dataset` (called by
-every rank).
-"""
+"""The sources of images: each names its classes, fetches its data once a node, and makes the datasets 'train', 'val' and
+'test' on every rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -79,10 +79,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return scatter(key + torch.arange(count))
 
     def _make_patterns(self) -> Tensor:
-        """Makes one smooth image a class and channel, as flat planes with spare rows: a shift is an offset.
-
-        A coarse grid of random bytes is interpolated with integer weights; values are 0 .. 63.
-        """
+        """Makes one smooth image a class and channel, as flat planes with spare rows: a shift is an offset. A coarse grid of
+        random bytes is interpolated with integer weights; values are 0 .. 63."""
         channels, size, _ = self.shape
         cell = max(2, size // 4)
         cells = -(-(size + 2 * _SHIFT + 1) // cell) + 1

@@ -1,7 +1,5 @@
-"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library.
-
-`prepare_data` writes each split into one file of bytes, which every process maps into its memory: what is read is shared.
-"""
+"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library. Each split is
+one file, which every process maps into its memory."""
 
 import glob
 import logging
@@ -123,10 +121,8 @@ def pair_counts(tokens: Bytes, block: int = 1 << 22) -> NDArray[np.int64]:
 
 
 def simple_losses(train: Bytes, val: Bytes) -> tuple[float, float]:
-    """Returns the losses on `val` of models that count bytes, and pairs of bytes, in `train`, in nats per byte.
-
-    Each count is one more than it is, so that nothing is impossible.
-    """
+    """Returns the losses on `val` of models that count bytes, and pairs of bytes, in `train`, in nats per byte. Each count is
+    one more than it is, so that nothing is impossible."""
     seen, expected = pair_counts(train), pair_counts(val)
 
     def loss(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:

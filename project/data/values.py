@@ -1,7 +1,5 @@
-"""Computes digests of Python values: equal values have equal ones, whether an array, a tensor or a list holds them.
-
-So it is seen that a counter, a generator or an object of the user has changed, without a copy and without code of the user.
-"""
+"""Computes digests of Python values, without a copy and without code of the user: equal values have equal ones, whether an
+array, a tensor or a list holds them."""
 
 import io
 import itertools
@@ -45,11 +43,7 @@ def is_of_a_library(kind: type | FunctionType) -> bool:
 
 
 class Digests:
-    """Computes digests of values, down to the attributes of the user's own objects.
-
-    Args:
-        apart: objects that are examined elsewhere (the module's layers and weights, say), and are not digested here.
-    """
+    """Computes digests of values, down to the attributes of the user's own objects, but for the objects in `apart`."""
 
     def __init__(self, apart: Iterable[object] = ()) -> None:
         self._apart = {id(thing) for thing in apart}

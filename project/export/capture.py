@@ -1,8 +1,5 @@
-"""Captures weights and inputs from an evaluation: the export holds what `validate` and `test` use.
-
-Callbacks may exchange the weights for an evaluation, and a data module's hooks make of a batch what the network gets. So both
-are taken from within a real evaluation, and not from the checkpoint's file.
-"""
+"""Captures weights and inputs from within an evaluation, because callbacks may exchange the weights for it, and a data module's
+hooks make of a batch what the network gets."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Loads an exported file and saves its outputs: a process of its own, in which there is no `project`.
-
-The source of this file is what runs: python -c SOURCE FORMAT FILE INPUTS OUTPUTS
-"""
+"""Loads an exported file and saves its outputs, in a process of its own: python -c SOURCE FORMAT FILE INPUTS OUTPUTS"""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
-"""Writes a checkpoint that lies in parts as one plain file, with all its content: a run resumes from it with any strategy.
-
-It is never whole in memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice.
-"""
+"""Writes a checkpoint that lies in parts as one plain file, from which a run resumes with any strategy. It is never whole in
+memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice."""
 
 import logging
 import os

@@ -19,15 +19,8 @@ _SHOWN = 5
 
 
 def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = True) -> None:
-    """Loads the weights that fit, by name and shape, and reports the others. Raises an error where none fits.
-
-    Args:
-        network: gets the weights.
-        path: a state_dict, or a file that holds one: a checkpoint of this project (also a folder of parts) or of another, or
-            safetensors.
-        prefix: what the names in the file begin with, and the network's own don't ('module.', say).
-        say: whether to say so; one rank is enough.
-    """
+    """Loads the weights that fit, by name and shape, and reports the others, if it is to `say` so. Raises an error where none
+    fits. The names in the file begin with `prefix`, and the network's own don't."""
     file_weights, ours = _read(path), network.state_dict()
     named = {name[len(prefix) :]: value for name, value in file_weights.items() if name.startswith(prefix)}
     fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}

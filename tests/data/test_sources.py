@@ -18,8 +18,7 @@ def samples(dataset):
 
 
 def test_digits_split_without_overlap():
-    source = Digits()
-    parts = [source.dataset(split) for split in ("train", "val", "test")]
+    parts = [Digits().dataset(split) for split in ("train", "val", "test")]
     assert [len(part) for part in parts] == [1237, 200, 360]
     assert parts[0].images.dtype == torch.uint8
     assert parts[0].images.max() == 255
