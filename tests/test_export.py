@@ -26,8 +26,6 @@ from tests.conftest import ROOT, TINY, Run, environment, forked
 from tests.own import write_texts
 
 FORMATS = ("safetensors", "torch-export", "onnx")
-ONNX_FIRST = ("onnx", *(pytest.param(form, marks=pytest.mark.faults) for form in ("safetensors", "torch-export")))
-WEIGHTS_FIRST = ("safetensors", *(pytest.param(form, marks=pytest.mark.faults) for form in ("onnx", "torch-export")))
 DDP = "--config=configs/ddp.yaml"
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=2")
 
@@ -153,18 +151,15 @@ def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, fo
     torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", WEIGHTS_FIRST)
+@pytest.mark.parametrize("form", ["safetensors", "onnx"])
 def test_a_module_of_ones_own_goes_out_with_its_forward_and_tied_weights(quick, tmp_path, form):
     write_texts(tmp_path / "texts")
-    sizes = [f"--{part}.init_args.context=16" for part in ("data", "model")] + ["--model.init_args.width=32"]
-    few = (
-        "--trainer.max_steps=2",
-        "--trainer.val_check_interval=1",
-        "--data.init_args.text=texts",
-        "--model.init_args.layers=1",
-        "--trainer.strategy=sharded",  # which an export is not
+    words = (
+        *("--data.init_args.context=16", "--model.init_args.context=16", "--model.init_args.width=32"),
+        *("--trainer.max_steps=2", "--trainer.val_check_interval=1", "--data.init_args.text=texts"),
+        *("--model.init_args.layers=1", "--trainer.strategy=sharded"),  # which an export is not
     )
-    fitted = quick("fit", "--config=configs/gpt.yaml", *sizes, *few, "--run=it")
+    fitted = quick("fit", "--config=configs/gpt.yaml", *words, "--run=it")
     assert fitted.code == 0, fitted.output
     exported = quick("export", "--run=it", f"--to={form}", "--ckpt_path=last", "--out=over there")
     assert exported.code == 0, exported.output
@@ -314,7 +309,7 @@ class OneLess(Callback):
         export.write_weights, export.trace = write, trace
 
 
-@pytest.mark.parametrize("form", ONNX_FIRST)
+@pytest.mark.parametrize("form", ["safetensors", "onnx"])
 @pytest.mark.slow
 def test_a_file_with_other_weights_is_left_out_and_the_one_before_stays(tiny, form):
     assert forked(tiny, "export", "--run=it", f"--to={form}").code == 0

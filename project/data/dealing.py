@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -225,20 +225,10 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-class Sampling(NamedTuple):
-    """The way a DataLoader takes its samples; without a batch size the dataset gives whole batches."""
-
-    sampler: Any
-    batch_size: int | None
-    drop_last: bool
-
-
-def sampling(loader: DataLoader[Any]) -> Sampling:
-    """Returns how a loader that has no batch sampler of a class of its own takes its samples."""
-    batches: Any = loader.batch_sampler
-    if batches is None:
-        return Sampling(loader.sampler, None, loader.drop_last)
-    return Sampling(batches.sampler, batches.batch_size, batches.drop_last)
+def sampling(loader: DataLoader[Any]) -> BatchSampler | DataLoader[Any]:
+    """Returns the object that has the loader's `sampler`, `batch_size` and `drop_last`: torch's batch sampler, or the loader
+    itself, without a batch size, where the dataset gives whole batches."""
+    return loader if loader.batch_sampler is None else cast(BatchSampler, loader.batch_sampler)
 
 
 def why_not(loader: DataLoader[Any]) -> str | None:
@@ -252,7 +242,7 @@ def why_not(loader: DataLoader[Any]) -> str | None:
         shared = isinstance(batches, BatchSampler)
         alone = "" if shared else ", which is no BatchSampler of torch's: several ranks can't share it"
         return f"it has a batch sampler of its own ({type(batches).__name__}{alone})"
-    sampler = sampling(loader).sampler
+    sampler: Any = sampling(loader).sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if not plain or hasattr(sampler, "set_epoch"):  # somebody wants to know the epoch
         return f"it has a sampler of its own ({type(sampler).__name__})"

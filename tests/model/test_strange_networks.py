@@ -157,7 +157,7 @@ def test_a_start_that_is_none_is_one_line(weights, text):
 # Whatever their signatures say ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["annotated", "unannotated", "required", "create", "create_anything", "Forwarding"])
+@pytest.mark.parametrize("name", ["unannotated", "create", "create_anything", "Forwarding"])
 def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, name):
     """From a YAML with other arguments that the command line overrides; and the run's own config runs again."""
     init_args = {"num_classes": 11, **({"name": "Plain"} if name.startswith("create") else {})}
@@ -175,12 +175,9 @@ def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, na
         assert "outputs" not in again.output
 
 
-@pytest.mark.parametrize("name", ["halving", "annotated_halving"])
-def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick, name):
-    words = (
-        f"--model.lr_scheduler=tests.model.strange_networks.{name}",
-        "--model.optimizer=tests.model.strange_networks.descent",
-    )
+def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick):
+    names = {"lr_scheduler": "halving", "optimizer": "descent"}
+    words = (f"--model.{key}=tests.model.strange_networks.{name}" for key, name in names.items())
     run = quick(*RUN, *words, "--model.lr_scaling=none")
     assert run.code == 0, run.output
     assert [value for _, value in run.events("train/lr")] == pytest.approx([0.1 / 2, 0.1 / 4, 0.1 / 8])
