@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset
 
 from project.data.batches import InMemory, MicroBatches, MicroBatchLoader, whole
 from project.data.order import MicroBatchSampler, Order
@@ -81,29 +80,6 @@ def test_small_images_are_made_for_many_micro_batches_at_once():
     data, order = Counting(1040, image_size=8), Order(1040, 16, 1, seed=0)
     assert len([*MicroBatchLoader(MicroBatchSampler(order, 0, 1), 0, {}, MicroBatches(data, order))]) == 65
     assert data.calls == 3  # a first one, to see how large they are, and two of 32
-
-
-class AtOnce(Dataset):
-    """A label says how many were asked for with it."""
-
-    in_bulk = True
-
-    def __len__(self):
-        return 1000
-
-    def __getitems__(self, indices):
-        return torch.zeros(len(indices), 1, 1, 1), torch.full((len(indices),), len(indices))
-
-
-def test_loader_processes_make_one_micro_batch_at_a_time():
-    """The others are another's, and a tensor takes all that its memory holds along."""
-    order = Order(1000, 10, 1)
-    most = []
-    for workers in (0, 2):
-        keys = MicroBatchSampler(order, 0, 1)
-        loader = MicroBatchLoader(keys, 0, {}, MicroBatches(AtOnce(), order), num_workers=workers)
-        most.append(max(int(batch["label"].max()) for batch in loader))
-    assert most[0] > most[1] == 10
 
 
 def test_a_set_that_is_small_is_read_whole():
