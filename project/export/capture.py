@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from project.errors import UserError
@@ -54,11 +53,6 @@ class Samples(NamedTuple):
     names: list[str]
     batches: list[Inputs]
     origin: str
-
-
-def has_forward(module: LightningModule) -> bool:
-    """Returns whether the module has a forward of its own, which defines its inputs and outputs."""
-    return is_overridden("forward", module, LightningModule)
 
 
 def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Samples:

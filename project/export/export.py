@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from project.errors import UserError
 from project.export import description
-from project.export.capture import Capture, Samples, has_forward, pieces, samples
+from project.export.capture import Capture, Samples, pieces, samples
 from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
 from project.export.formats import (
@@ -119,15 +120,6 @@ class Export:
         compare([[*weights.values()]], [[tensors[name] for name in weights]], 0.0)
         return {f"{part}.{name}" if part else name: value for name, value in tensors.items()}
 
-    def describe(self, difference: Difference) -> dict[str, Any]:
-        """Returns what is known after the check."""
-        if self.samples is None:
-            return {"inputs": None, "outputs": None, "check": None}
-        return {
-            **description.of_tensors(self.samples, self.size, self.wanted),
-            "check": description.of_check(self.samples, self.batches, self.to, difference),
-        }
-
 
 def export(
     trainer: Trainer,
@@ -141,7 +133,7 @@ def export(
     batch_size: int | None,
 ) -> Path:
     """Writes what an evaluation has captured into `target`, and returns the file. `of`: the data of the evaluation."""
-    if to != "safetensors" and not has_forward(module):
+    if to != "safetensors" and not is_overridden("forward", module, LightningModule):
         raise UserError(
             f"{type(module).__name__} has no forward, which is what --to {to} exports. HINT: write one; --to safetensors "
             "exports the weights alone."
@@ -153,8 +145,11 @@ def export(
         about |= {"part": part or None, "tied": shared_names(module, part)}
     with staging(target) as folder:
         difference = made.write(folder / FILES[to], about)
-        about |= made.describe(difference)
-        about["load"] = snippet(to, made.samples.names if made.samples else ["batch"])
+        about |= {"inputs": None, "outputs": None, "check": None, "load": snippet(to, ["batch"])}
+        if made.samples:
+            about |= description.of_tensors(made.samples, batch_size, made.wanted)
+            about["check"] = description.of_check(made.samples, made.batches, to, difference)
+            about["load"] = snippet(to, made.samples.names)
         description.finish(folder, trainer, about, LIBRARIES[to])
     _say(target / FILES[to], about)
     return target / FILES[to]

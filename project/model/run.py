@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Run:
-    """What a module reads from this project's Trainer; the values here are those where the Trainer is Lightning's own."""
+    """Holds what a module reads from this project's Trainer; these values are for where the Trainer is Lightning's own."""
 
     global_batch: int | None = None
     """The samples behind one optimiser step, over all ranks, where that is known."""
