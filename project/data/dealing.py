@@ -75,25 +75,20 @@ class SeededLoader(DealtLoader):
 
     def _batches(self) -> Iterator[Any]:
         own = self.dataset
-        self._look_at_copies(own)
+        if self.watched and self.persistent_workers:  # processes that outlive an epoch keep their first copy
+            self._attributes = self._attributes or Attributes()
+            if names := self._attributes.moved(own):
+                self.watched = False
+                log.warning(
+                    "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
+                    "persistent_workers=False.",
+                    names,
+                )
         vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
         try:
             return super()._batches()
         finally:
             vars(self)["dataset"] = own
-
-    def _look_at_copies(self, dataset: Any) -> None:
-        """Warns if a dataset changes whose copies persist: processes that outlive an epoch keep the first one."""
-        if not (self.watched and self.persistent_workers):
-            return
-        self._attributes = self._attributes or Attributes()
-        if names := self._attributes.moved(dataset):
-            self.watched = False
-            log.warning(
-                "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
-                "persistent_workers=False.",
-                names,
-            )
 
 
 def _show_own_dataset(init_fn: Callable[[int], None] | None, number: int) -> None:
