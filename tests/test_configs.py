@@ -28,7 +28,7 @@ CONFIGS = {
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_cluster": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
-    "cifar10": (*SHORT, "--data.source=project.data.Fake"),  # its source, which downloads, has tests of its own
+    "cifar10": (*SHORT, "--data.source=project.data.Synthetic"),  # its source, which downloads, has tests of its own
 }
 LONGEST = {"cifar10", "profile"}
 """Left to --faults: a network as in the others, and tests/watch/test_profile.py has what the other sets."""

@@ -8,14 +8,13 @@ hosts, and the number of ranks is an argument.
 
 from project.data.datamodule import ImageData
 from project.data.order import Order
-from project.data.sources import Cifar, Datasets, Digits, Fake, ImageFolders, Source, Synthetic
+from project.data.sources import Cifar, Datasets, Digits, ImageFolders, Source, Synthetic
 from project.data.synthetic import SyntheticImages
 
 __all__ = [
     "Cifar",
     "Datasets",
     "Digits",
-    "Fake",
     "ImageData",
     "ImageFolders",
     "Order",

@@ -1,18 +1,14 @@
-"""A micro-batch: how it is read from a dataset, and which data travels with the images.
-
-`MicroBatches` looks like a dataset whose items are whole micro-batches, so a DataLoader's worker makes one in a single call:
-by the dataset's own `__getitems__` where it returns (images, labels) for a batch, image by image otherwise. A dataset that is
-`in_bulk` makes several micro-batches in a call: of small images, it is the number of calls that costs.
+"""Reads micro-batches of images from a dataset.
 
 What can't be read is named with its number and its file, also by a loader's process: there an error is returned like a batch,
 and raised where it arrives, because torch would turn it into a traceback.
 """
 
-import random
 import struct
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, TypedDict
 
 import numpy as np
@@ -21,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import NotRequired
 
-from project.data.dealing import DealtLoader
+from project.data.dealing import DealtLoader, seed_generators
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
 from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 
@@ -60,16 +56,8 @@ class InMemory(Dataset[tuple[Tensor, Tensor]]):
 
     in_bulk = True
 
-    padding = 0
-    """Pixels of nothing around each image, put there once for all the crops that are to be taken."""
-
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
-
-    def padded(self, padding: int) -> "InMemory":
-        made = InMemory(torch.nn.functional.pad(self.images, (padding,) * 4), self.labels)
-        made.padding = padding
-        return made
 
     def __len__(self) -> int:
         return len(self.images)
@@ -92,12 +80,9 @@ def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory
     if size * as_tensor(image_and_label(dataset[0])[0]).nbytes > at_most:
         return None
     numbers = torch.arange(size).split(_AHEAD_SAMPLES)
-    images, labels = zip(*(_items_of(dataset, some) for some in numbers), strict=True)
-    return InMemory(torch.cat(images).to(device), torch.cat([as_labels(some) for some in labels]).to(device))
-
-
-def _items_of(dataset: Any, samples: Tensor) -> Any:
-    return dataset.__getitems__(samples)
+    bulk: Any = dataset
+    images, labels = zip(*map(bulk.__getitems__, numbers), strict=True)
+    return InMemory(torch.cat(images).to(device), torch.cat([as_labels(part) for part in labels]).to(device))
 
 
 def in_bulk(dataset: Dataset[Any]) -> bool:
@@ -106,13 +91,13 @@ def in_bulk(dataset: Dataset[Any]) -> bool:
 
 
 class MicroBatches(Dataset[Batch]):
-    """The micro-batches of a dataset, by key.
+    """The micro-batches of a dataset, by key: in one call where the dataset's `__getitems__` returns (images, labels).
 
     Args:
         dataset: the images and their labels.
         order: which of them are in which micro-batch.
         split: the name of the set, for messages.
-        classes: how many there are; labels outside 0 .. classes-1 are refused. None doesn't look.
+        classes: how many there are; None leaves labels unchecked.
         labelled: whether labels are needed. Without, items may be images alone, and their files are reported.
         skips: has the next sample that can be read take the place of one whose file can't be.
     """
@@ -129,8 +114,6 @@ class MicroBatches(Dataset[Batch]):
         self.dataset, self.order, self.split, self.classes, self.labelled = dataset, order, split, classes, labelled
         self.skips = skips
         self._unread: list[str] = []
-        self._ahead: dict[Key, Batch] = {}
-        self._at_once = 1
         if isinstance(dataset, InMemory) and labelled:  # all of them are here: one look is enough
             dataset.labels = as_labels(dataset.labels)
             self._check(dataset.labels.cpu(), range(len(dataset)))
@@ -140,39 +123,33 @@ class MicroBatches(Dataset[Batch]):
         return self.order.steps * self.order.micro_batches
 
     def __getitem__(self, key: Key) -> Batch:
-        if key not in self._ahead:
-            keys = self._run(key)
-            try:
-                self._ahead = dict(zip(keys, self._make(keys), strict=True))
-            except Unfit as error:
-                if get_worker_info() is None:
-                    raise
-                return error  # type: ignore[return-value]  # see `_or_raise`
-        return self._ahead.pop(key)
+        try:
+            return self.make([key])[0]
+        except Unfit as error:
+            if get_worker_info() is None:
+                raise
+            return error  # type: ignore[return-value]  # see `_or_raise`
 
-    def _run(self, key: Key) -> list[Key]:
-        """Returns the keys of micro-batches that are made together: this one, and those that the loader needs next."""
-        keys = [key]
-        while len(keys) < self._at_once and (following := self.order.after(keys[-1]))[1] < self.order.steps:
-            keys.append(following)
-        return keys
+    def at_once(self, batch: Batch) -> int:
+        """Returns how many micro-batches like this one are to be made together: of small images, calls are what costs."""
+        if not in_bulk(self.dataset) or not len(batch["image"]):
+            return 1
+        samples = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, batch["image"][0].nbytes))
+        return max(1, samples // self.order.micro_batch)
 
-    def _make(self, keys: list[Key]) -> list[Batch]:
+    def make(self, keys: list[Key]) -> list[Batch]:
+        """Returns several micro-batches, by one call to the dataset."""
         parts = [self.order.indices(key) for key in keys]
         samples = torch.from_numpy(np.concatenate(parts))
         images, labels = self._read(samples, keys[0])
         sizes = [len(part) for part in parts]
-        # A loader's processes each have other micro-batches, and would send what lies beside a tensor with it.
-        if in_bulk(self.dataset) and get_worker_info() is None and sizes[0]:
-            bound = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, images[0].nbytes))
-            self._at_once = max(1, bound // self.order.micro_batch)
         cut = [part.split(sizes) for part in (images, labels, samples)]
         batches = [Batch(image=image, label=label, sample=sample) for image, label, sample in zip(*cut, strict=True)]
         if not self.labelled:
             for batch in batches:
-                files = [file_of(self.dataset, number) for number in batch["sample"].tolist()]
-                if all(files):
-                    batch["file"] = [str(file) for file in files]
+                files = [file for number in batch["sample"].tolist() if (file := file_of(self.dataset, number))]
+                if len(files) == len(batch["sample"]):
+                    batch["file"] = files
         if self._unread:
             batches[0]["unread"], self._unread = self._unread, []
         return batches
@@ -184,29 +161,24 @@ class MicroBatches(Dataset[Batch]):
             images, labels = self._read(torch.zeros(1, dtype=torch.int64), key)
             return images[:0], labels[:0]
         if not in_bulk(self.dataset):  # what it draws at random is the same in any process, and after a restart
-            seed = chance(self.order.seed or 0, key)
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-        items = self._items(samples)
+            seed_generators(chance(self.order.seed or 0, key))
+        numbers = samples.tolist()
+        items = self._items(samples if in_bulk(self.dataset) else numbers)
         if isinstance(items, tuple) and len(items) == 2 and isinstance(items[0], Tensor):
             images, labels = self._whole_batch(*items, len(samples))
         else:
-            images, labels = self._one_by_one(items, samples.tolist())
+            images, labels = self._one_by_one(items, numbers)
         if self.labelled:
             self._check(labels, samples)
         return images, labels
 
-    def _items(self, samples: Tensor) -> Any:
+    def _items(self, numbers: Any) -> Any:
         """Returns (images, labels) of all samples, or a list of their items."""
-        if in_bulk(self.dataset):
-            return _items_of(self.dataset, samples)
-        numbers = samples.tolist()
         if hasattr(self.dataset, "__getitems__"):
             try:
                 return self.dataset.__getitems__(numbers)
             except Exception as error:
-                if not _of_a_file(error):
+                if in_bulk(self.dataset) or not _of_a_file(error):
                     raise  # otherwise, one by one, it is found out which
         return [self._next_item(number) if self.skips else self._item(number) for number in numbers]
 
@@ -236,13 +208,11 @@ class MicroBatches(Dataset[Batch]):
                 f"__getitems__ of the {self.split} set ({type(self.dataset).__name__}) returned images {tuple(images.shape)} "
                 f"and {len(labels)} labels for {count} samples. HINT: images are (samples, C, H, W), with a label for each."
             )
-        standard = not self.labelled or (isinstance(labels, Tensor) and labels.ndim == 1 and labels.dtype == torch.int64)
-        return images, labels if standard else as_labels(labels)
+        return images, as_labels(labels) if self.labelled else labels
 
     def _one_by_one(self, items: Sequence[Any], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         pairs = [self._pair(item, number) for item, number in zip(items, numbers, strict=True)]
-        images = [image for image, _ in pairs]
-        labels = [label for _, label in pairs]
+        images, labels = zip(*pairs, strict=True)
         kinds = {(tuple(image.shape), str(image.dtype).removeprefix("torch.")) for image in images}
         if len(kinds) > 1:
             listed = ", ".join(f"{shape} of {dtype}" for shape, dtype in sorted(kinds)[:3])
@@ -250,18 +220,17 @@ class MicroBatches(Dataset[Batch]):
                 f"The {self.split} set ({type(self.dataset).__name__}) gives images of different shapes or types: {listed}. "
                 "HINT: resize them in its transform, and convert them to one kind."
             )
-        if len({label.shape if isinstance(label, Tensor) else None for label in labels}) > 1:
+        if len({label.shape for label in labels}) > 1:
             raise Unfit(
                 f"The {self.split} set ({type(self.dataset).__name__}) gives labels of different kinds. "
                 "HINT: all are numbers, or all are vectors with a share for each class."
             )
-        vectors = isinstance(labels[0], Tensor)
-        return torch.stack(images), torch.stack(labels) if vectors else torch.tensor(labels)  # type: ignore[arg-type]
+        return torch.stack(images), torch.stack(labels)
 
-    def _pair(self, item: Any, number: int) -> tuple[Tensor, int | Tensor]:
+    def _pair(self, item: Any, number: int) -> tuple[Tensor, Tensor]:
         try:
             image, label = image_and_label(item, self.labelled)
-            return as_tensor(image), as_label(label) if self.labelled else -1
+            return as_tensor(image), as_label(label if self.labelled else -1)
         except Unfit as error:
             raise Unfit(f"{self._name(number)} {error}") from None
 
@@ -283,14 +252,14 @@ def _of_a_file(error: Exception) -> bool:
 
 
 class MicroBatchLoader(DealtLoader):
-    """A DataLoader of micro-batches that skips the work of torch's own iterator where it would have no effect.
+    """A DataLoader of micro-batches; `unread` gets the samples that could not be read, as keys."""
 
-    `unread`: gets the samples that could not be read, as keys.
-    """
-
-    def __init__(self, keys: MicroBatchSampler, seed: int, unread: dict[str, None], **settings: Any) -> None:
-        super().__init__(keys, seed, **settings)
-        self.unread = unread
+    def __init__(
+        self, keys: MicroBatchSampler, seed: int, unread: dict[str, None], dataset: MicroBatches, **settings: Any
+    ) -> None:
+        # An item is a micro-batch already, of tensors.
+        super().__init__(keys, seed, dataset=dataset, sampler=keys, batch_size=None, collate_fn=_unchanged, **settings)
+        self.micro_batches, self.unread = dataset, unread
 
     def _note(self) -> Iterator[Any]:
         for batch in super()._note():
@@ -300,7 +269,18 @@ class MicroBatchLoader(DealtLoader):
     def _batches(self) -> Iterator[Any]:
         if self.num_workers or self.pin_memory:
             return map(_or_raise, super()._batches())
-        return map(self.dataset.__getitem__, self.sampler)  # otherwise it takes as long again as picking the images
+        return self._made_together()  # torch's iterator takes as long again as picking the images
+
+    def _made_together(self) -> Iterator[Batch]:
+        keys, count = iter(self.keys), 1
+        while next_keys := [*islice(keys, count)]:
+            batches = self.micro_batches.make(next_keys)
+            count = self.micro_batches.at_once(batches[0])
+            yield from batches
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
 
 
 def _or_raise(batch: Batch | Unfit) -> Batch:

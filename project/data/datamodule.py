@@ -26,16 +26,11 @@ _SPLITS: dict[str, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("
 _BY_STAGE: dict[str, Split] = {"train": "train", "validate": "val", "sanity_check": "val", "test": "test"}
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 class ImageData(LightningDataModule):
     """Loads images for training, validation, test and prediction.
 
     Args:
-        source: where the images come from, by class_path: Synthetic, Cifar, ImageFolders, Digits, Fake, or Datasets
-            (your own).
+        source: where the images come from, by class_path: Synthetic, Cifar, ImageFolders, Digits, or Datasets (your own).
         batch_size: samples that one process puts through the network at once: the micro-batch.
         global_batch_size: samples behind one optimiser step, over all ranks; None takes what batch_size, the number of
             ranks and trainer.accumulate_grad_batches amount to.
@@ -68,19 +63,19 @@ class ImageData(LightningDataModule):
         on_error: Literal["stop", "skip"] = "stop",
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise UserError(f"data.batch_size is a number of samples, not {batch_size}.")
-        if global_batch_size is not None and global_batch_size < 1:
-            raise UserError(f"data.global_batch_size is a number of samples, not {global_batch_size}.")
-        if crop_padding < 0:
-            raise UserError(f"data.crop_padding is a number of pixels, not {crop_padding}.")
-        if isinstance(num_workers, int) and num_workers < 0:
-            raise UserError(f"data.num_workers is a number of processes or 'auto', not {num_workers}.")
+        for name, value, least, what in (
+            ("batch_size", batch_size, 1, "samples"),
+            ("global_batch_size", 1 if global_batch_size is None else global_batch_size, 1, "samples"),
+            ("crop_padding", crop_padding, 0, "pixels"),
+            ("num_workers", num_workers, 0, "processes or 'auto'"),
+        ):
+            if isinstance(value, int) and value < least:
+                raise UserError(f"data.{name} is a number of {what}, not {value}.")
         self.source = source or Synthetic()
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.crop_padding, self.flip, self.tail = crop_padding, flip, tail
         self.num_workers, self.resident, self.seed = num_workers, resident, seed
-        self.on_error: Literal["stop", "skip"] = on_error
+        self.on_error = on_error
         self.unread: dict[str, None] = {}
         """The samples that could not be read, and why."""
         self.spare_cores = 0  # set by the Trainer, which knows where it runs
@@ -100,9 +95,9 @@ class ImageData(LightningDataModule):
     def class_names(self) -> list[str] | None:
         """Returns the classes' names by number; from the source, or a dataset with `classes`, as torchvision's have."""
         split: Split | None = "val" if self.source.has("val") else "test" if self.source.has("test") else None
-        names = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
+        names: Any = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
         fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
-        return [str(name) for name in names] if names and fitting else None
+        return [str(name) for name in names] if fitting else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -200,18 +195,7 @@ class ImageData(LightningDataModule):
         device = self.trainer.strategy.root_device
         cuda = device.type == "cuda"
         at_most = torch.cuda.get_device_properties(device).total_memory // 20 if cuda else 256 << 20
-        held = whole(self._dataset(split), device, at_most)
-        if held and split == "train" and self.crop_padding:
-            height, width = held.images.shape[-2:]
-            grown = (height + 2 * self.crop_padding) * (width + 2 * self.crop_padding) / (height * width)
-            if held.images.nbytes * grown <= at_most:
-                return held.padded(self.crop_padding)
-        return held
-
-    def _padding(self) -> int:
-        """Returns the padding, in pixels, that the training images have already."""
-        held = self._whole("train")
-        return held.padding if held else 0
+        return whole(self._dataset(split), device, at_most)
 
     def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
         assert self.trainer is not None
@@ -223,11 +207,8 @@ class ImageData(LightningDataModule):
             keys,
             self.seed,
             self.unread,
+            self._micro_batches(held or self._dataset(split), split, order),
             draws=not held,
-            dataset=self._micro_batches(held or self._dataset(split), split, order),
-            sampler=keys,
-            batch_size=None,  # an item is a micro-batch already, of tensors
-            collate_fn=_as_it_is,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",
@@ -256,8 +237,7 @@ class ImageData(LightningDataModule):
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None
         if (self.crop_padding or self.flip) and self.trainer.training:
-            width = batch["image"].shape[-1] - 2 * self._padding()
-            how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, width
+            how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, batch["image"].shape[-1]
             return {**batch, "moves": drawn_moves(batch["sample"], *how)}
         return batch
 
@@ -274,7 +254,7 @@ class ImageData(LightningDataModule):
         if self._unseen:
             self._look_at(batch)
         if (moves := batch.pop("moves", None)) is not None:
-            images = crop_and_flip(images, moves, self.crop_padding, padded=self._padding() > 0)
+            images = crop_and_flip(images, moves, self.crop_padding)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
         dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
         label = batch["label"]
@@ -289,10 +269,6 @@ class ImageData(LightningDataModule):
         if split not in self._unseen or not len(batch["image"]):
             return
         self._unseen.remove(split)
-        images, edge = batch["image"], self._padding() if split == "train" else 0
-        if edge:
-            images = images[..., edge:-edge, edge:-edge]
-        doubts = examine(images, batch["sample"], split, self.source.mean, self.source.std)
-        if self.trainer.is_global_zero:
-            for doubt in doubts:
-                log.warning(doubt)
+        doubts = examine(batch["image"], batch["sample"], split, self.source.mean, self.source.std)
+        for doubt in doubts if self.trainer.is_global_zero else ():
+            log.warning(doubt)

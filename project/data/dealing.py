@@ -1,30 +1,23 @@
-"""Deals any DataLoader over a map-style dataset in this project's order: the same global batches on any number of ranks.
+"""Deals any DataLoader over a map-style dataset in this project's order: the same global batches on any number of ranks. The
+sampler is replaced, as Lightning replaces it by a DistributedSampler; all else stays the user's."""
 
-What belongs to the user stays as it is: the dataset, `collate_fn`, the batch size (which is the micro-batch), the worker
-processes, pinned memory, whether the samples are shuffled, and whether what is left at the end of an epoch is dropped. What
-is replaced is the sampler, as Lightning replaces it by a DistributedSampler.
-"""
-
-import errno
 import logging
-import os
 import random
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from multiprocessing.queues import Queue
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data.sampler import BatchSampler
 
 from project.data.order import Key, MicroBatchSampler, Order, chance
-from project.data.values import digests_of, moved_names
-from project.data.worker_signals import end_at_exit, follow_rank
+from project.data.values import Attributes
+from project.data.worker_signals import with_signals
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -39,16 +32,14 @@ class DealtLoader(DataLoader[Any]):
     Args:
         keys: the keys of this rank's micro-batches.
         seed: of all that is drawn at random for a micro-batch.
-        draws: the data set or the `collate_fn` may draw random numbers.
+        draws: the dataset or the `collate_fn` may draw random numbers.
         settings: those of a DataLoader.
     """
 
     def __init__(self, keys: MicroBatchSampler, seed: int, draws: bool = True, **settings: Any) -> None:
-        if settings.get("num_workers"):
-            settings["worker_init_fn"] = partial(_in_worker, settings.get("worker_init_fn"))
-            end_at_exit(os.getpid())
         # A generator of its own for the seeds of its processes: the others stay where they are.
         super().__init__(generator=torch.Generator(), **settings)
+        with_signals(self)
         self.keys, self.seed = keys, seed
         self._draws = draws and not self.num_workers
         self.taken: deque[Key] = deque()
@@ -78,58 +69,35 @@ class DealtLoader(DataLoader[Any]):
 class SeededLoader(DealtLoader):
     """A loader that seeds the random numbers of its samples. Its `dataset` is the user's; a callback may change it."""
 
-    _copied: dict[str, bytes] | None = None
     watched = False
-    """The first of its processes says what its copy of the dataset keeps."""
+    """The first of its processes reports what its copy of the dataset keeps."""
+    _attributes: Attributes | None = None
 
     def _batches(self) -> Iterator[Any]:
         own = self.dataset
-        self._look_at_copies(own)
+        if self.watched and self.persistent_workers:  # processes that outlive an epoch keep their first copy
+            self._attributes = self._attributes or Attributes()
+            if names := self._attributes.moved(own):
+                self.watched = False
+                log.warning(
+                    "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
+                    "persistent_workers=False.",
+                    names,
+                )
         vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
         try:
             return super()._batches()
         finally:
             vars(self)["dataset"] = own
 
-    def _look_at_copies(self, dataset: Any) -> None:
-        """Warns if a dataset changes whose copies persist: processes that outlive an epoch keep the first one."""
-        if not (self.watched and self.persistent_workers):
-            return
-        now = digests_of(dataset)
-        self._copied = self._copied or now
-        if names := moved_names(dataset, self._copied, now):
-            self.watched = False
-            log.warning(
-                "%s: changed, and the loader's processes keep what it was when they began (persistent_workers). HINT: "
-                "persistent_workers=False.",
-                names,
-            )
 
-
-def _in_worker(init_fn: Callable[[int], None] | None, number: int) -> None:
-    """Initialises a loader's process, which ends if it can't send a batch.
-
-    Python's queue prints the error and drops the batch, and the rank would wait for that one for ever.
-    """
-    follow_rank()
-    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
+def _show_own_dataset(init_fn: Callable[[int], None] | None, number: int) -> None:
+    """Initialises a loader's process by the user's function, which may set attributes of the user's dataset."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, SeededDataset):
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, whose attributes a worker_init_fn may set
-    Queue._on_queue_feeder_error = staticmethod(_lost)  # type: ignore[attr-defined]
+        object.__setattr__(info, "dataset", info.dataset.dataset)
     if init_fn is not None:
         init_fn(number)
-
-
-_feeder_error = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
-
-
-def _lost(error: Exception, batch: object) -> None:
-    """Ends this process by SIGBUS on a full /dev/shm, as where it is noticed later: the rank reads SIGBUS as that."""
-    if getattr(error, "errno", None) == errno.ENOSPC or "allocate shared memory" in str(error):
-        os.kill(os.getpid(), signal.SIGBUS)
-    _feeder_error(error, batch)
-    os._exit(1)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,28 +136,19 @@ class _MicroBatches:
             yield samples
 
 
-class _Watched:
-    """Counts how often this process has checked its dataset: a loader may have new processes in each epoch."""
-
-    count = 0
-
-
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read.
-
-    `watched`: in the first of a loader's processes it is named what the dataset has changed of itself.
-    """
+    """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read. If it is
+    `watched`, the first of a loader's processes names what the dataset has changed of itself."""
 
     def __init__(self, dataset: Any, watched: bool = False) -> None:
         self.dataset = dataset
-        self._watched = watched
-        self._kept: dict[str, bytes] | None = None
+        self._checks, self._attributes = 3 if watched else 0, Attributes()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "_watched", "_kept") or name.startswith("__"):  # not there yet, while it is unpickled
+        if name in ("dataset", "_checks", "_attributes") or name.startswith("__"):  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -209,14 +168,12 @@ class SeededDataset(Dataset[Any]):
 
     def _watch(self) -> None:
         """Checks before each of the first three micro-batches (a `collate_fn` runs after a dataset) that nothing changed."""
-        info = get_worker_info() if self._watched else None
-        if info is None or info.id or _Watched.count > 2:
+        info = get_worker_info() if self._checks else None
+        if info is None or info.id:
             return
-        now = digests_of(self.dataset)
-        self._kept = self._kept or now
-        _Watched.count += 1
-        if names := moved_names(self.dataset, self._kept, now):
-            _Watched.count = 3
+        self._checks -= 1
+        if names := self._attributes.moved(self.dataset):
+            self._checks = 0
             log.warning(
                 "%s: changed in a loader process, which has a copy of its own: with other processes or ranks, and after a "
                 "restart, it is another one. A cache of what is only read does no harm. HINT: draw from torch, random and "
@@ -263,21 +220,10 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-class Sampling(NamedTuple):
-    """The way a DataLoader takes its samples, as torch's BatchSampler has it, whether the user made it or torch did."""
-
-    sampler: Any
-    batch_size: int | None
-    """None: the dataset gives whole batches."""
-    drop_last: bool
-
-
-def sampling(loader: DataLoader[Any]) -> Sampling:
-    """Returns how a loader that has no batch sampler of a class of its own takes its samples."""
-    batches: Any = loader.batch_sampler
-    if batches is None:
-        return Sampling(loader.sampler, None, loader.drop_last)
-    return Sampling(batches.sampler, batches.batch_size, batches.drop_last)
+def sampling(loader: DataLoader[Any]) -> BatchSampler | DataLoader[Any]:
+    """Returns the object that has the loader's `sampler`, `batch_size` and `drop_last`: torch's batch sampler, or the loader
+    itself, without a batch size, where the dataset gives whole batches."""
+    return loader if loader.batch_sampler is None else cast(BatchSampler, loader.batch_sampler)
 
 
 def why_not(loader: DataLoader[Any]) -> str | None:
@@ -287,14 +233,13 @@ def why_not(loader: DataLoader[Any]) -> str | None:
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return "its dataset can only be read from its beginning"
     batches = loader.batch_sampler
-    if batches is not None and type(batches) is not torch.utils.data.BatchSampler:
-        shared = isinstance(batches, torch.utils.data.BatchSampler)
+    if batches is not None and type(batches) is not BatchSampler:
+        shared = isinstance(batches, BatchSampler)
         alone = "" if shared else ", which is no BatchSampler of torch's: several ranks can't share it"
         return f"it has a batch sampler of its own ({type(batches).__name__}{alone})"
-    sampler = sampling(loader).sampler
+    sampler: Any = sampling(loader).sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    plain = plain and not hasattr(sampler, "set_epoch")  # somebody wants to be told
-    if not plain:
+    if not plain or hasattr(sampler, "set_epoch"):  # somebody wants to know the epoch
         return f"it has a sampler of its own ({type(sampler).__name__})"
     return None if len(sampler) == len(loader.dataset) else "its sampler does not take each sample once"
 
@@ -306,25 +251,14 @@ def micro_batch_of(loader: DataLoader[Any]) -> int:
 
 
 def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
-    """Returns the same loader, which gives this rank's micro-batches of an order.
-
-    `each`: what the dataset draws at random follows from the sample, and not from the micro-batch. In an evaluation, samples
-    meet in other micro-batches on another number of ranks.
-    """
+    """Returns the same loader, which gives this rank's micro-batches of an order. `each`: what the dataset draws at random
+    follows from the sample, as in an evaluation samples meet in other micro-batches on another number of ranks."""
     keys = MicroBatchSampler(order, rank, world_size)
     batches: Any = _MicroBatches(keys, seed, each)
     whole = sampling(loader).batch_size is None
     settings: dict[str, Any] = {"batch_size": None, "sampler": batches} if whole else {"batch_sampler": batches}
+    kept = ["dataset", "num_workers", "collate_fn", "pin_memory"]
     if loader.num_workers:
-        settings |= {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
-        settings |= {"persistent_workers": loader.persistent_workers, "timeout": loader.timeout}
-    return SeededLoader(
-        keys,
-        seed,
-        dataset=loader.dataset,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        **settings,
-    )
+        kept += ["prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout"]
+    settings |= {name: getattr(loader, name) for name in kept}
+    return SeededLoader(keys, seed, worker_init_fn=partial(_show_own_dataset, loader.worker_init_fn), **settings)

@@ -1,9 +1,7 @@
-"""Parses an item of a dataset: an image and a label, in any of their forms; and describes one that is neither.
+"""Parses an item of a dataset, (image, label) or a dict with those keys as Hugging Face's datasets give them; and describes
+one that is neither."""
 
-(image, label), or a dict with those keys as Hugging Face's datasets give them. An image is a tensor, an array or a PIL image; a
-label the number of a class, or a vector of floats with a share for each class.
-"""
-
+import os
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
@@ -18,6 +16,7 @@ from project.errors import UserError
 _IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
 _RGB = ("P", "PA", "CMYK", "YCbCr", "LAB", "HSV")  # numbers in a palette, or colours that are not red, green and blue
 _ROUNDING = 0.01  # of shares that should sum to 1
+_LABELS = "HINT: a label is the number of a class, 0 .. num_classes-1, or a vector of floats with a share for each class."
 
 
 class Unfit(UserError):
@@ -33,7 +32,7 @@ def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
         image = next((name for name in _IMAGE_KEYS if name in item), None)
         label = next((name for name in _LABEL_KEYS if name in item), None)
         if image is not None and (label is not None or not labelled):
-            return item[image], item[label] if label is not None else None
+            return item[image], item.get(label)
     elif not labelled:
         return item, None
     raise Unfit(
@@ -45,71 +44,53 @@ def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
 def as_tensor(image: Any) -> Tensor:
     """Returns an image as a (C, H, W) tensor: from a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), or a PIL
     image."""
-    if isinstance(image, Tensor):
-        tensor = image if image.ndim != 2 else image[None]
-    else:
-        if isinstance(image, Image.Image) and image.mode in _RGB:
-            image = image.convert("RGB")
-        try:
-            array = np.array(image)
-            if array.ndim == 2:
-                array = array[:, :, None]
-            tensor = torch.from_numpy(array)
-            tensor = tensor.permute(2, 0, 1) if array.ndim == 3 else tensor
-        except (TypeError, ValueError):  # torch has no tensors of such things
-            raise Unfit(
-                f"has {described(image)} for an image. HINT: an image is a tensor (C, H, W), an array (H, W, C) or a PIL image."
-            ) from None
-    if tensor.ndim != 3:
+    if isinstance(image, Image.Image) and image.mode in _RGB:
+        image = image.convert("RGB")
+    try:
+        tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    except (TypeError, ValueError):  # torch has no tensors of such things
         raise Unfit(
-            f"has an image of shape {tuple(tensor.shape)}. HINT: a tensor is (C, H, W) or (H, W), an array (H, W, C) or (H, W)."
-        )
-    return tensor
+            f"has {described(image)} for an image. HINT: an image is a tensor (C, H, W), an array (H, W, C) or a PIL image."
+        ) from None
+    if tensor.ndim == 2:
+        return tensor[None]
+    if tensor.ndim == 3:
+        return tensor if isinstance(image, Tensor) else tensor.permute(2, 0, 1)
+    raise Unfit(
+        f"has an image of shape {tuple(tensor.shape)}. HINT: a tensor is (C, H, W) or (H, W), an array (H, W, C) or (H, W)."
+    )
 
 
-def as_label(label: Any) -> int | Tensor:
+def as_label(label: Any) -> Tensor:
     """Returns a label as the number of a class, or as a vector of shares."""
     try:
-        return index(label)  # anything that is a whole number, and nothing else
+        return torch.tensor(index(label))  # anything that is a whole number, and nothing else
     except TypeError:
-        return _unusual_label(label)
-
-
-def _unusual_label(label: Any) -> int | Tensor:
-    hint = "HINT: a label is the number of a class, 0 .. num_classes-1, or a vector of floats with a share for each class."
+        pass
     if isinstance(label, (str, bytes)):
         raise Unfit(f"has the label {label!r}, and not a number. HINT: number the classes from 0, and return that number.")
     try:
-        tensor = torch.as_tensor(np.asarray(label) if not isinstance(label, Tensor) else label)
+        tensor = torch.as_tensor(label if isinstance(label, Tensor) else np.asarray(label))
     except (TypeError, ValueError):
-        raise Unfit(f"has {described(label)} for a label. {hint}") from None
-    floats = tensor.is_floating_point()
-    if tensor.ndim == 1 and floats and len(tensor) > 1:
-        return tensor.float()
-    if tensor.numel() == 1 and not tensor.is_complex():
-        number = tensor.item()
-        if number == int(number if np.isfinite(number) else 0):
-            return int(number)
-        raise Unfit(f"has the label {number:g}, which is not the number of a class. {hint}")
-    if tensor.ndim == 1 and not floats:
-        hint = "HINT: of a one-hot vector return its argmax, or the vector as floats."
-    raise Unfit(f"has {described(label)} for a label. {hint}")
+        raise Unfit(f"has {described(label)} for a label. {_LABELS}") from None
+    return as_labels(tensor[None])[0]
 
 
 def as_labels(labels: Any) -> Tensor:
     """Returns the labels of a batch: whole numbers (B,), or shares (B, classes) in floats."""
     given = torch.as_tensor(labels)
-    if given.ndim == 2 and given.is_floating_point() and given.shape[1] > 1:
+    shares = given.is_floating_point()
+    if given.ndim == 2 and shares and given.shape[1] > 1:
         return given.float()
-    flat = given.flatten() if given.numel() == len(given) else given
-    if flat.ndim == 1 and not flat.is_complex():
-        whole = flat.long()
-        if not flat.is_floating_point() or bool((whole == flat).all()):
-            return whole
-    raise Unfit(
-        f"has {described(given[0])} for a label. HINT: labels are whole numbers, or vectors of floats with a share for each "
-        "class."
-    )
+    if given.numel() == len(given) and not given.is_complex():
+        numbers = given.flatten()
+        if not shares or not len(fractions := numbers[numbers != numbers.long()]):
+            return numbers.long()
+        raise Unfit(f"has the label {fractions[0]:g}, which is not the number of a class. {_LABELS}")
+    hint = _LABELS
+    if given.ndim == 2 and not shares:
+        hint = "HINT: of a one-hot vector return its argmax, or the vector as floats."
+    raise Unfit(f"has {described(given[0])} for a label. {hint}")
 
 
 def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
@@ -144,19 +125,15 @@ def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
 
 
 def file_of(dataset: Any, number: int) -> str | None:
-    """Returns the file of a sample, where the dataset, or the one that it is a part of, has a list of them.
-
-    As torchvision's folders do, in `samples`.
-    """
+    """Returns the file of a sample, where the dataset, or the one that it is a part of, lists them in `samples`."""
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset
         number, dataset = dataset.indices[number], dataset.dataset
-    samples = getattr(dataset, "samples", None)
     try:
-        entry = samples[number]  # type: ignore[index]
-    except (TypeError, LookupError):
+        entry = dataset.samples[number]
+    except (AttributeError, TypeError, LookupError):
         return None
-    first = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
-    return str(first) if isinstance(first, str) or hasattr(first, "__fspath__") else None
+    path = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
+    return os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
 
 
 def described(value: Any) -> str:

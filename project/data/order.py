@@ -1,9 +1,8 @@
 """The order of the samples: which one, in which micro-batch, on which rank; a pure function of (seed, epoch, position).
 
-An epoch is a row of *positions* 0 .. size-1; a keyed permutation maps each to a sample. A step takes the next
-global batch of positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples
-meet in the same micro-batches whether one process works through them or sixty-four do, and any position can be reached at
-once: nothing is stored, nothing is shuffled.
+An epoch is a row of *positions* 0 .. size-1; a keyed permutation maps each to a sample. A step takes the next global batch of
+positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples meet in the same
+micro-batches on any number of ranks, and any position can be reached at once.
 """
 
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ Key = tuple[int, int, int]
 Limit = int | float | None
 
 _ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
@@ -34,14 +34,13 @@ def size_of(dataset: Any) -> int:
 
 
 def limited(count: int, limit: Limit, key: str, what: str) -> int:
-    """Returns how many of `count` a limit leaves: an int is a number, a float a share, as in Lightning.
-
-    Raises:
-        UserError: a share that is less than one of them, with which nothing would happen. `key` and `what` name it.
-    """
-    if limit is None or isinstance(limit, int):
-        return count if limit is None else min(count, limit)
-    if limit > 0 and 0 < count * limit < 1:
+    """Returns how many of `count` a limit leaves: an int is a number, a float a share, as in Lightning. Refuses a share of less
+    than one, with which nothing would happen; `key` and `what` name it."""
+    if limit is None:
+        return count
+    if isinstance(limit, int):
+        return min(count, limit)
+    if 0 < count * limit < 1:
         raise UserError(
             f"trainer.{key}={limit} of {count} {what} is less than one, and nothing would be done. HINT: {key}=1 takes one of "
             f"them; the least share is {ceil(1e4 / count) / 1e4}."
@@ -67,12 +66,6 @@ def chance(seed: int, key: Key) -> int:
     return state >> 1
 
 
-def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
-    key = mix(mix(words[:1] + np.uint64(0x9E3779B97F4A7C15)) ^ words[1:])
-    return mix(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-
-
 def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns the samples at these positions: a keyed permutation of range(size), computed on demand.
 
@@ -80,7 +73,9 @@ def permute(positions: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
     through the network until it is inside, which keeps it a permutation (cycle walking).
     """
     side = np.uint64(isqrt(size - 1) + 1)
-    keys = round_keys(seed, epoch)
+    words = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
+    key_of_epoch = mix(mix(words[:1] + _GOLDEN) ^ words[1:])
+    keys = mix(key_of_epoch + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
     def network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = x // side, x % side
@@ -103,23 +98,19 @@ def _window(start: int, stride: int, length: int, rows: int, size: int, seed: in
 
 @dataclass(frozen=True)
 class Order:
-    """The way in which `size` samples fall into steps and micro-batches.
-
-    What is left for the last step is spread evenly over its micro-batches (`tail: keep`), or left out of this epoch
-    (`tail: drop`). Fewer than `least` samples for each micro-batch are joined to the step before instead: a batch norm
-    can't work with one. Either way no sample stands twice in an epoch, and none is made up to fill a batch.
+    """The way in which `size` samples fall into steps of so many micro-batches, over all ranks.
 
     Args:
         size: samples in the dataset.
         micro_batch: samples in a micro-batch.
         micro_batches: micro-batches in a step, over all ranks.
         seed: the key of the permutation; None leaves the samples in their own order.
-        tail: 'keep' or 'drop'.
+        tail: 'keep' spreads what is left for the last step evenly over its micro-batches, 'drop' leaves it out of this epoch.
         limit: steps of an epoch that are taken, if fewer than there are.
         share: neighbouring micro-batches of a step that one rank reads; by default all.
-        least: samples that a micro-batch of the last step must have.
-        cut: the last step is cut into micro-batches of full size and a smaller one, and the others are empty; so that they are
-            the same on any number of ranks. Otherwise all of them are as large as each other.
+        least: fewer samples for each micro-batch of the last step join the step before: a batch norm can't work with one.
+        cut: the last step is cut into micro-batches of full size and a smaller one, and the others are empty, on any number
+            of ranks.
     """
 
     size: int
@@ -156,24 +147,21 @@ class Order:
     def span(self, step: int) -> tuple[int, int]:
         """Returns the positions of a step: start, stop."""
         start = step * self.global_batch
-        if step == self._steps - 1 and self.tail == "keep":
-            return start, self.size
-        return start, start + self.global_batch
+        last = step == self._steps - 1 and self.tail == "keep"
+        return start, self.size if last else start + self.global_batch
 
     def micro_span(self, step: int, number: int) -> tuple[int, int]:
         """Returns the positions of one of a step's micro-batches: start, stop."""
         start, stop = self.span(step)
-        length = stop - start
         if self.cut:
             low = min(start + number * self.micro_batch, stop)
             return low, min(low + self.micro_batch, stop)
+        length = stop - start
         return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
 
     def weight(self, step: int, number: int) -> float:
-        """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples.
-
-        1.0 wherever all micro-batches of a step are of one size, which is everywhere but in the tail.
-        """
+        """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples: 1.0
+        everywhere but in the tail."""
         start, stop = self.span(step)
         low, high = self.micro_span(step, number)
         return (high - low) * self.micro_batches / (stop - start)
@@ -197,11 +185,6 @@ class Order:
         )
         return window[step % rows, place : place + self.micro_batch]
 
-    def after(self, key: Key) -> Key:
-        """Returns the micro-batch that the same rank takes next, in this epoch or behind its end."""
-        epoch, step, number = key
-        return (epoch, step, number + 1) if (number + 1) % self._share else (epoch, step + 1, number + 1 - self._share)
-
     @cached_property
     def _share(self) -> int:
         return self.share or self.micro_batches
@@ -222,17 +205,15 @@ def cut_for_all(samples: int, micro_batch: int, ranks: int) -> int:
 
 
 class MicroBatchSampler(DistributedSampler[Key]):
-    """The keys of one rank's micro-batches, in the order it trains on them.
-
-    A DistributedSampler, so that Lightning leaves it in place and calls `set_epoch`. Of each step's micro-batches a rank
-    takes a run of neighbours: rank 0 the first, the last rank the last.
-    """
+    """The keys of one rank's micro-batches: of each step a run of neighbours. It is a DistributedSampler, so that Lightning
+    leaves it in place and calls `set_epoch`; that one's arithmetic is not used, as it pads with duplicates."""
 
     def __init__(self, order: Order, rank: int, world_size: int) -> None:
         assert order.micro_batches % world_size == 0
-        # DistributedSampler's own arithmetic is not used: it pads with duplicates.
         super().__init__(range(order.size), num_replicas=world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
         self.order = order
+        share = order.micro_batches // world_size
+        self._own_numbers = range(rank * share, (rank + 1) * share)
         self._start: tuple[int, int] | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
@@ -250,13 +231,8 @@ class MicroBatchSampler(DistributedSampler[Key]):
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        share, steps = self.order.micro_batches // self.num_replicas, self.order.steps
-        return steps * share - sum(self._is_empty(steps - 1, number) for number in self._own_numbers if steps)
-
-    @property
-    def _own_numbers(self) -> range:
-        share = self.order.micro_batches // self.num_replicas
-        return range(self.rank * share, (self.rank + 1) * share)
+        steps = self.order.steps
+        return steps * len(self._own_numbers) - sum(self._is_empty(steps - 1, number) for number in self._own_numbers if steps)
 
     def _is_empty(self, step: int, number: int) -> bool:
         low, high = self.order.micro_span(step, number)

@@ -1,11 +1,9 @@
-"""The sources of images: each names its classes and makes the datasets 'train', 'val' and 'test'.
-
-A source is light to construct, fetches what it needs in `prepare` (called once a node), and reads it in `dataset` (called by
-every rank). Whatever the user can mend is a UserError in one line.
-"""
+"""The sources of images: each names its classes, fetches its data once a node, and makes the datasets 'train', 'val' and
+'test' on every rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,14 +53,8 @@ class Synthetic(Source):
     """SyntheticImages, which can be learnt and need no download.
 
     Args:
-        train_size: training images.
-        val_size: validation images.
-        test_size: test images.
-        num_classes: classes.
         image_size: height and width.
-        channels: 3 for colour.
-        difficulty: share of images whose pattern says nothing about their label; the best possible accuracy is
-            1 - difficulty * (1 - 1 / num_classes).
+        difficulty: share of images whose pattern says nothing about their label.
         world: which patterns and images there are; another number, other data.
     """
 
@@ -82,16 +74,10 @@ class Synthetic(Source):
     ) -> None:
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.num_classes = num_classes
-        self.settings: dict[str, Any] = {
-            "num_classes": num_classes,
-            "image_size": image_size,
-            "channels": channels,
-            "difficulty": difficulty,
-            "seed": world,
-        }
+        self._rest = (num_classes, image_size, channels, difficulty, world)
 
     def dataset(self, split: Split) -> SyntheticImages:
-        return SyntheticImages(self.sizes[split], split, **self.settings)
+        return SyntheticImages(self.sizes[split], split, *self._rest)
 
 
 class Cifar(Source):
@@ -145,9 +131,7 @@ class Cifar(Source):
         raw = self._read(train=split != "test")
         images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
         labels = torch.tensor(raw.targets)
-        if split == "test":
-            return InMemory(images, labels)
-        chosen = _held_out(len(images), self.held_out, split)
+        chosen = slice(None) if split == "test" else _held_out(len(images), self.held_out, split)
         return InMemory(images[chosen], labels[chosen])
 
 
@@ -193,23 +177,20 @@ class ImageFolders(Source):
         predict: Path | None = None,
     ) -> None:
         self.root, self.image_size, self.predict = root, image_size, predict
-        self.mean = mean
-        self.std = std
-        self._classes: list[str] | None = None
+        self.mean, self.std = mean, std
 
-    @property
+    @cached_property
     def classes(self) -> list[str]:  # type: ignore[override]
         """Returns the names of the folders in root/train; a class's number is its place in the alphabet."""
-        if self._classes is None:
-            folder = self.root / "train"
-            if not folder.is_dir():
-                raise UserError(
-                    f"No folder {folder}. HINT: data.source.init_args.root must hold train/<class>/*.jpg and val/<class>/*.jpg."
-                )
-            self._classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-            if not self._classes:
-                raise UserError(f"{folder} has no folders. HINT: each class has a folder of its own in it.")
-        return self._classes
+        folder = self.root / "train"
+        if not folder.is_dir():
+            raise UserError(
+                f"No folder {folder}. HINT: data.source.init_args.root must hold train/<class>/*.jpg and val/<class>/*.jpg."
+            )
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        if not names:
+            raise UserError(f"{folder} has no folders. HINT: each class has a folder of its own in it.")
+        return names
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
@@ -239,29 +220,7 @@ class ImageFolders(Source):
                 f"{folder} and {self.root / 'train'} must have the same classes: {folders.classes[:5]} there, "
                 f"{self.classes[:5]} here."
             )
-        dataset: Dataset[Any] = folders
-        return dataset
-
-
-class Fake(Source):
-    """torchvision's FakeData: noise with random labels. Nothing can be learnt from it; it loads like PIL images do.
-
-    Args:
-        size: images in each split.
-        image_size: height and width.
-        num_classes: classes.
-    """
-
-    def __init__(self, size: int = 1_000, image_size: int = 32, num_classes: int = 10) -> None:
-        self.size, self.image_size, self.num_classes = size, image_size, num_classes
-
-    def dataset(self, split: Split) -> Dataset[Any]:
-        from torchvision.datasets import FakeData
-
-        shape = (3, self.image_size, self.image_size)
-        offset = ("train", "val", "test").index(split) * self.size
-        dataset: Dataset[Any] = FakeData(self.size, shape, self.num_classes, random_offset=offset)
-        return dataset
+        return folders  # type: ignore[no-any-return]
 
 
 class Digits(Source):
@@ -331,9 +290,7 @@ class Datasets(Source):
         if num_classes < 2:
             raise UserError(f"data.source.init_args.num_classes is {num_classes}, and there is nothing to tell apart.")
         self.factories = {"train": train, "val": val, "test": test, "predict": predict}
-        self.num_classes = num_classes
-        self.mean = mean
-        self.std = std
+        self.num_classes, self.mean, self.std = num_classes, mean, std
 
     def has(self, split: Split) -> bool:
         return self.factories[split] is not None

@@ -1,11 +1,7 @@
 """SyntheticImages is a dataset of any size that can be learnt, takes no memory and needs no download.
 
-Each class has a smooth pattern of its own; an image is its class's pattern, moved by up to two pixels, under noise. The
-image and the label at an index depend on (seed, index) alone: all arithmetic is on integers, so they are the same on every
-platform, in any batch, worker or rank, in any order.
-
-`difficulty` is the share of images that show the pattern of a class drawn at random, whatever their label says. Nobody can
-tell those from the rest, so the best possible accuracy is known: 1 - difficulty * (1 - 1 / num_classes).
+Each class has a smooth pattern of its own; an image is its class's pattern, moved by up to two pixels, under noise. The image
+and the label at an index depend on (seed, index) alone: all arithmetic is on integers, so they are the same everywhere.
 """
 
 from collections.abc import Sequence
@@ -22,14 +18,10 @@ _SHIFT = 2
 _NOISE_BYTES = 1 << 20
 
 
-def _signed(unsigned: int) -> int:
-    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
-
-
 def scatter(x: Tensor) -> Tensor:
     """Scatters 64-bit integers: two rounds of multiply and shift, all in wrapping int64 arithmetic."""
-    x = x * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * _signed(0xD6E8FEB86659FD93)
+    x = x * (0x9E3779B97F4A7C15 - (1 << 64))
+    x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * (0xD6E8FEB86659FD93 - (1 << 64))
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
@@ -42,12 +34,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     """Deterministic uint8 images of shape (channels, image_size, image_size) and their labels.
 
     Args:
-        size: number of images.
         split: 'train', 'val' or 'test'; no image is in two of them.
-        num_classes: classes, drawn with equal probability.
-        image_size: height and width.
-        channels: 3 for colour.
-        difficulty: share of images whose pattern says nothing about their label, from 0 to 1.
+        difficulty: share of images that show the pattern of a class drawn at random, whatever their label says.
         seed: another seed, another world: other patterns, other images.
     """
 
@@ -73,7 +61,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         self.shape = (channels, image_size, image_size)
         self._offset = SPLITS.index(split) << _SPLIT_BITS
         self._patterns = self._make_patterns()
-        self._noise = self._make_noise()
+        words = self._random(2, (_NOISE_BYTES + channels * image_size * image_size) // 8 + 1)
+        self._noise = (words.view(torch.uint8).int() * 96 >> 8).to(torch.uint8)  # each image takes two windows of it
         self._words = torch.tensor([[0], [0], [0], [1], [1], [1]])
         self._fields = torch.tensor([[0], [20], [40], [0], [20], [40]])
         ranges = [num_classes, num_classes, 1 << 20, (2 * _SHIFT + 1) ** 2, _NOISE_BYTES, _NOISE_BYTES]
@@ -90,10 +79,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return scatter(key + torch.arange(count))
 
     def _make_patterns(self) -> Tensor:
-        """Makes one smooth image a class and channel, as flat planes with spare rows: a shift is an offset.
-
-        A coarse grid of random bytes is interpolated with integer weights; values are 0 .. 63.
-        """
+        """Makes one smooth image a class and channel, as flat planes with spare rows: a shift is an offset. A coarse grid of
+        random bytes is interpolated with integer weights; values are 0 .. 63."""
         channels, size, _ = self.shape
         cell = max(2, size // 4)
         cells = -(-(size + 2 * _SHIFT + 1) // cell) + 1
@@ -103,14 +90,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         low, part = along // cell, along % cell
         rows = grid[:, low] * (cell - part)[:, None] + grid[:, low + 1] * part[:, None]
         full = (rows[:, :, low] * (cell - part) + rows[:, :, low + 1] * part) // (cell * cell)
-        plane = full[:, : size + 2 * _SHIFT + 1, :size]
-        return plane.to(torch.uint8).reshape(-1).contiguous()
-
-    def _make_noise(self) -> Tensor:
-        """Makes a long strip of random bytes 0 .. 95; every image takes two windows of it, at its own places."""
-        channels, size, _ = self.shape
-        words = self._random(2, (_NOISE_BYTES + channels * size * size) // 8 + 1)
-        return (words.view(torch.uint8).int() * 96 >> 8).to(torch.uint8)
+        return full[:, : size + 2 * _SHIFT + 1, :size].to(torch.uint8).flatten()
 
     def __len__(self) -> int:
         return self.size

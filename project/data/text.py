@@ -1,17 +1,12 @@
-"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library.
-
-`prepare_data` writes each split into one file of bytes, which every process maps into its memory: what is read is shared, and
-loader processes get a path instead of a copy.
-"""
+"""TextData serves text as bytes, in windows for a language model; by default, the source of Python's library. Each split is
+one file, which every process maps into its memory."""
 
 import glob
 import logging
 import os
 import platform
 import sysconfig
-import tempfile
 import zlib
-from collections.abc import Iterator
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from project.errors import UserError
+from project.untrusted import replacing
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +32,7 @@ _TESTS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pyc
 
 
 class Windows(Dataset[Bytes]):
-    """A dataset of windows of `context` bytes, one behind the other, each with the byte that follows.
-
-    Args:
-        path: a file of bytes, as `np.save` writes it. Each process maps it when it asks for its first window.
-        context: bytes in a window.
-    """
+    """A dataset of windows of `context` bytes in a file of `np.save`, one behind the other, each with the byte that follows."""
 
     def __init__(self, path: Path, context: int) -> None:
         self.path, self.context = path, context
@@ -81,14 +72,13 @@ def files_of(text: str | None) -> tuple[str, dict[str, Path]]:
     if text is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in folder.rglob("*.py") if not _TESTS & {*path.relative_to(folder).parts}]
-        label = f"python-{platform.python_version()}"
     elif Path(text).is_dir():
         folder = Path(text)
-        paths, label = [path for path in folder.rglob("*") if path.is_file()], folder.resolve().name
+        paths = [path for path in folder.rglob("*") if path.is_file()]
     else:
         paths = [Path(name) for name in glob.glob(text, recursive=True) if Path(name).is_file()]
         folder = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
-        label = folder.resolve().name
+    label = f"python-{platform.python_version()}" if text is None else folder.resolve().name
     return label, dict(sorted((path.relative_to(folder).as_posix(), path) for path in paths))
 
 
@@ -115,34 +105,24 @@ def is_whole(path: Path) -> bool:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes all of a file or nothing, whoever else writes the same at the same time, on this host or on another."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            np.save(file, np.frombuffer(content, np.uint8))
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone, and a folder may be shared
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with replacing(path) as part, part.open("xb") as file:
+        np.save(file, np.frombuffer(content, np.uint8))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def pair_counts(tokens: Bytes, block: int = 1 << 22) -> NDArray[np.int64]:
     """Returns how often each byte (row) is followed by each (column)."""
-
-    def counts() -> Iterator[NDArray[np.int64]]:
-        for start in range(0, len(tokens) - 1, block):
-            some = tokens[start : start + block + 1].astype(np.int64)
-            yield np.bincount(some[:-1] * 256 + some[1:], minlength=256 * 256)
-
-    return sum(counts(), np.zeros(256 * 256, np.int64)).reshape(256, 256)
+    counts = np.zeros(256 * 256, np.int64)
+    for start in range(0, len(tokens) - 1, block):
+        some = tokens[start : start + block + 1].astype(np.int64)
+        counts += np.bincount(some[:-1] * 256 + some[1:], minlength=256 * 256)
+    return counts.reshape(256, 256)
 
 
 def simple_losses(train: Bytes, val: Bytes) -> tuple[float, float]:
-    """Returns the losses on `val` of models that count bytes, and pairs of bytes, in `train`, in nats per byte.
-
-    Each count is one more than it is, so that nothing is impossible.
-    """
+    """Returns the losses on `val` of models that count bytes, and pairs of bytes, in `train`, in nats per byte. Each count is
+    one more than it is, so that nothing is impossible."""
     seen, expected = pair_counts(train), pair_counts(val)
 
     def loss(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:
@@ -156,13 +136,13 @@ class TextData(LightningDataModule):
     """Windows of text, as bytes: (tokens, the tokens that follow), both (samples, context) in int64.
 
     Args:
-        text: a folder, a file or a pattern ('books/**/*.txt'); None is the source of Python's own library, which every
-            machine has. It is read as a whole, once on each host.
+        text: a folder, a file or a pattern ('books/**/*.txt'); None is the source of Python's own library. It is read as a
+            whole, once on each host.
         root: the folder that gets the files of bytes.
         context: bytes in a window.
         batch_size: windows that one process puts through the network at once: the micro-batch.
         held_out: share of the files held out for validation, and again for the test; which ones follows from their names.
-        num_workers: loader processes for each rank; cutting windows takes little, and the training process can do it.
+        num_workers: loader processes for each rank; cutting windows takes little.
     """
 
     def __init__(
@@ -187,8 +167,6 @@ class TextData(LightningDataModule):
     def path(self, split: Split) -> Path:
         """Returns the file of a split's bytes."""
         return self.root / f"{self.name}-{split}.npy"
-
-    # Files -----------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
         self.name, splits = read_splits(self.text, self.held_out)
@@ -236,8 +214,6 @@ class TextData(LightningDataModule):
                 f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it goes on with the "
                 "Python, or the files, that it began with; another text is another --run."
             )
-
-    # Loaders ---------------------------------------------------------------------------------------------------------
 
     def windows(self, split: Split) -> Windows:
         """Returns the windows of a split."""

@@ -1,7 +1,5 @@
-"""Computes digests of Python values: equal values have equal ones, whether an array, a tensor or a list holds them.
-
-So it is seen that a counter, a generator or an object of the user has changed, without a copy and without code of the user.
-"""
+"""Computes digests of Python values, without a copy and without code of the user: equal values have equal ones, whether an
+array, a tensor or a list holds them."""
 
 import io
 import itertools
@@ -38,18 +36,14 @@ CACHED = type(lru_cache(len))
 _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multinomial|poisson|dropout")
 
 
-def is_of_a_library(kind: type) -> bool:
-    """Returns whether a class is Python's, torch's, Lightning's or this project's: such objects are not examined."""
-    root = kind.__module__.partition(".")[0]
+def is_of_a_library(kind: type | FunctionType) -> bool:
+    """Returns whether a class or a function is Python's, torch's, Lightning's or this project's: such are not examined."""
+    root = str(kind.__module__).partition(".")[0]
     return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
 class Digests:
-    """Computes digests of values, down to the attributes of the user's own objects.
-
-    Args:
-        apart: objects that are examined elsewhere (the module's layers and weights, say), and are not digested here.
-    """
+    """Computes digests of values, down to the attributes of the user's own objects, but for the objects in `apart`."""
 
     def __init__(self, apart: Iterable[object] = ()) -> None:
         self._apart = {id(thing) for thing in apart}
@@ -63,8 +57,8 @@ class Digests:
         return digest
 
     def within(self, value: Any) -> set[bytes] | None:
-        """Returns the digests of a value, and of all in it that has a name, or a place in a short list; None where that is more
-        than `Digests` examines."""
+        """Returns the digests of a value, and of all in it that has a name, or a place in a short list; None if that is too
+        much."""
         self._in_all = _IN_ALL
         digests = {*self._within(value)}
         return digests if self._in_all > 0 else None
@@ -157,8 +151,7 @@ class Digests:
 
     def _of_function(self, value: FunctionType, deep: int) -> Digest:
         """Returns a function's digest: it changes with its closure, and with its default arguments."""
-        root = str(value.__module__).partition(".")[0]
-        if root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}:
+        if is_of_a_library(value):
             return None
         cells = []
         for cell in value.__closure__ or ():
@@ -176,16 +169,21 @@ def _draws(code: CodeType | None) -> bool:
     return code is not None and (any(map(_DRAWING.search, code.co_names)) or any(map(_draws, inner)))
 
 
-def digests_of(thing: object) -> dict[str, bytes]:
-    """Returns the digests of an object's attributes, where they have any, and of its methods with a cache."""
-    cached = {name: value for kind in type(thing).__mro__ for name, value in vars(kind).items() if isinstance(value, CACHED)}
-    digests, kept = Digests(), {**cached, **getattr(thing, "__dict__", {})}
-    return {name: digest for name, value in kept.items() if (digest := digests.of(value)) is not None}
+class Attributes:
+    """Tells which attributes of an object have changed since the first look."""
 
+    def __init__(self) -> None:
+        self._first: dict[str, bytes] = {}
 
-def moved_names(thing: object, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> str:
-    """Returns the names of an object's attributes that have changed, with its class; '' where none has."""
-    return ", ".join(f"{type(thing).__name__}.{name}" for name, digest in now.items() if before.get(name) != digest)
+    def moved(self, thing: object) -> str:
+        """Returns the names of attributes, and of methods with a cache, that have changed; '' where none has."""
+        cached = {
+            name: value for kind in type(thing).__mro__ for name, value in vars(kind).items() if isinstance(value, CACHED)
+        }
+        digests, kept = Digests(), {**cached, **getattr(thing, "__dict__", {})}
+        now = {name: digest for name, value in kept.items() if (digest := digests.of(value)) is not None}
+        self._first = self._first or now
+        return ", ".join(f"{type(thing).__name__}.{name}" for name, digest in now.items() if self._first.get(name) != digest)
 
 
 def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
@@ -207,6 +205,5 @@ def _ends(items: Any) -> list[Any]:
     return ends
 
 
-def _joined(digests: Iterable[Digest]) -> Digest:
-    parts = [*digests]
-    return None if None in parts else sha256(b"".join(part for part in parts if part)).digest()
+def _joined(digests: Sequence[Digest]) -> Digest:
+    return None if None in digests else sha256(b"".join(part for part in digests if part)).digest()

@@ -2,11 +2,13 @@
 Slurm and systemd send it, stops the rank between two steps, and until then it needs them.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from functools import cache, partial
+from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
@@ -16,15 +18,30 @@ from torch.utils.data import DataLoader
 
 _SENT_TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds that a process has at the program's end, as torch gives it
+_feeder_error = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
-def follow_rank() -> None:
+def with_signals(loader: DataLoader[Any]) -> None:
+    """Makes the processes of a loader follow their rank, and end where they can't send a batch."""
+    init = loader.worker_init_fn
+    if not loader.num_workers or (isinstance(init, partial) and init.func is _begin):
+        return
+    loader.worker_init_fn = partial(_begin, init)
+    _end_at_exit(os.getpid())
+
+
+def _begin(init_fn: Callable[[int], None] | None, number: int) -> None:
     """Makes this loader process ignore the signals that its rank catches. It ends by SIGTERM where the rank no longer catches
     that: then the rank sent it, or ends by it, too."""
-    for number in _SENT_TO_GROUPS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end_unless_caught)
-            signal.siginterrupt(number, False)  # a read in a library that knows no EINTR
+    for caught in _SENT_TO_GROUPS:
+        if signal.getsignal(caught) is not signal.SIG_IGN:
+            signal.signal(caught, _end_unless_caught)
+            signal.siginterrupt(caught, False)  # a read in a library that knows no EINTR
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler says more than there is to say
+    # Python's queue prints the error and drops the batch, and the rank would wait for that one for ever.
+    Queue._on_queue_feeder_error = staticmethod(_end_by_error)  # type: ignore[attr-defined]
+    if init_fn is not None:
+        init_fn(number)
 
 
 def _end_unless_caught(number: int, frame: FrameType | None) -> None:
@@ -43,22 +60,16 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def with_signals(loader: DataLoader[Any]) -> None:
-    """Makes the processes of a loader that is left as it is follow their rank."""
-    init = loader.worker_init_fn
-    if loader.num_workers and not (isinstance(init, partial) and init.func is _begin):
-        loader.worker_init_fn = partial(_begin, init)
-    end_at_exit(os.getpid())
-
-
-def _begin(init_fn: Callable[[int], None] | None, number: int) -> None:
-    follow_rank()
-    if init_fn is not None:
-        init_fn(number)
+def _end_by_error(error: Exception, batch: object) -> None:
+    """Ends this process by SIGBUS on a full /dev/shm, as where it is noticed later: the rank reads SIGBUS as that."""
+    if getattr(error, "errno", None) == errno.ENOSPC or "allocate shared memory" in str(error):
+        os.kill(os.getpid(), signal.SIGBUS)
+    _feeder_error(error, batch)
+    os._exit(1)
 
 
 @cache
-def end_at_exit(pid: int) -> None:
+def _end_at_exit(pid: int) -> None:
     """Makes this process, once, reset its handlers before Python ends its daemonic children by SIGTERM and waits for them."""
     Finalize(None, _end_children, exitpriority=0)
 

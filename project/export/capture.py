@@ -1,23 +1,21 @@
-"""Captures weights and inputs from an evaluation: the export holds what `validate` and `test` use.
-
-Callbacks and modules may exchange the weights for an evaluation (averages of them, say), and a data module's hooks make of a
-batch what the network gets. So both are taken from within a real evaluation, and not from the checkpoint's file.
-"""
+"""Captures weights and inputs from within an evaluation, because callbacks may exchange the weights for it, and a data module's
+hooks make of a batch what the network gets."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from project.errors import UserError
 
 Inputs = tuple[Tensor, ...]
-"""What one call of `forward` takes."""
+"""The arguments of one call of `forward`."""
+
+_BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 HOW = (
     "HINT: forward takes the batch if that is a tensor, its first part if it is a tuple or a list, and of a dict what its "
@@ -40,40 +38,27 @@ class Capture(Callback):
             return
         if not self.weights:
             state = pl_module.state_dict()
-            self.weights = {name: _copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+            self.weights = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
         self.batches.append(batch)
 
     on_test_batch_start = on_validation_batch_start
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-@dataclass
-class Samples:
+class Samples(NamedTuple):
     """The real inputs of `forward`, by the names of its arguments, in batches; and their origin."""
 
     names: list[str]
     batches: list[Inputs]
     origin: str
 
-    @property
-    def count(self) -> int:
-        return sum(len(batch[0]) for batch in self.batches)
-
-
-def has_forward(module: LightningModule) -> bool:
-    """Returns whether the module has a forward of its own, which defines its inputs and outputs."""
-    return is_overridden("forward", module, LightningModule)
-
 
 def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Samples:
     """Returns the inputs of the module's `forward`, from batches; raises a UserError where they are ambiguous."""
-    inputs = [_inputs(module, batch) for batch in batches]
-    if inputs and all(arguments is not None for arguments in inputs):
-        named = [arguments for arguments in inputs if arguments is not None]
-    else:
+    named = [arguments for batch in batches if (arguments := _inputs(module, batch)) is not None]
+    if not named or len(named) < len(batches):
         named, origin = [_example(module)], "the module's example_input_array"
     names = list(named[0])
     made = [tuple(_plain(arguments[name]) for name in names) for arguments in named]
@@ -87,19 +72,18 @@ def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Sam
 
 def _plain(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU, in fp32 if it is floats, and outside of an evaluation's inference mode."""
-    tensor = tensor.detach().to("cpu", copy=True)
-    return tensor.float().clone() if tensor.is_floating_point() else tensor.clone()
+    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def _arguments(module: LightningModule) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter for parameter in inspect.signature(module.forward).parameters.values() if parameter.kind in kinds]
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind in (parameter.POSITIONAL_ONLY, _BY_POSITION)]
 
 
 def _takes_any_name(module: LightningModule) -> bool:
     """Returns whether the signature is `forward(**batch)`."""
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    return kinds == [inspect.Parameter.VAR_KEYWORD]
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [parameter.kind for parameter in parameters] == [inspect.Parameter.VAR_KEYWORD]
 
 
 def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
@@ -109,51 +93,44 @@ def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
     def named(*args: Tensor) -> Any:
         return forward(**dict(zip(names, args, strict=True)))
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    named.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    parameters = [inspect.Parameter(name, _BY_POSITION) for name in names]
+    named.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     module.forward = named  # type: ignore[method-assign]
 
 
 def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
-    """Returns what `forward` takes of a batch, or None where that is ambiguous."""
+    """Returns the arguments of `forward` in a batch, or None where they are ambiguous."""
     arguments = _arguments(module)
-    needed = [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
+    needed = {argument.name for argument in arguments if argument.default is inspect.Parameter.empty}
     first = arguments[0].name if arguments else "input"
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
-    if isinstance(batch, Tensor):
-        return {first: batch} if len(needed) <= 1 else None
-    if not isinstance(batch, Mapping):
-        return None
-    if _takes_any_name(module):
+    if isinstance(batch, Mapping):
         tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
-        return tensors if tensors and all(name.isidentifier() for name in tensors) else None
-    taken: dict[str, Tensor] = {}
-    for argument in arguments:
-        if not isinstance(batch.get(argument.name), Tensor):
-            break  # those that follow would stand in its place
-        taken[argument.name] = batch[argument.name]
-    if taken and {*needed} <= {*taken}:
-        return taken
-    image = batch.get("image")
-    return {first: image} if isinstance(image, Tensor) and len(needed) <= 1 else None
+        if _takes_any_name(module):
+            return tensors if tensors and all(name.isidentifier() for name in tensors) else None
+        names = [*takewhile(tensors.__contains__, (argument.name for argument in arguments))]
+        if names and needed <= {*names}:
+            return {name: tensors[name] for name in names}
+        batch = tensors.get("image")
+    return {first: batch} if isinstance(batch, Tensor) and len(needed) <= 1 else None
 
 
 def _example(module: LightningModule) -> dict[str, Tensor]:
     example: Any = module.example_input_array
+    names = [argument.name for argument in _arguments(module)]
     if isinstance(example, Tensor):
         example = (example,)
-    names = [argument.name for argument in _arguments(module)]
-    if isinstance(example, tuple) and 0 < len(example) <= len(names) and all(isinstance(part, Tensor) for part in example):
-        return dict(zip(names, example, strict=False))
-    if isinstance(example, dict) and example and list(example) == names[: len(example)]:
+    if isinstance(example, tuple) and len(example) <= len(names):
+        example = dict(zip(names, example, strict=False))
+    fits = isinstance(example, dict) and example and list(example) == names[: len(example)]
+    if fits and all(isinstance(part, Tensor) for part in example.values()):
         return dict(example)
     raise UserError(f"What {type(module).__name__}.forward takes of a batch can't be told. {HOW}")
 
 
-def pieces(samples: Samples, size: int | None) -> list[Inputs]:
+def pieces(batches: list[Inputs], size: int | None) -> list[Inputs]:
     """Returns the batches to check with: `size` samples each, or (None) any number: also one, and more than one."""
-    batches = samples.batches
     if size is None:
         single = tuple(part[:1] for part in batches[0])
         more = [] if any(len(batch[0]) > 1 for batch in batches) else [tuple(part.repeat_interleave(2, 0) for part in single)]
@@ -162,6 +139,6 @@ def pieces(samples: Samples, size: int | None) -> list[Inputs]:
     for batch in batches:
         repeats = -(-size // len(batch[0]))
         filled = [torch.cat([part] * repeats) for part in batch]  # a batch that is too small is filled up with itself
-        count = max(len(batch[0]) // size, 1)
-        cut += [tuple(part[at * size : (at + 1) * size] for part in filled) for at in range(count)]
+        for start in range(0, max(len(batch[0]) - size + 1, 1), size):
+            cut.append(tuple(part[start : start + size] for part in filled))
     return cut

@@ -1,5 +1,6 @@
 """Describes an export in export.json: its inputs, its outputs, and its origin."""
 
+import json
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
@@ -15,7 +17,8 @@ from project.checkpoints.manifest import manifest_at
 from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
-from project.export.formats import LIBRARIES, Format
+from project.export.folder import ABOUT
+from project.export.formats import Format
 from project.masking import masked
 from project.typed import typed
 from project.untrusted import open_to_read, read_yaml, write_text
@@ -25,14 +28,15 @@ CONFIG = "config.yaml"
 
 def origin(checkpoint: Path | None) -> dict[str, Any]:
     """Returns the run, the checkpoint, its step and its metrics, as far as they are known."""
+    if checkpoint is None:
+        return {"run": None, "checkpoint": None, "step": None, "metrics": {}}
     manifest: dict[str, Any] = {}
-    if checkpoint is not None:
-        with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
-            manifest = manifest_at(checkpoint)
-    in_run = checkpoint is not None and checkpoint.absolute().parent.name == "checkpoints"
+    with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
+        manifest = manifest_at(checkpoint)
+    folder = checkpoint.absolute().parent
     return {
-        "run": checkpoint.absolute().parents[1].name if checkpoint is not None and in_run else None,
-        "checkpoint": checkpoint.name if checkpoint is not None else None,
+        "run": folder.parent.name if folder.name == "checkpoints" else None,
+        "checkpoint": checkpoint.name,
         "step": manifest.get("position", {}).get("global_step"),
         "metrics": manifest.get("metrics", {}),
     }
@@ -48,41 +52,29 @@ def of_data(data: LightningDataModule | None) -> dict[str, Any]:
     return {"classes": data.class_names, "images": {"range": [0, 1], **values, "how": how}}
 
 
-def of_versions(to: Format) -> dict[str, str]:
-    """Returns the versions of the libraries that made the export."""
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "lightning", *LIBRARIES[to])}}
-
-
-def of_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns size and checksum of each file."""
-    entries = {}
-    for file in sorted(folder.iterdir()):
-        with open_to_read(file) as opened:
-            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
-    return entries
-
-
 def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> dict[str, Any]:
     """Returns names, shapes and types of inputs and outputs; 'batch' is any number of samples."""
     inputs = []
     for number, name in enumerate(samples.names):
         parts = [batch[number] for batch in samples.batches]
-        shape: list[int | str] = [size or "batch"]
-        shape += [
-            length if len({part.shape[at] for part in parts}) == 1 else "any" for at, length in enumerate(parts[0].shape) if at
-        ]
-        inputs.append({"name": name, "shape": shape, "dtype": str(parts[0].dtype).removeprefix("torch.")})
+        lengths = [{*sizes} for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        shape = [size or "batch", *("any" if len(sizes) > 1 else sizes.pop() for sizes in lengths)]
+        inputs.append({"name": name, "shape": shape, "dtype": _name(parts[0].dtype)})
     made = [
-        {"shape": [size or "batch", *output.shape[1:]] if output.ndim else [], "dtype": output.dtype.name}
+        {"shape": [size or "batch", *output.shape[1:]] if output.ndim else [], "dtype": _name(output.dtype)}
         for output in outputs[0]
     ]
     return {"inputs": inputs, "outputs": made}
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference: Difference) -> dict[str, Any]:
     """Returns what was compared, and how much it differed."""
     return {
-        "samples": samples.count,
+        "samples": sum(len(batch[0]) for batch in samples.batches),
         "of": samples.origin,
         "batch_sizes": sorted({len(batch[0]) for batch in batches}, reverse=True),
         "largest_difference": difference.largest,
@@ -91,10 +83,17 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
     }
 
 
-def copy_config(trainer: Trainer, folder: Path) -> None:
-    """Copies the run's configuration into the folder of the export."""
+def finish(folder: Path, trainer: Trainer, about: dict[str, Any], libraries: Sequence[str]) -> None:
+    """Adds size and checksum of each file, and versions, and writes `about` into the folder, with the run's configuration."""
+    entries = {}
+    for file in sorted(folder.iterdir()):
+        with open_to_read(file) as opened:
+            entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "lightning", *libraries)}}
+    about |= {"files": entries, "versions": versions}
     configuration = typed(trainer).configuration
     with suppress(OSError, ValueError, yaml.YAMLError):
         configuration = masked(read_yaml(Path(trainer.default_root_dir) / CONFIG))
     if configuration:
         write_text(folder / CONFIG, yaml.safe_dump(configuration, sort_keys=False))
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")

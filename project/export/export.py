@@ -1,23 +1,25 @@
 """Exports an evaluation's weights and batches to a folder that others can use."""
 
-import json
 import logging
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from project.errors import UserError
 from project.export import description
-from project.export.capture import Capture, Samples, has_forward, pieces, samples
-from project.export.check import TOLERANCE, Difference, Outputs, compare, in_batches, loaded, outputs
+from project.export.capture import Capture, Samples, pieces, samples
+from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
 from project.export.formats import (
     FILES,
+    LIBRARIES,
     Format,
     brief,
     named_weights,
@@ -60,25 +62,27 @@ class Export:
 
     def __init__(self, module: LightningModule, capture: Capture, of: str, to: Format, batch_size: int | None) -> None:
         self.module, self.to, self.size = module, to, batch_size
-        _settle(module, capture)
+        module.load_state_dict(capture.weights)
+        nn.Module.to(module, memory_format=torch.contiguous_format)
+        module.cpu().float().eval()
         self.samples: Samples | None = None
         self.wanted: Outputs = []
         try:
             self.samples = samples(module, capture.batches, of)
-            self.batches = pieces(self.samples, batch_size)
-            self.wanted = self._called()
+            self.batches = pieces(self.samples.batches, batch_size)
+            self.wanted = self._called(module)
         except UserError as error:
             if to != "safetensors":
                 raise
             self.samples, self.batches = None, []
             log.warning("Only the weights are compared, and no outputs: %s", str(error).partition(" HINT:")[0])
 
-    def _called(self) -> Outputs:
+    def _called(self, network: Callable[..., Any]) -> Outputs:
         """Returns the outputs of the checkpoint's network for the batches."""
         assert self.samples is not None
         try:
             with silence():
-                results = outputs(self.module, self.batches)
+                results = outputs(network, self.batches)
         except UserError:
             raise
         except Exception as error:
@@ -86,7 +90,7 @@ class Export:
                 f"{type(self.module).__name__}.forward can't take {', '.join(self.samples.names)} of {self.samples.origin}: "
                 f"{brief(error)} HINT: give the module an example_input_array."
             ) from error
-        if any(np.isnan(value).any() for batch in results for value in batch if value.dtype.kind == "f"):
+        if any(value.isnan().any() for batch in results for value in batch if value.is_floating_point()):
             raise UserError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
         return results
 
@@ -94,47 +98,27 @@ class Export:
         """Writes the file, and compares its outputs in a fresh process; raises a UserError if they differ."""
         if self.to == "safetensors":
             write_weights(self.module, file, about)
-            self._put_back(loaded(self.to, file, []))
-            return compare(self.wanted, self._called() if self.samples else [], TOLERANCE[self.to])
+            weights = self._checked_weights(loaded(self.to, file))
+
+            def network(*batch: Tensor) -> Any:
+                return functional_call(self.module, weights, batch, tie_weights=False)
+
+            return compare(self.wanted, self._called(network) if self.samples else [], TOLERANCE[self.to])
         assert self.samples is not None
         program = trace(self.module, self.samples, self.size)
         if self.to == "onnx":
             write_onnx(program, file, self.samples.names)
         else:
             write_traced(program, file)
-        results = in_batches(loaded(self.to, file, self.batches), len(self.batches))
-        return compare(self.wanted, results, TOLERANCE[self.to])
+        return compare(self.wanted, loaded(self.to, file, self.batches), TOLERANCE[self.to])
 
-    def _put_back(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Loads the weights from the file into the module, whose own are overwritten first."""
+    def _checked_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the weights from a file by their names in the module; raises a UserError if they are not the module's."""
         part, weights = named_weights(self.module)
-        tensors = {name.removeprefix("tensor "): value for name, value in arrays.items()}
         if tensors.keys() != weights.keys():
             raise UserError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
-        compare([[value.numpy() for value in weights.values()]], [[tensors[name] for name in weights]], 0.0)
-        with torch.no_grad():
-            for value in self.module.state_dict().values():
-                if isinstance(value, torch.Tensor):
-                    value.fill_(float("nan") if value.is_floating_point() else 0)
-        prefix = f"{part}." if part else ""
-        put = {f"{prefix}{name}": torch.from_numpy(value) for name, value in tensors.items()}
-        self.module.load_state_dict(put, strict=False)  # what is no tensor (an extra state) was left where it is
-
-    def describe(self, difference: Difference) -> dict[str, Any]:
-        """Returns what is known after the check."""
-        if self.samples is None:
-            return {"inputs": None, "outputs": None, "check": None}
-        return {
-            **description.of_tensors(self.samples, self.size, self.wanted),
-            "check": description.of_check(self.samples, self.batches, self.to, difference),
-        }
-
-
-def _settle(module: LightningModule, capture: Capture) -> None:
-    """Loads the evaluated weights into the module, on the CPU, in fp32, in torch's usual memory order."""
-    module.load_state_dict(capture.weights)
-    nn.Module.to(module, memory_format=torch.contiguous_format)
-    module.cpu().float().eval()
+        compare([[*weights.values()]], [[tensors[name] for name in weights]], 0.0)
+        return {f"{part}.{name}" if part else name: value for name, value in tensors.items()}
 
 
 def export(
@@ -149,28 +133,29 @@ def export(
     batch_size: int | None,
 ) -> Path:
     """Writes what an evaluation has captured into `target`, and returns the file. `of`: the data of the evaluation."""
-    if to != "safetensors" and not has_forward(module):
+    if to != "safetensors" and not is_overridden("forward", module, LightningModule):
         raise UserError(
             f"{type(module).__name__} has no forward, which is what --to {to} exports. HINT: write one; --to safetensors "
             "exports the weights alone."
         )
     made = Export(module, capture, of, to, batch_size)
-    part, _ = named_weights(module) if to == "safetensors" else ("", {})
     about = {"format": to, "file": FILES[to], **description.origin(checkpoint), **description.of_data(data)}
     if to == "safetensors":
+        part, _ = named_weights(module)
         about |= {"part": part or None, "tied": shared_names(module, part)}
     with staging(target) as folder:
         difference = made.write(folder / FILES[to], about)
-        lines = snippet(to, made.samples.names if made.samples else ["batch"])
-        files = description.of_files(folder)
-        description.copy_config(trainer, folder)
-        about |= {"files": files, **made.describe(difference), "load": lines, "versions": description.of_versions(to)}
-        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-    _say(target / FILES[to], about, lines)
+        about |= {"inputs": None, "outputs": None, "check": None, "load": snippet(to, ["batch"])}
+        if made.samples:
+            about |= description.of_tensors(made.samples, batch_size, made.wanted)
+            about["check"] = description.of_check(made.samples, made.batches, to, difference)
+            about["load"] = snippet(to, made.samples.names)
+        description.finish(folder, trainer, about, LIBRARIES[to])
+    _say(target / FILES[to], about)
     return target / FILES[to]
 
 
-def _say(file: Path, about: dict[str, Any], lines: list[str]) -> None:
+def _say(file: Path, about: dict[str, Any]) -> None:
     size = sum(entry["bytes"] for entry in about["files"].values()) / 1e6
     log.info("%-11s %s (%.1f MB), and beside it %s and config.yaml", "exported", file, size, ABOUT)
     for entry in about["inputs"] or ():
@@ -186,5 +171,5 @@ def _say(file: Path, about: dict[str, Any], lines: list[str]) -> None:
         sizes = " and ".join(map(str, check["batch_sizes"]))
         log.info("%-11s in a fresh process: %d samples of %s", "checked", check["samples"], check["of"])
         log.info("%-11s in batches of %s: outputs %s; tolerated: %.0e", "", sizes, same, check["tolerated_share"])
-    for at, line in enumerate([f"cd {shlex.quote(str(file.parent))}; python", *lines]):
+    for at, line in enumerate([f"cd {shlex.quote(str(file.parent))}; python", *about["load"]]):
         log.info("%-11s %s", "" if at else "to load it", line)

@@ -2,18 +2,15 @@
 
 import os
 import shutil
-import signal
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from project.errors import UserError
 
 ABOUT = "export.json"
-"""What an export says of itself; a folder without one is not ours to replace."""
+"""The file that describes an export; a folder without one is not ours to replace."""
 
 
 def refuse_strangers(target: Path) -> None:
@@ -27,12 +24,12 @@ def refuse_strangers(target: Path) -> None:
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """Yields a folder beside the target to write to. It replaces the target at the end; on failure, it is removed."""
-    folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
+    folder = target.with_name(f".{target.name}.part")
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
     try:
-        with _signals_clean_up():
-            folder.mkdir(parents=True)
-            yield folder
-            _take_place(folder, target)
+        folder.mkdir(parents=True)
+        yield folder
+        _take_place(folder, target)
     except OSError as error:  # a full disk, a folder that can't be written to
         raise UserError(f"The export to {target} can't be written: {error}. HINT: --out takes another folder.") from error
     finally:
@@ -43,7 +40,7 @@ def _take_place(folder: Path, target: Path) -> None:
     for file in folder.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-    old = folder.with_suffix(".old")
+    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
     with suppress(FileNotFoundError):
         target.rename(old)
     try:
@@ -53,25 +50,3 @@ def _take_place(folder: Path, target: Path) -> None:
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _signals_clean_up() -> Iterator[None]:
-    """Ends the process by an exception on a signal that would end it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, _end)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -6,7 +6,7 @@ import logging
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -44,9 +44,6 @@ def require(form: Format) -> None:
             raise UserError(f"--to {form} needs {name}. HINT: pip install 'project[export]'") from error
 
 
-# Weights alone -------------------------------------------------------------------------------------------------------
-
-
 def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:
     """Returns the module's only part with weights ('' for several), and the weights by their names in it."""
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -75,9 +72,6 @@ def write_weights(module: LightningModule, path: Path, about: Mapping[str, Any])
     path.write_bytes(save(named_weights(module)[1], {"format": "pt", **metadata}))
 
 
-# Networks ------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def silence() -> Iterator[None]:
     """Suppresses prints, warnings and log lines of the exporters."""
@@ -93,41 +87,29 @@ def silence() -> Iterator[None]:
 
 def trace(module: LightningModule, samples: Samples, size: int | None) -> ExportedProgram:
     """Returns the module's `forward` as a graph, for any number of samples or for batches of `size`."""
-    example = _example(samples, size)
+    # From a batch of one sample, the tracer would conclude that there is always one.
+    count = size or max(len(samples.batches[0][0]), 2)
+    example = tuple(torch.cat([part] * -(-count // len(part)))[:count] for part in samples.batches[0])
     try:
         return _traced(module, example, None if size else _free(samples))
     except Exception as error:  # whatever the tracer makes of somebody's code
-        why = brief(error)
-    if size is None:
-        try:
-            _traced(module, example, None)
-        except Exception:
-            pass
-        else:
-            raise UserError(
-                f"{type(module).__name__}.forward does not take any number of samples: {why} HINT: --batch_size N exports it "
-                "for batches of N; --to safetensors exports the weights alone."
-            )
-    raise UserError(
-        f"{type(module).__name__}.forward can't be traced: {why} HINT: what it does must not depend on the values in tensors "
-        "(torch.where instead of if); --to safetensors exports the weights alone."
-    )
-
-
-def _example(samples: Samples, size: int | None) -> Inputs:
-    """Returns a batch to trace with; from one of one sample, the tracer would conclude that there is always one."""
-    first = samples.batches[0]
-    count = size or max(len(first[0]), 2)
-    return tuple(torch.cat([part] * -(-count // len(part)))[:count] for part in first)
+        problem, fix = f"can't be traced: {brief(error)}", "what it does must not depend on the values in tensors"
+        fix += " (torch.where instead of if)"
+        with suppress(Exception):
+            if size is None:
+                _traced(module, example, None)
+                problem = f"does not take any number of samples: {brief(error)}"
+                fix = "--batch_size N exports it for batches of N"
+    raise UserError(f"{type(module).__name__}.forward {problem} HINT: {fix}; --to safetensors exports the weights alone.")
 
 
 def _free(samples: Samples) -> tuple[dict[int, Any], ...]:
     """Returns each input's dimensions that may have another size: the samples, and what differs between batches."""
     batch = Dim("batch")
     dimensions = []
-    for number, part in enumerate(samples.batches[0]):
-        sizes = [{sample_batch[number].shape[at] for sample_batch in samples.batches} for at in range(part.ndim)]
-        dimensions.append({0: batch, **{at: Dim.DYNAMIC for at in range(1, part.ndim) if len(sizes[at]) > 1}})
+    for parts in zip(*samples.batches, strict=True):
+        sizes = [{*lengths} for lengths in zip(*(part.shape for part in parts), strict=True)]
+        dimensions.append({0: batch, **{at: Dim.DYNAMIC for at in range(1, len(sizes)) if len(sizes[at]) > 1}})
     return tuple(dimensions)
 
 
@@ -164,8 +146,6 @@ def write_onnx(program: ExportedProgram, path: Path, names: list[str]) -> None:
     with silence():
         made.save(path)
 
-
-# How others load it --------------------------------------------------------------------------------------------------
 
 _SNIPPETS: dict[str, str] = {
     "safetensors": """\

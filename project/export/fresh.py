@@ -1,15 +1,11 @@
-"""Loads an exported file and saves its outputs: a process of its own, in which there is no `project`.
-
-The source of this file is what runs: python -c SOURCE FORMAT FILE INPUTS OUTPUTS
-"""
+"""Loads an exported file and saves its outputs, in a process of its own: python -c SOURCE FORMAT FILE INPUTS OUTPUTS"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
-Arrays = list[Any]
+import torch
+from torch import Tensor
 
 
 def flattened(value: Any) -> Iterator[Any]:
@@ -23,39 +19,31 @@ def flattened(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _onnx(file: str, batches: list[Arrays]) -> list[Arrays]:
+def _onnx(file: str) -> Callable[..., Any]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [argument.name for argument in session.get_inputs()]
-    return [list(session.run(None, dict(zip(names, batch, strict=True)))) for batch in batches]
 
+    def network(*batch: Tensor) -> Any:
+        return session.run(None, {name: part.numpy() for name, part in zip(names, batch, strict=True)})
 
-def _torch_export(file: str, batches: list[Arrays]) -> list[Arrays]:
-    import torch
-
-    network = torch.export.load(file).module()
-    with torch.no_grad():
-        results = [network(*map(torch.from_numpy, batch)) for batch in batches]
-    return [[torch.as_tensor(leaf).numpy() for leaf in flattened(result)] for result in results]
+    return network
 
 
 def main(form: str, file: str, inputs: str, outputs: str) -> None:
-    """Computes the outputs, or reads the weights if there are only those; writes them into a file of numpy's."""
-    results: dict[str, Any]
+    """Saves the outputs of each batch, or the weights if there are only those."""
     if form == "safetensors":
         from safetensors.torch import load_file
 
-        results = {f"tensor {name}": value.numpy() for name, value in load_file(file).items()}
-    else:
-        given = np.load(inputs)
-        count = 1 + max(int(name.split()[0]) for name in given)
-        batches = [[given[name] for name in given if name.split()[0] == str(at)] for at in range(count)]
-        batch_outputs = (_onnx if form == "onnx" else _torch_export)(file, batches)
-        results = {f"{at} {number}": leaf for at, values in enumerate(batch_outputs) for number, leaf in enumerate(values)}
-    np.savez(outputs, **results)
+        torch.save(load_file(file), outputs)
+        return
+    network = _onnx(file) if form == "onnx" else torch.export.load(file).module()
+    with torch.no_grad():
+        batches = torch.load(inputs, weights_only=True)
+        torch.save([[torch.as_tensor(leaf) for leaf in flattened(network(*batch))] for batch in batches], outputs)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
-"""Writes a checkpoint that lies in parts as one plain file, with all its content: a run resumes from it with any strategy.
+"""Writes a checkpoint that lies in parts as one plain file, from which a run resumes with any strategy. It is never whole in
+memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice."""
 
-It is never whole in memory: its tensors lie in files of their own while it is written, so it takes its size on the disk twice.
-"""
-
-import json
 import logging
 import os
 import shutil
@@ -40,19 +37,13 @@ def as_one_file(trainer: Trainer, checkpoint: Path | None, target: Path) -> Path
             shutil.copyfile(checkpoint, file)
         whole = {key: value for key, value in manifest.items() if key != "parts"}
         write_manifest(file, {**whole, **entry_of(file)})
-        files = description.of_files(folder)
-        description.copy_config(trainer, folder)
-        about = {"format": "checkpoint", "file": file.name, **description.origin(checkpoint), "files": files}
-        about["versions"] = description.of_versions("checkpoint")
-        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        about = {"format": "checkpoint", "file": file.name, **description.origin(checkpoint)}
+        description.finish(folder, trainer, about, ())
     file = target / checkpoint.name
-    log.info("%-11s %s (%.1f MB), and beside it its manifest, %s and config.yaml", "exported", file, _megabytes(file), ABOUT)
+    size = file.stat().st_size / 1e6
+    log.info("%-11s %s (%.1f MB), and beside it its manifest, %s and config.yaml", "exported", file, size, ABOUT)
     log.info("%-11s python -m project fit --config %s --run NAME --resume %s", "to go on", target / "config.yaml", file)
     return file
-
-
-def _megabytes(file: Path) -> float:
-    return file.stat().st_size / 1e6
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

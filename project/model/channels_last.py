@@ -6,12 +6,7 @@ from torch import nn
 
 def corrupted(network: nn.Module, capability: str | None = None) -> str | None:
     """Returns the name of a layer whose backward pass would write beyond its memory: a strided 1x1 convolution of fewer than
-    eight channels, on a CPU without AVX-512.
-
-    Args:
-        network: any.
-        capability: of the CPU, as torch names it; this one's if it is not given.
-    """
+    eight channels, on a CPU without AVX-512. `capability`: of the CPU, as torch names it; by default this one's."""
     if "AVX512" in (capability or torch.backends.cpu.get_cpu_capability()):
         return None
     name: str

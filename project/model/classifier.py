@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from project.errors import UserError
 from project.model.channels_last import corrupted
-from project.model.compiled import IN_GRAPHS, Compile, mode_of, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.model.fused import fused
 from project.model.run import run_of
@@ -31,6 +30,10 @@ from project.typed import typed
 log = logging.getLogger(__name__)
 
 Scaling = Literal["linear", "sqrt", "none"]
+Compile = Literal["none", "auto", "default", "reduce-overhead", "max-autotune"]
+
+_IN_GRAPHS = ("reduce-overhead", "max-autotune")  # these put the network into CUDA graphs
+_WORTH_COMPILING = 900  # seconds of a run
 
 
 def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> float:
@@ -39,6 +42,16 @@ def lr_factor(scaling: Scaling, global_batch: int, reference_batch: int) -> floa
         return 1.0
     ratio = global_batch / reference_batch
     return ratio if scaling == "linear" else ratio**0.5
+
+
+def refuse_overwritten_gradients(mode: Compile, micro_batches: int, on_gpu: bool) -> None:
+    """Refuses CUDA graphs with several micro-batches: each overwrites the gradients of the one before."""
+    if mode in _IN_GRAPHS and on_gpu and micro_batches > 1:
+        raise UserError(
+            f"model.compile={mode} works in CUDA graphs, where the gradients of {micro_batches} micro-batches overwrite "
+            "each other: the sum may be wrong, and nobody would see it (pytorch#169545). HINT: model.compile=default, or a "
+            "data.batch_size with which trainer.accumulate_grad_batches is 1."
+        )
 
 
 def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
@@ -55,14 +68,14 @@ class ImageClassifier(LightningModule):
     Args:
         network: the network: `class_path` of a class, or of a function that returns one.
         optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`. On a GPU SGD, Adam and AdamW
-            are fused, unless they say otherwise.
+            are fused.
         lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate as it is.
         lr_reference_batch: the global batch that the optimiser's learning rate is stated for.
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
         lr_interval: 'step' or 'epoch': when the schedule moves.
         label_smoothing: share of the target that is spread over all classes.
         channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores. LBFGS and
-            Lightning's ModelPruning can't work with that, and have them as they were.
+            Lightning's ModelPruning have them as they were.
         compile: 'default', 'reduce-overhead' or 'max-autotune' has torch.compile translate the network at the first step of a
             fit, which takes half a minute or more; 'auto' is 'default' on a GPU, for runs of a quarter of an hour or longer,
             counted by their operations at the GPU's peak; 'none' leaves it as it is.
@@ -72,7 +85,6 @@ class ImageClassifier(LightningModule):
     """
 
     capturable = True
-    static_shapes = True
 
     def __init__(
         self,
@@ -105,7 +117,7 @@ class ImageClassifier(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.lr_reference_batch, self.lr_scaling, self.lr_interval = lr_reference_batch, lr_scaling, lr_interval
         self.loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
-        if compile in IN_GRAPHS:
+        if compile in _IN_GRAPHS:
             self.capturable = False
         self.static_shapes = compile != "max-autotune"  # which takes the kernel that was the fastest this time
         self.epoch_tally, self.eval_tally = Tally(), Tally()
@@ -130,7 +142,10 @@ class ImageClassifier(LightningModule):
     def on_fit_start(self) -> None:
         if self.init_from and not self.trainer.ckpt_path:
             start_from(self.network, self.init_from, self.init_prefix, say=self.trainer.is_global_zero)
-        if (mode := mode_of(self._compile, lambda: run_of(self.trainer).least_seconds)) is not None:
+        mode = self._compile
+        if mode == "auto":
+            mode = "default" if run_of(self.trainer).least_seconds > _WORTH_COMPILING else "none"
+        if mode != "none":
             # Else kernels become dynamic when a shorter micro-batch comes by, and a start that has seen none rounds otherwise.
             self.network.compile(mode=mode, dynamic=False)
 
@@ -156,12 +171,8 @@ class ImageClassifier(LightningModule):
             self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
         self.epoch_tally.guesses = checkpoint.get("epoch_guesses", self.epoch_tally.guesses)
 
-    # Training: a micro-batch at a time ------------------------------------------------------------------------------
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        logits = self(batch["image"])
-        if True not in self._seen:
-            self._look_at(logits)
+        logits = self._checked(batch)
         loss = self.loss(logits, batch["label"])
         mean, hits = note(logits, batch["label"], loss)
         if len(hits) in self._notes:
@@ -192,10 +203,10 @@ class ImageClassifier(LightningModule):
         skipped = run_of(trainer).skipped
         if skipped is True:
             return
-        if skipped is False:
-            self.epoch_tally.add(notes)
-        else:
+        if isinstance(skipped, Tensor):
             self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
+        else:
+            self.epoch_tally.add(notes)
         if step % typed(trainer).log_every_n_steps == 0:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             self._sent = step, lr, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
@@ -208,15 +219,11 @@ class ImageClassifier(LightningModule):
             return
         (step, lr, guesses, sums), self._sent = self._sent, None
         values = self._log("train/{}", means(sums.read(), guesses), step, {"train/lr": lr})
-        # What log_dict(prog_bar=True) comes to in the end, without the half millisecond for each name on the way.
+        # This is what log_dict(prog_bar=True) comes to, without the half millisecond for each name on the way.
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         self.trainer.progress_bar_metrics.update(values)
 
-    def on_validation_start(self) -> None:
-        self._log_sent()
-
-    def on_train_end(self) -> None:
-        self._log_sent()
+    on_validation_start = on_train_end = _log_sent
 
     def on_train_epoch_end(self) -> None:
         self._log_sent()
@@ -226,8 +233,6 @@ class ImageClassifier(LightningModule):
         values = self._log_tally("train/{}_epoch", self.epoch_tally)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
-    # Validation, test, prediction -----------------------------------------------------------------------------------
-
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         return {"logits": self._evaluate(batch)}
 
@@ -235,9 +240,7 @@ class ImageClassifier(LightningModule):
         self._evaluate(batch)
 
     def _evaluate(self, batch: dict[str, Any]) -> Tensor:
-        logits: Tensor = self(batch["image"])
-        if False not in self._seen:
-            self._look_at(logits)
+        logits = self._checked(batch)
         self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
         return logits
 
@@ -248,24 +251,15 @@ class ImageClassifier(LightningModule):
         self._finish_evaluation("test")
 
     def _finish_evaluation(self, stage: str) -> None:
-        if self.trainer.sanity_checking:  # for those who want to know which metrics there will be; no logger sees them
-            sums = DelayedSums(self.eval_tally.total(), self.trainer.world_size).read()
-            values = {f"{stage}/{name}": value for name, value in means(sums, self.eval_tally.guesses).items()}
-            self.eval_tally.reset()
-        else:
-            values = self._log_tally(stage + "/{}", self.eval_tally)
+        values = self._log_tally(stage + "/{}", self.eval_tally)
         # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        logits: Tensor = self(batch["image"])
-        if False not in self._seen:
-            self._look_at(logits)
+        logits = self._checked(batch)
         confidence, label = logits.float().softmax(dim=1).max(dim=1)
         files = {"file": batch["file"]} if "file" in batch else {}
         return {"sample": batch["sample"], "label": label, "confidence": confidence, **files}
-
-    # Optimiser and schedule -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = fused(_made("optimizer", self.optimizer, self.parameters()))
@@ -297,8 +291,6 @@ class ImageClassifier(LightningModule):
             config["monitor"] = scheduler.monitor
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
-    # --------------------------------------------------------------------------------------------------------------
-
     def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
         """Logs the means over all ranks, and resets them. The host waits for the device here, once an epoch."""
         sums = DelayedSums(tally.total(), self.trainer.world_size).read()
@@ -307,13 +299,19 @@ class ImageClassifier(LightningModule):
 
     def _log(self, tag: str, values: dict[str, float], step: int, more: dict[str, float] | None = None) -> dict[str, float]:
         named = {tag.format(name): value for name, value in values.items()}
-        for logger in self.loggers:
+        for logger in () if self.trainer.sanity_checking else self.loggers:
             logger.log_metrics({**named, **(more or {})}, step=step)
         return named
 
-    def _look_at(self, output: Any) -> None:
-        """Checks the first output in training, and in evaluation, where a network may return another kind."""
-        self._seen.add(self.training)
+    def _checked(self, batch: dict[str, Any]) -> Tensor:
+        """Returns the logits. The first are checked in training, and in evaluation, where a network may return another kind."""
+        logits: Tensor = self(batch["image"])
+        if self.training not in self._seen:
+            self._seen.add(self.training)
+            self._check(logits)
+        return logits
+
+    def _check(self, output: Any) -> None:
         if not isinstance(output, Tensor):
             raise UserError(
                 f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "

@@ -29,5 +29,4 @@ class DelayedSums:
             self._ready.synchronize()
         elif self._work is not None:
             self._work.wait()
-        values: list[float] = self._sums.tolist()
-        return values
+        return self._sums.tolist()

@@ -7,12 +7,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 def fused(optimizer: Optimizer, devices: Collection[str] = ("cuda",)) -> Optimizer:
-    """Returns the same optimiser, fused where that is possible and where its settings don't choose an implementation.
-
-    Args:
-        optimizer: that has not taken a step yet.
-        devices: those on which it pays.
-    """
+    """Returns the same optimiser, which has not taken a step yet, fused on the `devices` on which that pays, if it is possible
+    and its settings don't choose an implementation."""
     given = optimizer.defaults
     chosen = given.get("fused") is not None or any(given.get(option) for option in ("foreach", "differentiable"))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

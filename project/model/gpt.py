@@ -56,16 +56,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (samples, length) to logits of the next token (samples, length, vocabulary), as GPT-2 does it.
-
-    Args:
-        vocabulary: tokens that there are; 256 for bytes.
-        context: the most tokens that it can look at.
-        layers: decoder blocks.
-        heads: of the attention in each block.
-        width: numbers that stand for a token.
-        dropout: share of what a block adds, and of the embeddings, that is left out in training.
-    """
+    """A GPT-2: tokens (samples, length) to logits of the next token (samples, length, vocabulary)."""
 
     def __init__(
         self, vocabulary: int = 256, context: int = 128, layers: int = 4, heads: int = 4, width: int = 128, dropout: float = 0.1

@@ -1,44 +1,22 @@
 """The interface between these modules and the Trainer, beyond what Lightning's has."""
 
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 from torch import Tensor
 
 
-@runtime_checkable
-class Run(Protocol):
-    """The interface of this project's Trainer."""
-
-    global_batch: int | None
-    """The samples behind one optimiser step, over all ranks, where that is known."""
-
-    @property
-    def shared_by(self) -> int:
-        """Returns the number of ranks that see the same samples."""
-
-    @property
-    def least_seconds(self) -> float:
-        """Returns the least seconds that a fit takes; 0 where that is not known."""
-
-    @property
-    def skipped(self) -> bool | Tensor:
-        """Returns whether this step is skipped, as it is not finite. A tensor on a GPU, where only the device knows."""
-
-
-class ByItself:
-    """The values that a module receives where the Trainer is Lightning's own."""
+class Run:
+    """Holds what a module reads from this project's Trainer; these values are for where the Trainer is Lightning's own."""
 
     global_batch: int | None = None
+    """The samples behind one optimiser step, over all ranks, where that is known."""
     shared_by = 1
+    """The number of ranks that see the same samples."""
     least_seconds = 0.0
-    skipped = False
-
-
-_tells: dict[type, bool] = {}  # to look at a class takes longer than all the rest of a step's hook
+    """The least seconds that a fit takes; 0 where that is not known."""
+    skipped: bool | Tensor = False
+    """Whether this step is skipped, as it is not finite. A tensor on a GPU, where only the device knows."""
 
 
 def run_of(trainer: Any) -> Run:
-    kind = type(trainer)
-    if kind not in _tells:
-        _tells[kind] = isinstance(trainer, Run)
-    return cast(Run, trainer) if _tells[kind] else ByItself()
+    return cast(Run, trainer) if hasattr(type(trainer), "least_seconds") else Run()

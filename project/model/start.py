@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from project.errors import UserError
 from project.parts import Parted, Stored
@@ -19,15 +19,8 @@ _SHOWN = 5
 
 
 def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = True) -> None:
-    """Loads the weights that fit, by name and shape, and reports the others. Raises an error where none fits.
-
-    Args:
-        network: gets the weights.
-        path: a state_dict, or a file that holds one: a checkpoint of this project (also a folder of parts) or of another, or
-            safetensors.
-        prefix: what the names in the file begin with, and the network's own don't ('module.', say).
-        say: whether to say so; one rank is enough.
-    """
+    """Loads the weights that fit, by name and shape, and reports the others, if it is to `say` so. Raises an error where none
+    fits. The names in the file begin with `prefix`, and the network's own don't."""
     file_weights, ours = _read(path), network.state_dict()
     named = {name[len(prefix) :]: value for name, value in file_weights.items() if name.startswith(prefix)}
     fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}
@@ -38,31 +31,25 @@ def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = Tru
             f"{_better_prefix(file_weights, ours, prefix)}"
         )
     network.load_state_dict({name: _spread_like(ours[name], value) for name, value in fitting.items()}, strict=False)
-    other_shape = [
-        f"{name} ({tuple(named[name].shape)} there, {tuple(ours[name].shape)} here)"
-        for name in named
-        if name in ours and name not in fitting
-    ]
-    left = {
-        "of another shape": other_shape,
-        "not in the file": [name for name in ours if name not in named],
-        "not in the network": [name for name in file_weights if not name.startswith(prefix) or name[len(prefix) :] not in ours],
-    }
-    text = "; ".join(f"{what}: {_listed(names)}" for what, names in left.items() if names)
     if not say:
         return
     log.info("%d of the network's %d tensors begin as in %s.", len(fitting), len(ours), path)
-    if text:
+    left = {
+        "Of another shape": [
+            f"{name} ({tuple(value.shape)} there, {tuple(ours[name].shape)} here)"
+            for name, value in named.items()
+            if name in ours and name not in fitting
+        ],
+        "not in the file": [name for name in ours if name not in named],
+        "not in the network": [name for name in file_weights if not name.startswith(prefix) or name[len(prefix) :] not in ours],
+    }
+    if text := "; ".join(f"{what}: {_listed(names)}" for what, names in left.items() if names):
         log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
 
 
 def _spread_like(ours: Tensor, given: Tensor | Stored) -> Tensor:
     """Returns this rank's shard of a value, where the network is sharded, without communication."""
     value = given.read() if isinstance(given, Stored) else given
-    if not dist.is_initialized():
-        return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(ours, DTensor):
         return value
     return distribute_tensor(value.to(ours.device), ours.device_mesh, ours.placements, src_data_rank=None)
@@ -74,7 +61,8 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content: Any = load(path) if path.is_file() else _in_parts(path)
+        # Of a folder of parts, tensors are read later, when it is known which of them are the weights.
+        content: Any = load(path) if path.is_file() else Parted(path, load).checkpoint(lambda stored: stored)
     except UserError:
         raise
     except Exception as error:  # whatever a file that is none makes of the reader
@@ -83,21 +71,14 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
             "reading that could run code. HINT: where it comes from, save the weights alone: torch.save(model.state_dict(), "
             "path)."
         ) from error
-    places = {name: content[name] for name in _NAMES if isinstance(content, Mapping) and name in content}
-    for value in (*places.values(), content):
-        if isinstance(value, Mapping):
-            tensors = {str(name): tensor for name, tensor in value.items() if isinstance(tensor, (Tensor, Stored))}
-            if tensors:
+    keys = f"a {type(content).__name__}"
+    if isinstance(content, Mapping):
+        for value in (*(content[name] for name in _NAMES if name in content), content):
+            weights = value if isinstance(value, Mapping) else {}
+            if tensors := {str(name): tensor for name, tensor in weights.items() if isinstance(tensor, (Tensor, Stored))}:
                 return tensors
-    keys = (
-        f"the keys {', '.join(map(str, list(content)[:8]))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-    )
+        keys = f"the keys {', '.join(map(str, list(content)[:8]))}"
     raise UserError(f"There are no weights in {path}, but {keys}. HINT: a state_dict, alone or under {', '.join(_NAMES)}.")
-
-
-def _in_parts(folder: Path) -> dict[str, Any]:
-    """Returns a checkpoint's content; its tensors are read later, when it is known which of them are the weights."""
-    return Parted(folder, load).checkpoint(lambda stored: stored)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
@@ -118,10 +99,8 @@ def _better_prefix(file_weights: Mapping[str, Tensor | Stored], ours: Mapping[st
     """Returns a hint with the prefix with which the most would fit."""
     name = next((name for name, value in ours.items() if value.ndim), "")
     prefixes = {other[: -len(name)] for other in file_weights if name and other.endswith(name)} - {given}
-    counts = {
-        prefix: sum(prefix + name in file_weights and file_weights[prefix + name].shape == ours[name].shape for name in ours)
-        for prefix in prefixes
-    }
+    shapes = {name: value.shape for name, value in file_weights.items()}
+    counts = {prefix: sum(shapes.get(prefix + name) == value.shape for name, value in ours.items()) for prefix in prefixes}
     best = max(counts, key=counts.__getitem__, default=None)
     if best is None or not counts[best]:
         return " HINT: is it of the same kind of network?"

@@ -1,8 +1,5 @@
-"""Tally is a torchmetrics metric of loss, top-1 and top-5 accuracy over all samples that it has seen.
-
-What a micro-batch adds is noted in three small kernels and summed up for many at once, without a wait for the device; the
-ranks are joined by one reduction of four sums, and every sample weighs the same, whatever batch it came in.
-"""
+"""Tally is a torchmetrics metric of loss, top-1 and top-5 accuracy over all samples that it has seen, without a wait for the
+device. Every sample weighs the same, whatever batch it came in."""
 
 from collections.abc import Sequence
 from typing import Any

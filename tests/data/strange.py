@@ -37,10 +37,7 @@ ITEMS = {
     "no label": lambda i: (_bytes(i), -100 if i == 41 else i % CLASSES),
     "from one": lambda i: (_bytes(i), i % CLASSES + 1),
     "no image": lambda i: ({"bytes": b"GIF"}, i % CLASSES),
-    "int64": lambda i: (_bytes(i).long(), i % CLASSES),
-    "int32": lambda i: (_bytes(i).int().numpy().transpose(1, 2, 0), i % CLASSES),
     "bytes as floats": lambda i: (_bytes(i).float(), i % CLASSES),
-    "normalised": lambda i: ((_bytes(i) / 255 - 0.5) / 0.25, i % CLASSES),
     "mixed types": lambda i: (_bytes(i) if i % 2 else _bytes(i) / 255, i % CLASSES),
 }
 

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset
 
 from project.data.batches import InMemory, MicroBatches, MicroBatchLoader, whole
 from project.data.order import MicroBatchSampler, Order
@@ -51,21 +50,6 @@ class Counting(SyntheticImages):
         raise AssertionError("image by image")
 
 
-def test_a_dataset_that_makes_batches_is_asked_once():
-    data = Counting(100)
-    MicroBatches(data, Order(100, 32, 1, seed=0))[0, 0, 0]
-    assert data.calls == 1
-
-
-def test_images_of_different_shapes_are_refused():
-    class Ragged(OneByOne):
-        def __getitem__(self, index):
-            return torch.zeros(3, 4 + index, 4, dtype=torch.uint8), 0
-
-    with pytest.raises(ValueError, match="resize"):
-        MicroBatches(Ragged("tensor"), Order(10, 4, 1))[0, 0, 0]
-
-
 def test_a_rank_without_samples_gets_an_empty_batch():
     data = InMemory(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64))
     batches = [MicroBatches(data, Order(3, 8, 4))[0, 0, number] for number in range(4)]
@@ -84,53 +68,18 @@ def test_micro_batches_made_together_are_those_made_alone(size, micro_batch, sha
     order = Order(size, micro_batch, share * world_size, seed=3, tail=tail, share=share)
     data = InMemory(torch.arange(size, dtype=torch.uint8).repeat(3, 1).T.reshape(size, 3, 1, 1), torch.arange(size))
     for rank in range(world_size):
-        together = MicroBatches(data, order)
-        keys = list(MicroBatchSampler(order, rank, world_size))
-        for key in [*keys, *keys[len(keys) // 2 :]]:  # and again, from the middle of the epoch
-            batch, alone = together[key], MicroBatches(data, order)[key]
+        keys, batches = MicroBatchSampler(order, rank, world_size), MicroBatches(data, order)
+        for key, batch in zip(keys, MicroBatchLoader(keys, 0, {}, batches), strict=True):
+            alone = batches[key]
             assert batch.keys() == alone.keys()
             assert batch["sample"].tolist() == alone["sample"].tolist() == batch["label"].tolist()
             assert torch.equal(batch["image"], alone["image"])
 
 
 def test_small_images_are_made_for_many_micro_batches_at_once():
-    data = Counting(4000, image_size=8)
-    batches = MicroBatches(data, Order(4000, 16, 1, seed=0))
-    for step in range(65):
-        batches[0, step, 0]
+    data, order = Counting(1040, image_size=8), Order(1040, 16, 1, seed=0)
+    assert len([*MicroBatchLoader(MicroBatchSampler(order, 0, 1), 0, {}, MicroBatches(data, order))]) == 65
     assert data.calls == 3  # a first one, to see how large they are, and two of 32
-
-
-class AtOnce(Dataset):
-    """A label says how many were asked for with it."""
-
-    in_bulk = True
-
-    def __len__(self):
-        return 1000
-
-    def __getitems__(self, indices):
-        return torch.zeros(len(indices), 1, 1, 1), torch.full((len(indices),), len(indices))
-
-
-def test_loader_processes_make_one_micro_batch_at_a_time():
-    """The others are another's, and a tensor takes all that its memory holds along."""
-    order = Order(1000, 10, 1)
-    most = []
-    for workers in (0, 2):
-        keys = MicroBatchSampler(order, 0, 1)
-        batches = MicroBatches(AtOnce(), order)
-        loader = MicroBatchLoader(keys, 0, {}, dataset=batches, sampler=keys, batch_size=None, num_workers=workers)
-        most.append(max(int(batch["label"].max()) for batch in loader))
-    assert most[0] > most[1] == 10
-
-
-def test_images_of_any_kind_can_be_made_in_bulk():
-    class Pictures(AtOnce):
-        def __getitem__(self, index):
-            return Image.new("RGB", (1, 1)), 0
-
-    assert whole(Pictures(), torch.device("cpu"), at_most=1 << 20) is not None
 
 
 def test_a_set_that_is_small_is_read_whole():
@@ -154,11 +103,10 @@ class Torn(OneByOne):
 def test_an_image_that_can_not_be_read_stops_or_is_skipped_and_listed(workers):
     order = Order(10, 5, 1, None)
     keys, unread = MicroBatchSampler(order, 0, 1), {}
-    settings = {"sampler": keys, "batch_size": None, "num_workers": workers, "collate_fn": lambda batch: batch}
-    loader = MicroBatchLoader(keys, 0, unread, dataset=MicroBatches(Torn("tensor"), order, skips=True), **settings)
+    loader = MicroBatchLoader(keys, 0, unread, MicroBatches(Torn("tensor"), order, skips=True), num_workers=workers)
     first, _ = loader
     assert first["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 5, 5]
     assert first["sample"].tolist() == [0, 1, 2, 3, 4]
     assert [one.partition(" can't")[0] for one in unread] == [f"Sample {n} of the train set (Torn)" for n in (3, 4)]
     with pytest.raises(ValueError, match=r"Sample 3 of the train set \(Torn\) can't be read"):
-        [*MicroBatchLoader(keys, 0, {}, dataset=MicroBatches(Torn("tensor"), order), **settings)]
+        [*MicroBatchLoader(keys, 0, {}, MicroBatches(Torn("tensor"), order), num_workers=workers)]

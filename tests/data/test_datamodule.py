@@ -24,11 +24,10 @@ class Seen(Callback):
     def __init__(self):
         self.batches = []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.batches.append((batch["image"], batch["label"], batch["sample"]))
 
-    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self.batches.append((batch["image"], batch["label"], batch["sample"]))
+    on_validation_batch_start = on_train_batch_start
 
 
 def seen(folder, **settings):

@@ -3,7 +3,12 @@
 import csv
 
 import pytest
+import torch
 from PIL import Image
+
+from project.data.batches import MicroBatches
+from project.data.order import Order
+from tests.data.strange import Alone, Strange
 
 SMALL = (
     *("--model.network=project.model.MiniResNet", "--model.network.init_args.num_classes=2", "--trainer.precision=32-true"),
@@ -56,17 +61,7 @@ def test_each_file_in_a_folder_has_a_prediction(quick, folders):
         assert "Traceback" not in run.output
 
 
-def test_a_dataset_of_ones_own_may_give_images_alone(quick, tmp_path):
-    source = {"train": "tests.data.strange.Strange", "predict": "tests.data.strange.Alone"}
-    words = [f"--data.source.init_args.{split}={path}" for split, path in source.items()]
-    words += ["--data.source=project.data.Datasets", "--data.source.init_args.num_classes=10"]
-    config = ("--config=configs/ddp.yaml", "--model.network.init_args.widths=[8]", "--trainer.precision=32-true")
-    data = [*words[2:], *words[:2]]
-    fitted = quick("fit", *config, *data, "--trainer.max_steps=1", "--data.global_batch_size=16", "--run=fitted")
-    assert fitted.code == 0, fitted.output
-    checkpoint = max((tmp_path / "lightning_logs/fitted/checkpoints").glob("*.ckpt"))
-    run = quick("predict", *config, *data, f"--ckpt_path={checkpoint}", "--run=predicted")
-    assert run.code == 0, run.output
-    lines = (tmp_path / "lightning_logs/predicted/predictions.csv").read_text().splitlines()
-    assert lines[0] == "sample,label,confidence"
-    assert len(lines) == 65
+def test_a_dataset_of_ones_own_may_give_images_alone():
+    batch = MicroBatches(Alone(), Order(64, 64, 1), "predict", labelled=False)[0, 0, 0]
+    assert batch.keys() == {"image", "label", "sample"}  # and the files, if they are known
+    assert torch.equal(batch["image"], MicroBatches(Strange(), Order(64, 64, 1))[0, 0, 0]["image"])

@@ -26,11 +26,6 @@ class TwoHeads(Plain):
         return (logits, logits) if self.training else logits
 
 
-class Named(Plain):
-    def forward(self, images):
-        return {"logits": super().forward(images)}
-
-
 class Map(Plain):
     def forward(self, images):
         return super().forward(images)[:, :, None, None]
@@ -58,15 +53,7 @@ class Nothing(nn.Module):
 # Functions, with less and less of a signature
 
 
-def annotated(num_classes: int = 10) -> nn.Module:
-    return Plain(num_classes)
-
-
 def unannotated(num_classes=10):
-    return Plain(num_classes)
-
-
-def required(num_classes):
     return Plain(num_classes)
 
 
@@ -95,10 +82,6 @@ class Forwarding(nn.Module):
 
 
 def halving(optimizer, gamma=0.5):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
-
-
-def annotated_halving(optimizer: torch.optim.Optimizer, gamma: float = 0.5) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
 
 

@@ -19,8 +19,7 @@ from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.errors import UserError
 from project.model import ImageClassifier, MiniResNet, classifier
-from project.model.classifier import lr_factor
-from project.model.compiled import refuse_overwritten_gradients
+from project.model.classifier import lr_factor, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.resume.made_later import resize_buffers
 from project.trainer import Trainer
@@ -63,7 +62,7 @@ def test_too_few_outputs_are_named():
     module = ImageClassifier(MiniResNet(num_classes=5, widths=(4,)))
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(num_classes=10), predicting=False)
     with pytest.raises(ValueError, match=r"num_classes=10"):
-        module._look_at(torch.zeros(2, 5))
+        module._check(torch.zeros(2, 5))
 
 
 def test_a_checkpoint_of_another_network_says_what_differs():
@@ -90,6 +89,20 @@ def test_the_learning_rate_follows_the_global_batch():
     assert lr_factor("none", 512, 64) == 1
 
 
+@pytest.fixture
+def fit(tmp_path):
+    """Fits a module to 64 images, in steps of 16, and returns the Trainer."""
+
+    def run(module, batch_size=16, global_batch_size=None, **settings):
+        data = ImageData(Synthetic(64, 8, image_size=8), batch_size=batch_size, global_batch_size=global_batch_size)
+        settings = {"limit_val_batches": 0, "logger": False, "accelerator": "cpu", "default_root_dir": tmp_path, **settings}
+        trainer = Trainer(**settings)
+        trainer.fit(module, datamodule=data)
+        return trainer
+
+    return run
+
+
 class Last(Callback):
     """What was logged of the last step, when a validation is over."""
 
@@ -104,19 +117,22 @@ class Last(Callback):
             self.pairs.append((self.loss, trainer.callback_metrics["train/loss"].item()))
 
 
-def test_a_validation_finds_what_was_logged_before_it(tmp_path):
+def test_a_validation_finds_what_was_logged_before_it(fit):
     last = Last()
-    trainer = Trainer(
-        max_epochs=1, val_check_interval=3, log_every_n_steps=1, callbacks=[last], default_root_dir=tmp_path, accelerator="cpu"
+    fit(
+        ImageClassifier(Trivial()),
+        max_epochs=1,
+        val_check_interval=2,
+        log_every_n_steps=1,
+        limit_val_batches=1.0,
+        callbacks=[last],
     )
-    data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=8)
-    trainer.fit(ImageClassifier(Trivial()), datamodule=data)
-    assert len(last.pairs) == 4
+    assert len(last.pairs) == 2
     for loss, logged in last.pairs:
         assert logged == pytest.approx(loss)
 
 
-def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(tmp_path, monkeypatch):
+def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(fit, monkeypatch):
     """Before, all would wait for them at every log point."""
     moments, read = [], DelayedSums.read
 
@@ -128,89 +144,60 @@ def test_sums_are_read_when_the_ranks_have_met_in_the_next_gradient(tmp_path, mo
             moments.append("met")
 
     monkeypatch.setattr(DelayedSums, "read", lambda later: moments.append("read") or read(later))
-    trainer = Trainer(
-        max_steps=4, log_every_n_steps=1, limit_val_batches=0, callbacks=[Moments()], default_root_dir=tmp_path, logger=False,
-        accelerator="cpu", enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(ImageClassifier(Trivial()), datamodule=ImageData(Synthetic(train_size=64, image_size=8), batch_size=8))
+    fit(ImageClassifier(Trivial()), max_steps=4, log_every_n_steps=1, callbacks=[Moments()], enable_checkpointing=False)
     assert moments[:11] == ["start", "met", *["start", "met", "read"] * 3]
 
 
 @pytest.mark.parametrize("who", ["early stopping", "step", "epoch"])
-def test_who_looks_at_the_training_loss_finds_it(tmp_path, who):
+def test_who_looks_at_the_training_loss_finds_it(fit, who):
     """Also where the only log point of an epoch is its last step, and for a schedule that looks at every step."""
     plateau = partial(ReduceLROnPlateau, monitor="train/loss")
     scheduler = {} if who == "early stopping" else {"lr_scheduler": plateau, "lr_interval": who}
-    trainer = Trainer(
-        max_epochs=2, log_every_n_steps=1 if who == "step" else 4, limit_val_batches=0, default_root_dir=tmp_path,
-        callbacks=[EarlyStopping("train/loss")] if not scheduler else None, accelerator="cpu", logger=False,
-    )  # fmt: skip
-    data = ImageData(Synthetic(train_size=64, val_size=8, image_size=8), batch_size=16)
-    trainer.fit(ImageClassifier(Trivial(), **scheduler), datamodule=data)
-    assert trainer.global_step == 8
-
-
-def test_an_epoch_of_which_nothing_is_left_has_no_means(tmp_path):
-    class Broken(Trivial):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return super().forward(images) * float("nan")
-
-    trainer = Trainer(
-        max_epochs=3, limit_train_batches=1, limit_val_batches=0, nonfinite="skip", default_root_dir=tmp_path, accelerator="cpu"
-    )
-    trainer.fit(ImageClassifier(Broken()), datamodule=ImageData(Synthetic(train_size=64, image_size=8), batch_size=16))
-    assert trainer.global_step == 3
+    callbacks = [] if scheduler else [EarlyStopping("train/loss")]
+    module = ImageClassifier(Trivial(), **scheduler)
+    assert fit(module, max_epochs=2, log_every_n_steps=1 if who == "step" else 4, callbacks=callbacks).global_step == 8
 
 
 @pytest.mark.parametrize(
     ("mode", "seconds", "compiled"), [("auto", 800, []), ("auto", 1000, [("default", False)]), ("none", 1000, [])]
 )
-def test_only_a_run_that_is_long_is_compiled(tmp_path, monkeypatch, mode, seconds, compiled):
-    found = []
-    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: found.append((mode, dynamic)))
-    if seconds > 900:
-        monkeypatch.setattr(Trainer, "least_seconds", seconds)
-    trainer = Trainer(max_steps=1, limit_val_batches=0, logger=False, default_root_dir=tmp_path, accelerator="cpu")
-    trainer.fit(ImageClassifier(Trivial(), compile=mode), datamodule=ImageData(Synthetic(train_size=96, image_size=8)))
-    assert found == compiled
+def test_only_a_run_that_is_long_is_compiled(fit, monkeypatch, mode, seconds, compiled):
+    calls = []
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: calls.append((mode, dynamic)))
+    monkeypatch.setattr(Trainer, "least_seconds", seconds)
+    fit(ImageClassifier(Trivial(), compile=mode), max_steps=1)
+    assert calls == compiled
 
 
-def test_a_run_takes_its_operations_at_the_peak_of_the_device(tmp_path, monkeypatch):
-    trainer = Trainer(max_epochs=3, limit_val_batches=0, logger=False, default_root_dir=tmp_path, accelerator="cpu")
-    data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=32)
-    trainer.fit(ImageClassifier(Trivial()), datamodule=data)
+def test_a_run_takes_its_operations_at_the_peak_of_the_device(fit, monkeypatch):
+    trainer = fit(ImageClassifier(Trivial()), max_epochs=3)
     assert trainer.least_seconds == 0  # nobody knows the peak of a CPU
     monkeypatch.setattr("project.trainer.peak", lambda trainer: 1000)
     # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
-    assert trainer.least_seconds == pytest.approx(3 * 96 * 192 * 10 * 2 * 2 / 1000)
+    assert trainer.least_seconds == pytest.approx(3 * 64 * 192 * 10 * 2 * 2 / 1000)
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_gradients_that_a_cuda_graph_would_overwrite_are_refused(tmp_path, monkeypatch, mode):
-    def as_on_a_gpu(asked, micro_batches, on_gpu):
-        refuse_overwritten_gradients(asked, micro_batches, on_gpu=True)
-
-    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: None)
-    monkeypatch.setattr(classifier, "refuse_overwritten_gradients", as_on_a_gpu)
-    for batch, wrong in ((16, False), (8, True)):
-        data = ImageData(Synthetic(train_size=96, image_size=8), batch_size=batch, global_batch_size=16)
-        trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, default_root_dir=tmp_path / mode / str(batch))
-        with pytest.raises(UserError, match="2 micro-batches overwrite") if wrong else nullcontext():
-            trainer.fit(ImageClassifier(Trivial(), compile=mode), datamodule=data)
-    refuse_overwritten_gradients(mode, 8, on_gpu=False)
-    refuse_overwritten_gradients("default", 8, on_gpu=True)
-
-
-def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, monkeypatch):
+def test_a_network_whose_operations_nobody_can_count_is_not_compiled(fit, monkeypatch):
     class Branches(Trivial):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum().item() else images.flatten(1)[:, :10]
 
     monkeypatch.setattr("project.trainer.peak", lambda trainer: 1)
-    trainer = Trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path, logger=False, accelerator="cpu")
-    data = ImageData(Synthetic(train_size=64, image_size=8), batch_size=16)
-    trainer.fit(ImageClassifier(Branches(), compile="auto"), datamodule=data)
-    assert trainer.least_seconds == 0
+    assert fit(ImageClassifier(Branches(), compile="auto"), max_steps=1).least_seconds == 0
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_gradients_that_a_cuda_graph_would_overwrite_are_refused(fit, monkeypatch, mode):
+    def as_on_a_gpu(mode, micro_batches, on_gpu):
+        refuse_overwritten_gradients(mode, micro_batches, on_gpu=True)
+
+    monkeypatch.setattr(Trivial, "compile", lambda self, mode, dynamic: None)
+    monkeypatch.setattr(classifier, "refuse_overwritten_gradients", as_on_a_gpu)
+    for batch, wrong in ((16, False), (8, True)):
+        with pytest.raises(UserError, match="2 micro-batches overwrite") if wrong else nullcontext():
+            fit(ImageClassifier(Trivial(), compile=mode), batch, 16, max_steps=1, devices=1, enable_checkpointing=False)
+    refuse_overwritten_gradients(mode, 8, on_gpu=False)
+    refuse_overwritten_gradients("default", 8, on_gpu=True)
 
 
 @pytest.mark.slow

@@ -36,13 +36,6 @@ def test_it_knows_nothing_at_first(network):
     assert loss.item() == pytest.approx(math.log(16), rel=0.02)
 
 
-def test_dropout_is_for_training_only(network):
-    tokens = torch.randint(16, (4, 8))
-    assert torch.equal(network(tokens), network(tokens))
-    network.train()
-    assert not torch.equal(network(tokens), network(tokens))
-
-
 def test_what_does_not_fit_is_refused(network):
     with pytest.raises(ValueError, match=r"9 tokens are more than the network's context of 8\. HINT"):
         network(torch.zeros(1, 9, dtype=torch.int64))

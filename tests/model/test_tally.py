@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from project.model.tally import Tally
+from project.model.tally import Tally, means
 
 
 @pytest.mark.parametrize("cuts", [[100], [1, 99], [30, 0, 70]])
@@ -27,3 +27,7 @@ def test_top_five_of_five_classes_says_nothing():
     tally = Tally()
     tally.update(torch.randn(4, 5), torch.tensor([0, 1, 2, 3]), torch.tensor(1.0))
     assert set(tally.compute()) == {"loss", "acc"}
+
+
+def test_an_epoch_of_which_every_step_was_skipped_has_no_means():
+    assert means(torch.zeros(4).tolist(), 5) == {}
