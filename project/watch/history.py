@@ -21,7 +21,7 @@ import yaml
 
 from project.masking import masked, masked_text
 from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
-from project.watch.curves import Events
+from project.watch.curves import Curves, Point
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
@@ -38,15 +38,6 @@ _STATES = ("finished", "stopped", "failed", "killed")
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Point:
-    """A value of a curve."""
-
-    step: int
-    value: float
-    time: float
 
 
 @dataclass
@@ -156,7 +147,7 @@ class History:
 
 def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
-    curves = _curves(folder)
+    curves = Curves(folder).read()
     seen = [(point.time, point.step) for points in curves.values() for point in points]
     lives = lives_of(folder / FILE, seen)
     if lives and in_training and lives[-1].state == "killed":
@@ -221,12 +212,6 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "versions" in entry:
         known["versions"] = {as_text(name): as_text(value) for name, value in entry["versions"].items()}
     return known
-
-
-def _curves(folder: Path) -> dict[str, list[Point]]:
-    """Reads the curves as TensorBoard shows them: what a resumed run has taken back is left out."""
-    events = Events(folder)
-    return {tag: [Point(event.step, event.value, event.wall_time) for event in events.scalars(tag)] for tag in events.read()}
 
 
 def held(lock: Path) -> bool:
