@@ -5,11 +5,37 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from project.watch.history import PHASES, SKIPPED
+
 Points = Sequence[tuple[float, float]]
 
 COLOURS = ("#3572b0", "#d1793b", "#3c9a5f", "#b8474f", "#8063b0", "#8a6a4f", "#c464a4", "#6f7780")
 PLACES = {"width": 560, "height": 230, "left": 62, "right": 548, "top": 10, "bottom": 196}
 """The edges of a chart, in its own units."""
+Shown = dict[str, dict[str, tuple[str, int]]]
+"""Charts by their titles: the tags of their curves, with names and colours."""
+SPEED: Shown = {
+    "samples/s": {"speed/samples_per_s": ("all ranks", 0)},
+    "shares of a step": {f"speed/{name}": named for name, named in PHASES.items()},
+    "TFLOP/s of a rank": {"speed/tflops": ("TFLOP/s", 0)},
+    "share of the peak (MFU)": {"speed/mfu": ("MFU", 0)},
+}
+HEALTH: Shown = {
+    "the worst rank against the usual one": {
+        "speed/worst_data": ("by its data", 1),
+        "speed/worst_compute": ("by its computing", 0),
+    },
+    "steps left out": {SKIPPED: ("not finite", 3), "train/fp16_skipped_steps": ("by fp16's loss scaling", 5)},
+    "memory of the largest rank, GB": {"run/memory_gb": ("host", 0), "run/gpu_memory_gb": ("GPU, at most", 1)},
+    "busy cores of a rank": {"run/cpu_cores": ("cores", 0)},
+    "share of time in which GPUs compute": {"run/gpu_use": ("GPUs", 0)},
+    "seconds that a checkpoint takes": {"run/checkpoint_s": ("seconds, beside the training", 0)},
+    "MB of a checkpoint": {"run/checkpoint_mb": ("MB", 0)},
+}
+OF_RANKS = {
+    "ranks/data_ms/": "ms a step that a rank waits for its data",
+    "ranks/compute_ms/": "ms a step that a rank computes",
+}
 _POINTS = 400  # of a line; of more, each stretch shows its smallest and its largest value
 
 

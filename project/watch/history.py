@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,8 +25,15 @@ from project.watch.curves import Curves, Point
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
 """The settings that do not affect what is trained."""
-PHASES = ("data_wait", "forward", "backward", "gradient_sync", "optimizer", "rest")
-"""The phases of a step; their shares are curves under speed/."""
+PHASES = {
+    "data_wait": ("waiting for data", 1),
+    "forward": ("forwards", 2),
+    "backward": ("backwards", 0),
+    "gradient_sync": ("waiting for other ranks' gradients", 4),
+    "optimizer": ("the optimiser's step", 5),
+    "rest": ("the rest", 7),
+}
+"""The phases of a step, whose shares are curves under speed/, with their names and colours in a report."""
 OURS = ("speed/", "ranks/", "run/")
 """The prefixes of the curves that are not the module's."""
 SKIPPED = "train/skipped_steps"
@@ -128,13 +134,13 @@ class History:
         return {
             "run": self.name,
             "state": self.state,
-            "why": last.why if last else None,
+            "why": last and last.why,
             "step": self.step,
             "samples": self.step * self.global_batch if self.global_batch else None,
             "seconds": round(self.seconds, 3),
             "starts": len(self.lives),
-            "ranks": last.ranks if last else None,
-            "hosts": last.known.get("hosts") if last else None,
+            "ranks": last and last.ranks,
+            "hosts": last and last.known.get("hosts"),
             "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
@@ -162,11 +168,8 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         (path.with_suffix(".ckpt"), _manifest(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]
     ]
     known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
-    matches = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
-    return History(
-        *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
-        warnings=[(when, level, words) for when, level, words in (match.groups() for match in matches)],
-    )
+    warnings = _SAID.findall(_end(folder / "log.txt", _LOG))[-_WARNINGS:]
+    return History(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known, warnings)
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:

@@ -18,44 +18,13 @@ from markupsafe import Markup
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.charts import COLOURS, PLACES, Chart, Line, Mark, number
-from project.watch.history import BESIDE, SKIPPED, History, Life, Point, date, of_the_module
+from project.watch.charts import COLOURS, HEALTH, OF_RANKS, PLACES, SPEED, Chart, Line, Mark, number
+from project.watch.history import BESIDE, PHASES, SKIPPED, History, Life, Point, date, of_the_module
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
-_PHASES = {
-    "data_wait": ("waiting for data", 1),
-    "forward": ("forwards", 2),
-    "backward": ("backwards", 0),
-    "gradient_sync": ("waiting for other ranks' gradients", 4),
-    "optimizer": ("the optimiser's step", 5),
-    "rest": ("the rest", 7),
-}
-"""The phases of a step, with their names and colours."""
-_SPEED = {
-    "samples/s": {"speed/samples_per_s": ("all ranks", 0)},
-    "shares of a step": {f"speed/{name}": named for name, named in _PHASES.items()},
-    "TFLOP/s of a rank": {"speed/tflops": ("TFLOP/s", 0)},
-    "share of the peak (MFU)": {"speed/mfu": ("MFU", 0)},
-}
-_HEALTH = {
-    "the worst rank against the usual one": {
-        "speed/worst_data": ("by its data", 1),
-        "speed/worst_compute": ("by its computing", 0),
-    },
-    "steps left out": {SKIPPED: ("not finite", 3), "train/fp16_skipped_steps": ("by fp16's loss scaling", 5)},
-    "memory of the largest rank, GB": {"run/memory_gb": ("host", 0), "run/gpu_memory_gb": ("GPU, at most", 1)},
-    "busy cores of a rank": {"run/cpu_cores": ("cores", 0)},
-    "share of time in which GPUs compute": {"run/gpu_use": ("GPUs", 0)},
-    "seconds that a checkpoint takes": {"run/checkpoint_s": ("seconds, beside the training", 0)},
-    "MB of a checkpoint": {"run/checkpoint_mb": ("MB", 0)},
-}
-_OF_RANKS = {
-    "ranks/data_ms/": "ms a step that a rank waits for its data",
-    "ranks/compute_ms/": "ms a step that a rank computes",
-}
 _SCRIPT = Path(__file__).with_name("reading.js").read_text()
 _POLICY = (
     f"default-src 'none'; script-src 'sha256-{b64encode(sha256(_SCRIPT.encode()).digest()).decode()}'; "
@@ -89,16 +58,16 @@ def write(history: History) -> Path:
 
 def page(history: History) -> str:
     """Returns the page of one run."""
-    shares = [(*_PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
+    shares = [(*PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
     marks = _marks(history)
-    health = {**_of_ranks(history), **_named(history, _HEALTH)}
+    health = {**_of_ranks(history), **_named(history, HEALTH)}
     return _rendered(
         title=f"Run {history.name}",
         history=history,
         facts=facts(history),
         shares=shares,
         learning=_charts(_learning(history), marks=marks),
-        speed=_charts(_named(history, _SPEED), marks=marks, from_zero=True),
+        speed=_charts(_named(history, SPEED), marks=marks, from_zero=True),
         health=_charts(health, marks=marks, from_zero=True),
     )
 
@@ -177,7 +146,7 @@ def _named(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]
 def _of_ranks(history: History) -> dict[str, list[Line]]:
     """Returns charts with a line for each rank, named with its host."""
     charts: dict[str, list[Line]] = {}
-    for start, title in _OF_RANKS.items():
+    for start, title in OF_RANKS.items():
         named = [(tag, *tag.removeprefix(start).split(".", 1)) for tag in history.curves if tag.startswith(start)]
         by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal() and len(rank) < 10))
         charts[title] = [

@@ -116,7 +116,7 @@ class Agree(Callback):
             log = logger.log_metrics
 
             def note(values: Any, step: Any) -> None:
-                self.measured.append(values["speed/samples_per_s"] * max(each.times.total for each in found))
+                self.measured.append(values["speed/samples_per_s"] * max(each.total for each in found))
                 log(values, step=step)
 
             logger.log_metrics = note  # type: ignore[method-assign]
