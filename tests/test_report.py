@@ -125,9 +125,9 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
     for at in range(len(history.curves["speed/rest"])):  # of each window
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
     assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
-    assert history.last("run/memory_gb") > 0.1
-    assert history.last("run/cpu_cores") > 0
-    assert history.last("run/checkpoint_mb") > 0
+    assert history.curves["run/memory_gb"][-1].value > 0.1
+    assert history.curves["run/cpu_cores"][-1].value > 0
+    assert history.curves["run/checkpoint_mb"][-1].value > 0
     assert min(one.value for one in history.curves["train/grad_norm"]) > 0
     logged = [one.step for one in history.curves["train/loss"]]
     (struck,) = history.curves["train/skipped_steps"]

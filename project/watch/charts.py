@@ -122,8 +122,10 @@ def _fewer(points: Points) -> Points:
     return kept
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Returns a number as a short text for people."""
+    if value is None:
+        return ""
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6 or 0 < abs(value) < 1e-4:

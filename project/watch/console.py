@@ -39,13 +39,7 @@ _NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utili
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
     """Writes to what is standard error now: while a bar is up, that is the bar's, which keeps the lines above it."""
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        pass
+    stream: Any = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 class _Formatter(logging.Formatter):
@@ -169,8 +163,6 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self.is_enabled = True
 
-    # Training --------------------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
         self._pace_from = None
@@ -210,8 +202,7 @@ class Progress(ProgressBar):
         metrics = trainer.progress_bar_metrics
         names = [*(name for name in ("train/loss", "train/acc") if name in metrics), *metrics]
         shown = [f"{name.removeprefix('train/')} {_short(metrics[name])}" for name in dict.fromkeys(names)]
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        shown += [f"lr {group['lr']:.2g}" for group in groups[:1]]
+        shown += [f"lr {group['lr']:.2g}" for group in _groups(trainer)[:1]]
         phases = [longest(throughput.phases) for throughput in _measuring(trainer) if throughput.phases]
         return "  ".join([*shown, f"{speed:,.0f} samples/s", *phases, *self._left(trainer)])
 
@@ -255,8 +246,6 @@ class Progress(ProgressBar):
             self._bars.stop()
             self._bars = None
 
-    # The end ---------------------------------------------------------------------------------------------------------
-
     def summary(self, trainer: Trainer) -> dict[str, str]:
         """Returns the lines that summarize a finished fit, by their titles."""
         lines = {}
@@ -290,9 +279,7 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     if global_batch:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
-    # A module without an optimiser gets a mock.
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in groups[:1])]
+    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in _groups(trainer)[:1])]
     warmups = [getattr(config.scheduler, "warmup_steps", 0) for config in trainer.lr_scheduler_configs]
     parts += [f"warm-up {steps} steps" for steps in warmups if steps]
     if trainer.num_training_batches != float("inf"):
@@ -306,6 +293,11 @@ def _short(value: float | str) -> str:
     if isinstance(value, str) or value != value:
         return str(value)
     return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    """Returns the optimisers' groups of parameters; a module without an optimiser gets a mock, which has none."""
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _count(number: int, singular: str, many: str) -> str:

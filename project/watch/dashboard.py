@@ -89,9 +89,12 @@ class Dashboard(Callback):
             log.warning("No graph: it needs TensorBoard.")
         elif self.graph and not trainer.global_step:
             add_callback(trainer, FirstBatch(_draw_graph))
+        configuration = typed(trainer).configuration
+        # Loggers change no training, and an address may hold a password.
+        settings = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
         for logger in trainer.loggers:
             if isinstance(logger, Steady):
-                logger.log_hyperparams(_without_loggers(typed(trainer).configuration))
+                logger.log_hyperparams({**configuration, "trainer": settings})
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
@@ -177,12 +180,6 @@ def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]
         for name, value in known.items()
         if value is not None
     }
-
-
-def _without_loggers(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration without its loggers: they change no training, and an address may hold a password."""
-    trainer = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
-    return {**configuration, "trainer": trainer}
 
 
 def _as_code(text: str) -> str:

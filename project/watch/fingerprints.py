@@ -80,9 +80,6 @@ class _Row:
     modules: Sequence[tuple[str, Tensor]]
     begins: bool
 
-    def losses_as_bytes(self) -> dict[int, bytes]:
-        return {number: loss.cpu().numpy().tobytes() for number, loss in self.losses}
-
 
 Record = tuple[str, list[tuple[str, dict[int, bytes]]], bytes]
 """The record of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches;
@@ -134,8 +131,6 @@ class Fingerprints(Callback):
         if self._watched is None or watched.places != self._watched.places:
             self._watched = watched
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
             self._take(trainer, pl_module, trainer.global_step, begins=True)
@@ -183,8 +178,6 @@ class Fingerprints(Callback):
         self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
         self._losses, self._heard = [], None
 
-    # What all ranks bring together -----------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
         self._write_all(trainer)
@@ -208,7 +201,7 @@ class Fingerprints(Callback):
         for row in rows:
             row.checksums = row.checksums.cpu()  # the host waits for the device here
         alike = [_hex(together(row.checksums[row.watched.shared])) for row in rows]
-        losses = [row.losses_as_bytes() for row in rows]
+        losses = [{number: loss.cpu().numpy().tobytes() for number, loss in row.losses} for row in rows]
         record: Record = host(), list(zip(alike, losses, strict=True)), as_bytes(rows[-1].checksums, 1)
         of_all: list[Record] = [record] if alone else all_gather_objects(record, trainer.world_size)
         if trainer.is_global_zero:

@@ -110,10 +110,6 @@ class History:
         at = bisect_left(ends, time)
         return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
-    def last(self, tag: str) -> float | None:
-        points = self.curves.get(tag)
-        return points[-1].value if points else None
-
     def recent_median(self, tag: str) -> float | None:
         """Returns the median of a curve in the last life in which speed was measured."""
         times = [point.time for point in self.curves.get("speed/samples_per_s", ())]

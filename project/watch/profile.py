@@ -54,8 +54,6 @@ class Profile(Callback):
         self._folder = Path()
         self._look_at, self._file_exists = 0.0, False
 
-    # What the YAML asks for ------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recording = None
         on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -73,8 +71,6 @@ class Profile(Callback):
             self._begin(trainer, self._requested, self.step)
         elif trainer.is_global_zero:
             log.warning("profile.step=%d is behind: the run goes on after step %d.", self.step, trainer.global_step)
-
-    # What a file asks for --------------------------------------------------------------------------------------------
 
     def is_wanted(self, trainer: Trainer) -> bool:
         """Returns whether rank 0 has found the file. It is called between steps."""
@@ -105,8 +101,6 @@ class Profile(Callback):
         except (OSError, ValueError) as error:
             log.warning("%s can't be answered: %s", file, shortened(error))
             return None
-
-    # Both ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, request: Asked, first: int) -> None:
         known = {*range(trainer.world_size)}

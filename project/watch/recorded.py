@@ -91,7 +91,7 @@ def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
             f"{alone / whole:.0%} of the time nothing else goes on"
         )
     operators = by_kind["computing"] + by_kind["communication"]
-    return [*summary, "", *_table(operators, steps, whole, device), *_allocations([*chain(*by_kind.values())], steps, on_gpu)]
+    return [*summary, "", *_table(operators, steps, whole, device), *_allocations(chain(*by_kind.values()), steps, on_gpu)]
 
 
 def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list[str]:
@@ -107,14 +107,14 @@ def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list
     return rows
 
 
-def _allocations(events: Sequence[Any], steps: int, on_gpu: bool) -> list[str]:
+def _allocations(events: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
     """Lists the operators that ask for most memory, given back or not."""
     sizes: Counter[str] = Counter()
     for event in events:
         sizes[event.name] += max(0, event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage)
+    header = f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"
     largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size / steps >= _SEEN]
-    header = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
-    return [*header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
+    return ["", header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)] if largest else []
 
 
 def _short(name: str) -> str:
@@ -124,9 +124,6 @@ def _short(name: str) -> str:
 def _ms(microseconds: float) -> str:
     milliseconds = microseconds / 1e3
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
-
-
-# Memory --------------------------------------------------------------------------------------------------------------
 
 
 def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:

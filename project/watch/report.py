@@ -5,7 +5,7 @@ server or a network; the template is page.html. The file summary.json beside a r
 import json
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import groupby
@@ -118,10 +118,6 @@ def _marks(history: History) -> list[Mark]:
     return [*starts, *failed, *left_out[-_FAULTS:]]
 
 
-def _over_steps(points: Iterable[Point]) -> list[tuple[float, float]]:
-    return [(point.step, point.value) for point in points]
-
-
 def _learning(history: History) -> dict[str, list[Line]]:
     """Returns what was logged, other than speed: training and validation of one thing in one chart."""
     charts: dict[str, list[Line]] = {}
@@ -129,7 +125,7 @@ def _learning(history: History) -> dict[str, list[Line]]:
         if of_the_module(tag):
             stage, _, name = tag.partition("/")
             known = stage in _STAGES and name
-            line = Line(tag, _over_steps(points), _STAGES.index(stage) if known else 0)
+            line = Line(tag, [point[:2] for point in points], _STAGES.index(stage) if known else 0)
             charts.setdefault(name if known else tag, []).append(line)
     for lines in charts.values():
         lines.sort(key=lambda line: line.colour)
@@ -138,7 +134,9 @@ def _learning(history: History) -> dict[str, list[Line]]:
 
 def _named(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]) -> dict[str, list[Line]]:
     return {
-        title: [Line(name, _over_steps(history.curves.get(tag, ())), colour) for tag, (name, colour) in tags.items()]
+        title: [
+            Line(name, [point[:2] for point in history.curves.get(tag, ())], colour) for tag, (name, colour) in tags.items()
+        ]
         for title, tags in wanted.items()
     }
 
@@ -150,7 +148,7 @@ def _of_ranks(history: History) -> dict[str, list[Line]]:
         named = [(tag, *tag.removeprefix(start).split(".", 1)) for tag in history.curves if tag.startswith(start)]
         by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal() and len(rank) < 10))
         charts[title] = [
-            Line(f"rank {rank}, {'.'.join(host)}", _over_steps(history.curves[tag]), colour)
+            Line(f"rank {rank}, {'.'.join(host)}", [point[:2] for point in history.curves[tag]], colour)
             for colour, (rank, host, tag) in enumerate(by_rank)
         ]
     return charts
@@ -165,9 +163,6 @@ def refuse_nothing(history: History) -> None:
         )
 
 
-# Several runs --------------------------------------------------------------------------------------------------------
-
-
 def compared(histories: Sequence[History]) -> str:
     """Returns the page of several runs."""
     figures = [tag for tag in histories[0].curves if of_the_module(tag) and all(tag in history.curves for history in histories)]
@@ -176,9 +171,9 @@ def compared(histories: Sequence[History]) -> str:
         ["ranks", *(", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in h.lives)) for h in histories)],
         ["time", *(_duration(history.seconds) for history in histories)],
         ["starts", *(len(history.lives) for history in histories)],
-        ["samples/s", *(_figure(history.recent_median("speed/samples_per_s")) for history in histories)],
+        ["samples/s", *(number(history.recent_median("speed/samples_per_s")) for history in histories)],
         ["scaling efficiency", *("" if ratio is None else f"{ratio:.0%}" for ratio in scaling(histories))],
-        *([tag, *(_figure(history.last(tag)) for history in histories)] for tag in figures),
+        *([tag, *(number(history.curves[tag][-1].value) for history in histories)] for tag in figures),
     ]
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
     return _rendered(
@@ -189,10 +184,6 @@ def compared(histories: Sequence[History]) -> str:
         over_hours=_charts(_of_all(histories, "hours"), x_name="hours"),
         differences=differences(histories),
     )
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 def scaling(histories: Sequence[History]) -> list[float | None]:
@@ -206,22 +197,21 @@ def scaling(histories: Sequence[History]) -> list[float | None]:
 
 
 def _of_all(histories: Sequence[History], x_name: str) -> dict[str, list[Line]]:
+    def x(history: History, point: Point) -> float:
+        if x_name == "hours":
+            return history.hours(point.time)
+        return point.step * (history.global_batch or 1 if x_name == "samples" else 1)
+
     tags = dict.fromkeys(tag for history in histories for tag in history.curves)
-    charts: dict[str, list[Line]] = {}
-    for tag in tags:
-        if of_the_module(tag) or tag == "speed/samples_per_s":
-            charts[tag] = [
-                Line(history.name, [(_x(history, point, x_name), point.value) for point in history.curves[tag]], colour)
-                for colour, history in enumerate(histories)
-                if tag in history.curves
-            ]
-    return charts
-
-
-def _x(history: History, point: Point, x_name: str) -> float:
-    if x_name == "hours":
-        return history.hours(point.time)
-    return point.step * (history.global_batch or 1 if x_name == "samples" else 1)
+    return {
+        tag: [
+            Line(history.name, [(x(history, point), point.value) for point in history.curves[tag]], colour)
+            for colour, history in enumerate(histories)
+            if tag in history.curves
+        ]
+        for tag in tags
+        if of_the_module(tag) or tag == "speed/samples_per_s"
+    }
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[Any]]:

@@ -91,8 +91,6 @@ class Throughput(Callback):
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
 
-    # Set up ----------------------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
         self._steps = self.every_n_steps or max(10, typed(trainer).log_every_n_steps)
@@ -113,8 +111,6 @@ class Throughput(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient) for parameter in parameters]
-
-    # Moments ---------------------------------------------------------------------------------------------------------
 
     def _now(self) -> Moment:
         if self._stream is None:
@@ -186,8 +182,6 @@ class Throughput(Callback):
         """Leaves out the step at hand, or between two the next one, from the speed. All ranks leave out the same."""
         self._left_out = True
 
-    # Windows ---------------------------------------------------------------------------------------------------------
-
     def _advance(self, trainer: Trainer) -> None:
         """Takes the window that is over one step further: its times are known, are sent, have arrived."""
         step = trainer.global_step
@@ -238,8 +232,6 @@ class Throughput(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rows = []
-
-    # Reports ---------------------------------------------------------------------------------------------------------
 
     def _report(self, trainer: Trainer, step: int, ranks: Sequence[Measured]) -> None:
         samples = sum(measured.samples for measured in ranks[:: data_ranks(trainer).shared_by])
