@@ -181,7 +181,7 @@ class Progress(ProgressBar):
             self._bars.start()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._seen += micro_batch(trainer).size
         if (batch_idx + 1) % trainer.accumulate_grad_batches:

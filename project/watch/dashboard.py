@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
@@ -96,7 +97,7 @@ class Dashboard(Callback):
             if isinstance(logger, Steady):
                 logger.log_hyperparams({**configuration, "trainer": settings})
 
-    def _describe(self, trainer: Trainer, writer: Any) -> None:
+    def _describe(self, trainer: Trainer, writer: SummaryWriter) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
         writer.add_scalar("run/ranks", trainer.world_size, step)
@@ -122,7 +123,7 @@ class Dashboard(Callback):
             self._look(trainer, pl_module, optimizer, trainer.global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         if trainer.global_step > self._step:  # it was taken as a whole, and has left its gradient
             self._look(trainer, pl_module, trainer.optimizers[0], trainer.global_step)
@@ -152,7 +153,7 @@ class Dashboard(Callback):
                     board.experiment.add_histogram(name, values, self._step)
 
 
-def _draw_graph(trainer: Trainer, module: LightningModule, batch: Any) -> None:
+def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> None:
     images = seen(batch)
     first = images[0] if images is not None else batch
     while isinstance(first, (list, tuple)) and first:

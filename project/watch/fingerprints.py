@@ -131,7 +131,7 @@ class Fingerprints(Callback):
         if self._watched is None or watched.places != self._watched.places:
             self._watched = watched
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
             self._take(trainer, pl_module, trainer.global_step, begins=True)
         if self._modules_due and micro_batch(trainer).key[2] == 0:
@@ -148,7 +148,7 @@ class Fingerprints(Callback):
             self._heard, self._listening = self._listening, None
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._end_listening()
         if (loss := loss_at_hand(trainer)) is not None and loss.numel() == 1:

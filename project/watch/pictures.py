@@ -20,7 +20,7 @@ from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.loop import add_callback, remove_callback
 from project.typed import typed
-from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
+from project.watch.drawing import MOST, SIDE, Picture, confusion, thumbnails, tiles
 from project.watch.events import boards
 
 log = logging.getLogger(__name__)
@@ -29,23 +29,25 @@ _MISTAKES, _INPUTS = 16, 16  # images
 _COLUMNS = 5  # of what is known of a mistake: loss, label, guess, confidence, sample
 
 
-def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
+def seen(batch: object) -> tuple[Tensor, Tensor] | None:
     """Returns the images and the labels of a batch."""
     if isinstance(batch, Mapping):
-        pair: Sequence[Any] = (batch.get("image"), batch.get("label"))
+        pair: Sequence[object] = (batch.get("image"), batch.get("label"))
     else:
         pair = batch if isinstance(batch, (list, tuple)) else ()
-    if len(pair) != 2 or not all(isinstance(tensor, Tensor) for tensor in pair):
+    if len(pair) != 2:
         return None
     images, labels = pair
-    plain = all(tensor.layout == torch.strided for tensor in pair)
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        return None
+    plain = images.layout == labels.layout == torch.strided
     fits = images.ndim == 4 and images.shape[1] in (1, 3, 4) and images.is_floating_point() and len(labels) == len(images)
     numbers = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
     shares = labels.ndim == 2 and labels.is_floating_point() and labels.shape[1] > 1
     return (images, labels.long() if numbers else labels) if plain and fits and (numbers or shares) else None
 
 
-def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
+def show(trainer: Trainer, tag: str, picture: Picture, step: int) -> None:
     """Adds a picture to each logger that is TensorBoard's."""
     for board in boards(trainer):
         board.experiment.add_image(tag, picture, step, dataformats="HWC")
@@ -60,7 +62,7 @@ class Evaluated:
         self.facts = torch.empty(0, _COLUMNS)  # of the mistakes with the largest losses
         self.images = torch.empty(0, 3, SIDE, SIDE, dtype=torch.uint8)
 
-    def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
+    def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: object) -> None:
         """Adds a batch. A label that is no class (-100, say) counts nowhere."""
         classes = logits.shape[1]
         if self.classes not in (0, classes):
@@ -87,7 +89,7 @@ class Evaluated:
         worst = facts[:, 0].topk(min(_MISTAKES, len(facts))).indices
         self.facts, self.images = facts[worst], torch.cat([self.images.to(images.device), thumbnails(images[few])])[worst]
 
-    def join(self, ranks: int, group: Any) -> bool:
+    def join(self, ranks: int, group: dist.ProcessGroup | None) -> bool:
         """Joins the results of all ranks on the first one, on the host. Returns False where there is nothing to show, or the
         ranks' classes are not the same.
         """
@@ -143,7 +145,7 @@ class Pictures(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -201,17 +203,17 @@ def _names(trainer: Trainer) -> Sequence[str] | None:
 class FirstBatch(Callback):
     """Shows the first micro-batch as it is trained on by a function, and then removes itself from the callbacks."""
 
-    def __init__(self, show: Callable[[Trainer, LightningModule, Any], None]) -> None:
+    def __init__(self, show: Callable[[Trainer, LightningModule, object], None]) -> None:
         self._show = show
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         remove_callback(trainer, self)
         self._show(trainer, pl_module, batch)
 
 
-def _show_inputs(trainer: Trainer, module: LightningModule, batch: Any) -> None:
+def _show_inputs(trainer: Trainer, module: LightningModule, batch: object) -> None:
     if (pair := seen(batch)) is None or not len(pair[0]):
         return
     images, labels = (tensor[:_INPUTS] for tensor in pair)

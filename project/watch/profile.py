@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -81,9 +80,9 @@ class Profile(Callback):
             self._file_exists = free and os.path.lexists(file) and (file.is_symlink() or not file.is_dir())
         return self._file_exists
 
-    def begin_on_all_ranks(self, trainer: Trainer, group: Any) -> None:
+    def begin_on_all_ranks(self, trainer: Trainer, group: dist.ProcessGroup | None) -> None:
         """Starts the recording that a file asks for, on all ranks before the same step."""
-        requests: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
+        requests: list[Asked | None] = [self._take(trainer) if trainer.is_global_zero else None]
         if group is not None:
             dist.broadcast_object_list(requests, src=0, group=group)
         self._file_exists = False

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import DeviceType
 
 from project.step.allocator import save_recording
@@ -26,7 +26,7 @@ _WIDTH = 60  # characters of an operator's name
 _SEEN = 1000  # bytes a step: less is 0 in the table
 
 
-def _kind(event: Any, on_gpu: bool) -> str:
+def _kind(event: FunctionEvent, on_gpu: bool) -> str:
     """Returns 'range' (one of ours), 'computing' (on the device that computes), 'communication' or 'other'."""
     name, device = event.name.lower(), event.device_type == DeviceType.CUDA
     if event.is_user_annotation and not event.is_async:  # what it spans is counted by itself
@@ -51,9 +51,9 @@ def _length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
+def lines(profiled: Iterable[FunctionEvent], steps: int, on_gpu: bool) -> list[str]:
     """Returns the table, for people. `profiled`: the events of torch's profiler; `steps`: how many were recorded."""
-    by_kind: dict[str, list[Any]] = {"range": [], "computing": [], "communication": [], "other": []}
+    by_kind: dict[str, list[FunctionEvent]] = {"range": [], "computing": [], "communication": [], "other": []}
     for event in profiled:
         by_kind[_kind(event, on_gpu)].append(event)
     ranges = [event.time_range for event in by_kind["range"]]
@@ -94,7 +94,7 @@ def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
     return [*summary, "", *_table(operators, steps, whole, device), *_allocations(chain(*by_kind.values()), steps, on_gpu)]
 
 
-def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list[str]:
+def _table(events: Sequence[FunctionEvent], steps: int, whole: float, device: str) -> list[str]:
     """Lists the operators that take most of the time by themselves."""
     times: Counter[str] = Counter()
     calls = Counter(event.name for event in events)
@@ -107,7 +107,7 @@ def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list
     return rows
 
 
-def _allocations(events: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
+def _allocations(events: Iterable[FunctionEvent], steps: int, on_gpu: bool) -> list[str]:
     """Lists the operators that ask for most memory, given back or not."""
     sizes: Counter[str] = Counter()
     for event in events:

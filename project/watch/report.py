@@ -72,7 +72,7 @@ def page(history: History) -> str:
     )
 
 
-def _rendered(**values: Any) -> str:
+def _rendered(**values: object) -> str:
     return printable(_PAGES.get_template("page.html").render(values))
 
 

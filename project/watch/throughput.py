@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from project.cluster.group import Group
 from project.cluster.place import host
@@ -72,7 +73,7 @@ class Throughput(Callback):
         self.phases: dict[str, float] = {}  # shares of a step in the last window
         self._group = Group()
         self._stragglers: Stragglers | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._last_gradient: Tensor | None = None
         self._flops: float | None = None  # for a sample
         self._peak: float | None = None
@@ -86,7 +87,7 @@ class Throughput(Callback):
         self._window: list[Marks] = []
         self._closed: tuple[int, list[Marks], int] | None = None
         self._rows: list[Tensor] = []
-        self._arriving: Any = None
+        self._arriving: dist.Work | None = None
         self._warm = self._left_out = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
@@ -99,7 +100,7 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
-            hosts: list[Any] = [None] * trainer.world_size
+            hosts = [""] * trainer.world_size
             dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
@@ -137,7 +138,7 @@ class Throughput(Callback):
         if self._marks and self._marks[-1][0] == "backward":  # from here on it is the others' turn
             self._mark("sync")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
                 self._flops = flops(getattr(pl_module, "network", None), images.shape[1:])
@@ -153,7 +154,7 @@ class Throughput(Callback):
         self._mark("optimizer")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if not self._marks:
             return
