@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from project.watch.charts import Chart, Line, Mark
 from project.watch.dashboard import _LAYOUT
 from project.watch.history import PHASES, read_history
-from project.watch.report import _PAGES, compared, differences, page, scaling
+from project.watch.report import _rendered, compared, differences, page, scaling
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
@@ -76,12 +76,13 @@ def test_a_run_leaves_its_life(place):
 def test_the_page_needs_nothing_else_and_shows_it_all(place):
     text = (place / "lightning_logs/it/report.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)""", text)
-    said = unescape(re.sub("<[^>]*>", "", text))
+    said = unescape(re.sub("<(?!figure)[^>]*>", "", text))
     shown = ("Run it", "killed", "stopped, SIGTERM", "finished", "3 ranks", "train/loss", "--run it", "global_batch_size: 48")
     for what in shown:
         assert what in said, what
-    assert text.count("<title>") - 1 >= 2  # each start but the first is marked on the curves
-    assert "started again at step" in said
+    marks = drawn(text)[0]["marks"]  # each start but the first
+    assert len(marks) == 2
+    assert all("started again at step" in text for _, text, _ in marks)
 
 
 def test_tensorboard_has_pages_that_show_what_was_logged(place):
@@ -109,9 +110,14 @@ TROUBLED = (
 )
 
 
+def drawn(page):
+    """Returns what the page's script draws."""
+    return [json.loads(unescape(data)) for data in re.findall('data-chart="(.*?)"', page)]
+
+
 def red_lines(folder):
-    text = (folder / "lightning_logs/it/report.html").read_text()
-    return {unescape(one) for one in re.findall(r'<line class="fault"[^>]*><title>(.*?)</title>', text)}
+    marks = [mark for chart in drawn((folder / "lightning_logs/it/report.html").read_text()) for mark in chart["marks"]]
+    return {text for _, text, kind in marks if kind == "fault"}
 
 
 def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path):
@@ -248,15 +254,12 @@ def test_a_login_node_does_not_wait_for_torch():
 
 
 def test_charts_of_what_is_odd():
-    drawn = _PAGES.get_template("page.html").module.chart
-    odd = drawn(
-        Chart("<loss>", [Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])], "steps", [Mark(2, "x")])
-    )
-    assert "&lt;loss&gt;" in odd
-    assert odd.count("&times;") == 2
-    assert "nan " not in odd.split("data-chart")[1].split(">", 1)[1].replace("<title>nan", "")
-    many = drawn(Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])]))
-    assert len(many) < 60_000
+    line = Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])
+    (chart,) = drawn(rendered := _rendered(over_steps=[Chart("<loss>", [line], marks=[Mark(2, "x")])]))
+    assert "&lt;loss&gt;" in rendered
+    assert chart["lines"][0]["points"] == [[1, 2.0], [2, "nan"], [3, "inf"], [4, 2.0]]
+    many = Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])])
+    assert len(many.data) < 60_000
 
 
 def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path):
@@ -318,15 +321,15 @@ def test_a_script_that_gets_into_a_report_does_not_run_and_its_own_does(place, b
         assert browser.execute_script("return window.ran") is None
         complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
         assert any("Content Security Policy" in complaint for complaint in complaints) == (file != whole), complaints
-        drawn = browser.execute_script("""
+        figures = browser.execute_script("""
             return [...document.querySelectorAll('figure')].map(figure => [
                 figure.querySelector('figcaption').textContent,
                 [...figure.querySelectorAll('path')].every(path => path.getTotalLength() > 0 || figure.querySelector('circle')),
                 figure.querySelectorAll('line.mark').length])""")
-        marks = {title: marks for title, _, marks in drawn}
+        marks = {title: marks for title, _, marks in figures}
         assert {"loss", "acc", "grad_norm", "samples/s", "ms a step that a rank computes"} <= marks.keys()
         assert marks["loss"] == 2  # it was started three times
-        assert all(has_lines for _, has_lines, _ in drawn), drawn
+        assert all(has_lines for _, has_lines, _ in figures), figures
         figure = browser.find_element("css selector", "figure")
         ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
         assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)

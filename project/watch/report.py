@@ -1,5 +1,5 @@
 """The pages of runs: report.html, what a run did, and compared.html, several runs side by side. They open anywhere, without a
-server or a network; the template is page.html. The file summary.json beside a report is for programs.
+server or a network; the template is page.html, and charts.js draws. The file summary.json beside a report is for programs.
 """
 
 import json
@@ -18,14 +18,14 @@ from markupsafe import Markup
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.charts import COLOURS, HEALTH, OF_RANKS, PLACES, SPEED, Chart, Line, Mark, number
+from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark, number
 from project.watch.history import BESIDE, PHASES, SKIPPED, History, Life, Point, date, of_the_module
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
-_SCRIPT = Path(__file__).with_name("reading.js").read_text()
+_SCRIPT = Path(__file__).with_name("charts.js").read_text()
 _POLICY = (
     f"default-src 'none'; script-src 'sha256-{b64encode(sha256(_SCRIPT.encode()).digest()).decode()}'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -44,9 +44,9 @@ def _duration(seconds: float) -> str:
 _PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False
 )
-_PAGES.filters |= {"number": number, "date": date, "ranks": _ranks, "duration": _duration, "finite": math.isfinite}
-_PAGES.filters |= {"colour": lambda colour: COLOURS[colour % len(COLOURS)], "place": lambda value: f"{value:.1f}"}
-_PAGES.globals |= {**PLACES, "policy": _POLICY, "script": Markup(_SCRIPT), "most_charts": 24, "most_warnings": 60}
+_PAGES.filters |= {"number": number, "date": date, "ranks": _ranks, "duration": _duration}
+_PAGES.filters["colour"] = lambda colour: COLOURS[colour]
+_PAGES.globals |= {"policy": _POLICY, "script": Markup(_SCRIPT), "most_charts": 24, "most_warnings": 60}
 
 
 def write(history: History) -> Path:
