@@ -104,7 +104,7 @@ def test_tensorboard_has_pages_that_show_what_was_logged(place):
 STRUCK = 3  # the step that sample 77 comes up in, of global batches of 32
 TROUBLED = (
     *(word for word in words("--trainer.devices=1", "--trainer.log_every_n_steps=2") if "Dropped" not in word),
-    "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.slow.Troubled", "init_args": {"at": 77}}),
+    "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.plugged.Troubled", "init_args": {"at": 77}}),
     '--trainer.callbacks={"class_path":"project.watch.throughput.Throughput","init_args":{"every_n_steps":2}}',
     "--model.network=tests.probes.Dropped",
 )

@@ -25,7 +25,7 @@ FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.accelerator=cpu", "--data.batch_size=8", "--run=it"),
     *("--data.global_batch_size=48", "--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--checkpoints.monitor=null"),
 )
-NOISY = [word for word in FIT if "network" not in word] + ["--model.network=tests.watch.parting.Noisy"]
+NOISY = [word for word in FIT if "network" not in word] + ["--model.network=tests.watch.plugged.Noisy"]
 
 
 def fit(folder: Path, *words: str, ranks: int = 1, base=FIT) -> Run:
@@ -107,7 +107,7 @@ def test_killed_and_resumed_is_the_same(tmp_path, said):
 
 
 def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
-    callbacks = json.dumps([{"class_path": "tests.watch.parting.Spoil", "init_args": {"rank": 1, "step": 2}}])
+    callbacks = json.dumps([{"class_path": "tests.watch.plugged.Spoil", "init_args": {"rank": 1, "step": 2}}])
     words = (f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2")
     done = fit(tmp_path / "spoilt", *words, "--trainer.ranks_differ=warn", ranks=2)
     warnings = re.findall(r"WARNING .*After step (\d+), rank (\d+) on \S+ has other weights", done.output)

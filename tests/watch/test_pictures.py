@@ -134,7 +134,7 @@ def test_what_is_no_class_counts_nowhere_and_each_loader_by_itself(tmp_path, dra
 
 def test_ranks_with_other_classes_have_no_pictures_and_go_on(quick, tmp_path):
     run = quick(
-        *("fit", "--model=tests.watch.parting.RankClasses", "--data=tests.watch.parting.Labelled", "--trainer.max_epochs=1"),
+        *("fit", "--model=tests.watch.plugged.RankClasses", "--data=tests.watch.plugged.Labelled", "--trainer.max_epochs=1"),
         *("--trainer.global_batch_size=12", "--run=it"), ranks=3,
     )  # fmt: skip
     assert run.code == 0, run.output

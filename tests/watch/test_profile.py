@@ -142,7 +142,7 @@ def test_settings_that_make_no_sense(quick, setting, said):
 
 @pytest.mark.slow
 def test_what_the_memory_held_when_it_ran_out(quick, tmp_path):
-    run = quick("fit", DDP, *TINY, "--run=large", "--trainer.callbacks=tests.watch.slow.TooLarge", ranks=2)
+    run = quick("fit", DDP, *TINY, "--run=large", "--trainer.callbacks=tests.watch.plugged.TooLarge", ranks=2)
     assert run.code
     (found,) = names(tmp_path / "lightning_logs/large")  # of the rank on which it did
     assert found == "out-of-memory-step-000000003-rank1.txt"
@@ -252,7 +252,7 @@ def test_an_evaluation_is_not_recorded(quick, tmp_path):
 
 def test_where_nothing_can_be_recorded_the_asker_is_told(quick, tmp_path):
     """A GPU whose counters are not for everybody, say."""
-    broken = "--trainer.callbacks=tests.watch.slow.NoProfiler"
+    broken = "--trainer.callbacks=tests.watch.plugged.NoProfiler"
     run = quick("fit", DDP, *TINY, "--trainer.max_steps=10", "--profile.step=5", "--run=it", broken, ranks=2)
     assert run.code == 0, run.output
     assert run.output.count("The steps can't be recorded: not for you. Training goes on.") == 2  # a warning, and the table

@@ -16,7 +16,7 @@ from project.watch.flops import flops, peak, peak_of
 from project.watch.stragglers import Stragglers, Times, excess
 from project.watch.throughput import Throughput
 from tests.conftest import Cli
-from tests.watch.slow import MICRO_BATCHES
+from tests.watch.plugged import MICRO_BATCHES
 
 EVERY = 5
 
@@ -24,10 +24,10 @@ EVERY = 5
 @pytest.mark.timed
 def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
     """One run: 30 balanced steps, 30 in which rank 1's data is slow, 30 in which rank 0's network is."""
-    slow = {"class_path": "tests.watch.slow.SlowData", "init_args": {"start": 30, "stop": 60}}
-    network = {"class_path": "tests.watch.slow.SlowNetwork", "init_args": {"start": 60, "stop": 90}}
+    slow = {"class_path": "tests.watch.plugged.SlowData", "init_args": {"start": 30, "stop": 60}}
+    network = {"class_path": "tests.watch.plugged.SlowNetwork", "init_args": {"start": 60, "stop": 90}}
     callbacks = [
-        {"class_path": "tests.watch.slow.Collectives"},
+        {"class_path": "tests.watch.plugged.Collectives"},
         {"class_path": "project.watch.throughput.Throughput", "init_args": {"every_n_steps": EVERY}},
     ]
     run = cli(
