@@ -76,8 +76,8 @@ class History:
     curves: dict[str, list[Point]]
     config: dict[str, Any]
     config_text: str
-    checkpoints: list[tuple[Path, dict[str, Any]]]
-    """Manifests, the newest first."""
+    checkpoint: Path | None
+    """The newest one."""
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
     """Warnings and errors of the log: time, level and text."""
 
@@ -125,7 +125,6 @@ class History:
 
     def summary(self) -> dict[str, Any]:
         """Returns the history's figures, for programs."""
-        newest = self.checkpoints[0] if self.checkpoints else None
         last = self.lives[-1] if self.lives else None
         return {
             "run": self.name,
@@ -140,7 +139,7 @@ class History:
             "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
-            "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
+            "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "lives": [
                 {**{name: value for name, value in vars(life).items() if name != "known"}, **life.known} for life in self.lives
             ],
@@ -160,12 +159,10 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
-    checkpoints = [
-        (path.with_suffix(".ckpt"), _manifest(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]
-    ]
-    known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
+    manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
+    newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     warnings = _SAID.findall(_end(folder / "log.txt", _LOG))[-_WARNINGS:]
-    return History(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known, warnings)
+    return History(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, newest, warnings)
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
@@ -231,10 +228,11 @@ def _end(path: Path, most: int) -> str:
     return ""
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _is_whole(manifest: Path) -> bool:
+    """Returns whether a checkpoint is there, with its manifest."""
     with suppress(OSError, ValueError):
-        return read_json(path, follow=False)
-    return {}
+        return manifest.with_suffix(".ckpt").exists() and bool(read_json(manifest, follow=False))
+    return False
 
 
 def longest(shares: Mapping[str, float]) -> str:

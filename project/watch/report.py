@@ -96,7 +96,7 @@ def facts(history: History) -> dict[str, str]:
         "versions": ", ".join(f"{name} {value}" for name, value in known.get("versions", {}).items()),
         "commit": str(known.get("commit") or ""),
         "image": str(known.get("image") or ""),
-        "newest checkpoint": str(history.checkpoints[0][0]) if history.checkpoints else "",
+        "newest checkpoint": str(history.checkpoint or ""),
     }
 
 
