@@ -128,23 +128,6 @@ def _ms(microseconds: float) -> str:
 
 def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
     """Writes STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
-    make_folder(stem.parent)
-    text = stem.with_name(f"{stem.name}.txt")
-    write_text(text, "\n".join([*_held(trainer, module), ""]))
-    if trainer.strategy.root_device.type == "cuda":
-        with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
-            save_recording(file)
-    return text
-
-
-def ran_out(error: BaseException) -> bool:
-    """Returns whether an error means that memory ran out."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-def _held(trainer: Trainer, module: LightningModule) -> list[str]:
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values() if isinstance(state, dict)]
     kinds: dict[str, Iterable[Tensor]] = {
         "parameters": module.parameters(),
@@ -165,9 +148,23 @@ def _held(trainer: Trainer, module: LightningModule) -> list[str]:
             counts[kind] += 1
     lines.append(f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:")
     lines += [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_KINDS)]
-    if trainer.strategy.root_device.type == "cuda":
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    if on_gpu:
         lines += ["", torch.cuda.memory_summary(abbreviated=True)]
-    return lines
+    make_folder(stem.parent)
+    text = stem.with_name(f"{stem.name}.txt")
+    write_text(text, "\n".join([*lines, ""]))
+    if on_gpu:
+        with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
+            save_recording(file)
+    return text
+
+
+def ran_out(error: BaseException) -> bool:
+    """Returns whether an error means that memory ran out."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _bytes(tensor: Tensor, known: set[int]) -> int:
