@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -172,7 +171,7 @@ def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> Non
             part.training = True
 
 
-def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
+def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
     """Returns the settings that have a value, by their dotted names."""
     beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}

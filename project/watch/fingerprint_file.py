@@ -198,7 +198,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _line(entry: dict[str, object]) -> str:
     return json.dumps(entry, separators=(",", ":")) + "\n"
 
 

@@ -123,7 +123,7 @@ class History:
         medians = {name: self.recent_median(f"speed/{name}") for name in PHASES}
         return {name: share for name, share in medians.items() if share is not None}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns the history's figures, for programs."""
         last = self.lives[-1] if self.lives else None
         return {
