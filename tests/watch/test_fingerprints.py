@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints
-from project.cli.main import same
+from project.cli import same
 from project.watch.fingerprint_file import FILE, Recorded, read
 from project.watch.fingerprints import Fingerprints
 from project.watch.module_outputs import ModuleOutputs
