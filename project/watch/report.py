@@ -19,7 +19,8 @@ from project.cluster.settings import flat
 from project.errors import UserError
 from project.untrusted import printable, write_text
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark, number
-from project.watch.history import BESIDE, PHASES, SKIPPED, History, Life, Point, date, of_the_module
+from project.watch.curves import Point
+from project.watch.history import BESIDE, PHASES, SKIPPED, History, Life, date, of_the_module
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _FAULTS = 100  # marks: the last ones
