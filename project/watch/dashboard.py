@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -15,7 +16,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
-from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
@@ -96,7 +96,7 @@ class Dashboard(Callback):
             if isinstance(logger, Steady):
                 logger.log_hyperparams({**configuration, "trainer": settings})
 
-    def _describe(self, trainer: Trainer, writer: SummaryWriter) -> None:
+    def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
         writer.add_scalar("run/ranks", trainer.world_size, step)
