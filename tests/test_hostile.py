@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from project.cli.profiling import FOLDER
 from project.cli.profiling import _tables as tables
-from project.watch.curves import Events
+from project.watch.curves import Curves
 from tests.conftest import _SERVER, TINY, forked
 from tests.hostile import LIMIT, SECRET, Case, Ended, cases, drive, framed, harm
 
@@ -103,8 +103,8 @@ def test_events_are_read_as_tensorboard_reads_them_and_what_is_damaged_is_left_o
     whole, path = file.read_bytes(), tmp_path / file.name
     theirs = EventAccumulator(str(file)).Reload()
     expected = {tag: [(one.step, one.value, one.wall_time) for one in theirs.Scalars(tag)] for tag in theirs.Tags()["scalars"]}
-    curves = Events(tmp_path)
-    assert curves.read() == []
+    curves = Curves(tmp_path)
+    assert curves.read() == {}
     for end in (5, 300, 3000, len(whole)):
         path.write_bytes(whole[:end])
         tags = curves.read()
@@ -112,7 +112,7 @@ def test_events_are_read_as_tensorboard_reads_them_and_what_is_damaged_is_left_o
         for record in (b"\xff" * 30, Event(step=1, wall_time=1e300).SerializeToString(), Event(step=-5).SerializeToString()):
             opened.write(framed(record))
         opened.write(framed(b"", 1 << 62))
-    assert {tag: [(one.step, one.value, one.wall_time) for one in curves.scalars(tag)] for tag in curves.read()} == expected
+    assert curves.read() == expected
     assert sorted(tags) == sorted(expected)
 
 

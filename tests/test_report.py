@@ -9,17 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
 from html import unescape
 from statistics import median
-from urllib.request import urlopen
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.watch.charts import Chart, Line, Mark
 from project.watch.dashboard import _LAYOUT
 from project.watch.history import PHASES, read_history
-from project.watch.report import _PAGES, compared, differences, page, scaling
+from project.watch.report import _rendered, compared, differences, page, scaling
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
@@ -33,11 +32,8 @@ FIT = (
 def report(folder, *words):
     return subprocess.run(
         [sys.executable, "-m", "project", "report", *words],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        cwd=folder, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +76,27 @@ def test_a_run_leaves_its_life(place):
 def test_the_page_needs_nothing_else_and_shows_it_all(place):
     text = (place / "lightning_logs/it/report.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)""", text)
-    said = unescape(re.sub("<[^>]*>", "", text))
-    for what in (
-        "Run it",
-        "killed",
-        "stopped, SIGTERM",
-        "finished",
-        "3 ranks",
-        "train/loss",
-        "--run it",
-        "global_batch_size: 48",
-    ):
+    said = unescape(re.sub("<(?!figure)[^>]*>", "", text))
+    shown = ("Run it", "killed", "stopped, SIGTERM", "finished", "3 ranks", "train/loss", "--run it", "global_batch_size: 48")
+    for what in shown:
         assert what in said, what
-    assert text.count("<title>") - 1 >= 2  # each start but the first is marked on the curves
-    assert "started again at step" in said
+    marks = drawn(text)[0]["marks"]  # each start but the first
+    assert len(marks) == 2
+    assert all("started again at step" in text for _, text, _ in marks)
+
+
+def test_tensorboard_has_pages_that_show_what_was_logged(place):
+    """Each chart of the ordered page has a curve; the settings, texts and pictures are there under their plugins."""
+    events = EventAccumulator(str(place / "lightning_logs/it"), size_guidance={"tensors": 0}).Reload()
+    tags = events.Tags()
+    none = {"steps left out", "TFLOP/s of a rank", "share of the peak (MFU)", "share of time in which GPUs compute"}
+    for title, patterns in (chart for charts in _LAYOUT.values() for chart in charts.items()):
+        assert any(re.match(pattern, tag) for pattern in patterns for tag in tags["scalars"]) or title in none, title
+    assert {"configuration/text_summary", "run/text_summary"} <= {*tags["tensors"]}
+    assert {"train/inputs", "val/confusion", "val/mistakes"} <= {*tags["images"]}
+    settings = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"model.optimizer.init_args.lr" in settings
+    assert b"data.global_batch_size" in settings
 
 
 # Faults that are seen -------------------------------------------------------------------------------------------------
@@ -101,15 +104,20 @@ def test_the_page_needs_nothing_else_and_shows_it_all(place):
 STRUCK = 3  # the step that sample 77 comes up in, of global batches of 32
 TROUBLED = (
     *(word for word in words("--trainer.devices=1", "--trainer.log_every_n_steps=2") if "Dropped" not in word),
-    "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.slow.Troubled", "init_args": {"at": 77}}),
+    "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.plugged.Troubled", "init_args": {"at": 77}}),
     '--trainer.callbacks={"class_path":"project.watch.throughput.Throughput","init_args":{"every_n_steps":2}}',
     "--model.network=tests.probes.Dropped",
 )
 
 
+def drawn(page):
+    """Returns what the page's script draws."""
+    return [json.loads(unescape(data)) for data in re.findall('data-chart="(.*?)"', page)]
+
+
 def red_lines(folder):
-    text = (folder / "lightning_logs/it/report.html").read_text()
-    return {unescape(one) for one in re.findall(r'<line class="fault"[^>]*><title>(.*?)</title>', text)}
+    marks = [mark for chart in drawn((folder / "lightning_logs/it/report.html").read_text()) for mark in chart["marks"]]
+    return {text for _, text, kind in marks if kind == "fault"}
 
 
 def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path):
@@ -123,9 +131,9 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
     for at in range(len(history.curves["speed/rest"])):  # of each window
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
     assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
-    assert history.last("run/memory_gb") > 0.1
-    assert history.last("run/cpu_cores") > 0
-    assert history.last("run/checkpoint_mb") > 0
+    assert history.curves["run/memory_gb"][-1].value > 0.1
+    assert history.curves["run/cpu_cores"][-1].value > 0
+    assert history.curves["run/checkpoint_mb"][-1].value > 0
     assert min(one.value for one in history.curves["train/grad_norm"]) > 0
     logged = [one.step for one in history.curves["train/loss"]]
     (struck,) = history.curves["train/skipped_steps"]
@@ -185,74 +193,58 @@ def test_there_must_be_something_to_tell(place, tmp_path):
         assert "Traceback" not in done.stderr
 
 
-def test_a_run_that_goes_on_is_not_called_killed(place):
-    folder = place / "lightning_logs/it"
-    life = (folder / "life.jsonl").read_text()
-    try:
-        (folder / "life.jsonl").write_text("".join(line + "\n" for line in life.splitlines()[:-1]))
-        with (folder / ".lock").open("a+") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            assert "going on" in report(place, "it").stdout
-        assert "killed" in report(place, "it").stdout
-    finally:
-        (folder / "life.jsonl").write_text(life)
-
-
-@contextmanager
-def reads(folder, verb, *words):
-    with subprocess.Popen(
-        [sys.executable, "-m", "project", verb, *words],
+def watch(folder, *words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "project", "watch", "it", *words],
         cwd=folder, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            yield process
-            assert process.wait(30) is not None
-        finally:
-            process.kill()
+    )  # fmt: skip
 
 
-def test_a_run_is_watched_from_its_files(place, tmp_path):
-    runs = tmp_path / "lightning_logs"
-    shutil.copytree(place / "lightning_logs", runs)
-    life = runs / "it/life.jsonl"
-    *lines, last = life.read_text().splitlines(keepends=True)
-    life.write_text("".join(lines))
-    with (runs / "it/.lock").open("a+") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        with reads(tmp_path, "watch", "it", "--every", "0.1") as watch:
-            said = watch.stdout.readline()
-            assert re.search(r"step (\d+)/\1 .*train/loss [\d.]+ .*3 ranks on 1 host.* going on, last sign of life", said)
-            with life.open("a") as file:
-                file.write(last)
-            assert "finished" in watch.stdout.readline()
-        assert watch.returncode == 0
-
-
-def test_a_look_at_a_dead_run_fails(place, tmp_path):
+@pytest.fixture
+def copied(place, tmp_path):
+    """Returns the run's folder, copied, and the lines of its life."""
     folder = tmp_path / "lightning_logs/it"
     shutil.copytree(place / "lightning_logs/it", folder)
-    life = (folder / "life.jsonl").read_text().splitlines(keepends=True)
+    return folder, (folder / "life.jsonl").read_text().splitlines(keepends=True)
+
+
+def test_a_run_that_goes_on_is_watched_from_its_files_and_not_called_killed(copied, tmp_path):
+    folder, life = copied
     (folder / "life.jsonl").write_text("".join(life[:-1]))
+    with (folder / ".lock").open("a+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        assert "going on" in report(tmp_path, "it").stdout
+        with watch(tmp_path, "--every", "0.1") as watching:
+            line = watching.stdout.readline()
+            assert re.search(r"step (\d+)/\1 .*train/loss [\d.]+ .*3 ranks on 1 host.* going on, last sign of life", line)
+            with (folder / "life.jsonl").open("a") as file:
+                file.write(life[-1])
+            assert "finished" in watching.stdout.readline()
+        assert watching.returncode == 0
+
+
+def test_a_look_at_a_dead_run_fails(copied, tmp_path):
+    folder, life = copied
+    (folder / "life.jsonl").write_text("".join(life[:-1]))
+    assert "killed" in report(tmp_path, "it").stdout
     for path in folder.rglob("*"):
         os.utime(path, (1, 1))
-    with reads(tmp_path, "watch", "it", "--once") as watch:
-        assert "killed, last sign of life" in watch.stdout.read()
-    assert watch.returncode == 1
-    with reads(tmp_path, "watch", "it", "--every", "0") as watch:
+    with watch(tmp_path, "--once") as watching:
+        assert "killed, last sign of life" in watching.stdout.read()
+    assert watching.returncode == 1
+    with watch(tmp_path, "--every", "0") as watching:
         pass
-    assert watch.returncode == 2
+    assert watching.returncode == 2
 
 
-def test_who_is_not_read_any_more_stops_looking(place, tmp_path):
-    folder = tmp_path / "lightning_logs/it"
-    shutil.copytree(place / "lightning_logs/it", folder)
-    life = (folder / "life.jsonl").read_text().splitlines(keepends=True)
+def test_who_is_not_read_any_more_stops_looking(copied, tmp_path):
+    folder, life = copied
     (folder / "life.jsonl").write_text("".join(life[:2]))
-    with reads(tmp_path, "watch", "it", "--every", "0.1") as watch:
-        assert "killed: rank 0" in watch.stdout.readline()
-        watch.stdout.close()
+    with watch(tmp_path, "--every", "0.1") as watching:
+        assert "killed: rank 0" in watching.stdout.readline()
+        watching.stdout.close()
         (folder / "life.jsonl").write_text("".join(life[:4]))  # it was stopped, and may go on
-    assert watch.returncode == 0
+    assert watching.returncode == 0
 
 
 def test_a_login_node_does_not_wait_for_torch():
@@ -262,15 +254,12 @@ def test_a_login_node_does_not_wait_for_torch():
 
 
 def test_charts_of_what_is_odd():
-    drawn = _PAGES.get_template("page.html").module.chart
-    odd = drawn(
-        Chart("<loss>", [Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])], "steps", [Mark(2, "x")])
-    )
-    assert "&lt;loss&gt;" in odd
-    assert odd.count("&times;") == 2
-    assert "nan " not in odd.split("data-chart")[1].split(">", 1)[1].replace("<title>nan", "")
-    many = drawn(Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])]))
-    assert len(many) < 60_000
+    line = Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])
+    (chart,) = drawn(rendered := _rendered(over_steps=[Chart("<loss>", [line], marks=[Mark(2, "x")])]))
+    assert "&lt;loss&gt;" in rendered
+    assert chart["lines"][0]["points"] == [[1, 2.0], [2, "nan"], [3, "inf"], [4, 2.0]]
+    many = Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])])
+    assert len(many.data) < 60_000
 
 
 def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path):
@@ -311,111 +300,36 @@ def browser(tmp_path_factory):
         driver.quit()
 
 
-def until(browser, what, seconds=60):
-    """What a script gives, once it gives something."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    return WebDriverWait(browser, seconds).until(lambda driver: driver.execute_script(what))
-
-
-DEEP = """
-const inside = node => [...(node.shadowRoot ? node.shadowRoot.childNodes : []), ...node.childNodes];
-const elements = (node, name) => inside(node).flatMap(
-    one => [...(one.localName === name ? [one] : []), ...elements(one, name)]);
-const text = node => node.nodeType === 3 ? node.data.trim() + ' '
-    : ['style', 'script', 'dom-module', 'template'].includes(node.localName) ? '' : inside(node).map(text).join('');
-"""
-"""Looks into web components, too."""
-
-
-def complaints(browser):
-    return [one["message"] for one in browser.get_log("browser") if one["level"] == "SEVERE"]
-
-
-@pytest.mark.slow
-def test_the_report_in_a_browser(place, browser):
-    from selenium.webdriver import ActionChains
-
-    browser.get((place / "lightning_logs/it/report.html").as_uri())
-    drawn = browser.execute_script("""
-        return [...document.querySelectorAll('figure')].map(one => [
-            one.querySelector('figcaption').textContent,
-            [...one.querySelectorAll('path')].every(path => path.getTotalLength() > 0 || one.querySelector('circle')),
-            one.querySelectorAll('line.mark').length])""")
-    titles = [title for title, _, _ in drawn]
-    for title in ("loss", "acc", "grad_norm", "samples/s", "shares of a step", "memory of the largest rank, GB"):
-        assert title in titles
-    assert "ms a step that a rank computes" in titles
-    assert all(has_lines for _, has_lines, _ in drawn), drawn
-    assert {title: marks for title, _, marks in drawn}["loss"] == 2  # it was started three times
-    figure = browser.find_element("css selector", "figure")
-    ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
-    assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)
-    browser.get((place / "lightning_logs/it/report.html").as_uri() + "#")
-    assert complaints(browser) == []
-
-
 INJECTED = "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'><iframe srcdoc='<b>x</b>'></iframe>"
 
 
 @pytest.mark.slow
-def test_a_script_that_gets_into_a_report_does_not_run(place, browser, tmp_path):
+def test_a_script_that_gets_into_a_report_does_not_run_and_its_own_does(place, browser, tmp_path):
+    """The charts are drawn, their values are shown at the pointer, and of the page nothing else is run."""
     from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.wait import WebDriverWait
 
-    text = (place / "lightning_logs/it/report.html").read_text().replace("</h1>", f"</h1>{INJECTED}", 1)
+    whole = place / "lightning_logs/it/report.html"
+    text = whole.read_text().replace("</h1>", f"</h1>{INJECTED}", 1)
     (tmp_path / "report.html").write_text(text)
     (tmp_path / "without.html").write_text(re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text))
     browser.get((tmp_path / "without.html").as_uri())
-    until(browser, "return window.ran === 2")
-    complaints(browser)
-    browser.get((tmp_path / "report.html").as_uri())
-    assert browser.execute_script("return window.ran") is None
-    assert any("Content Security Policy" in one for one in complaints(browser))
-    figure = browser.find_element("css selector", "figure")
-    ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
-    assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)
-
-
-def has_read(address, *runs):
-    """Whether TensorBoard, which reads in the background, has come to the end of these runs."""
-    with urlopen(f"{address}/data/plugin/scalars/tags", timeout=30) as answer:
-        found = json.load(answer)
-    return all("run/checkpoint_mb" in found.get(run, ()) for run in runs)
-
-
-@pytest.mark.slow
-def test_tensorboard_in_a_browser(place, browser):
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    words = [sys.executable, "-m", "tensorboard.main", "--logdir", "lightning_logs", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(words, cwd=place, stderr=subprocess.PIPE, text=True) as board:
-        try:
-            address = next(found[0] for line in board.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
-            WebDriverWait(browser, 60).until(lambda _: has_read(address, "it", "other"))
-            browser.get(f"{address}/#custom_scalars")
-            cards = until(
-                browser,
-                DEEP
-                + """
-                const cards = elements(document, 'tf-custom-scalar-multi-line-chart-card').map(text);
-                const drawn = one => /Matches \\([1-9]/.test(one) || /steps left out.*Matches/.test(one)
-                return cards.length && cards.every(drawn) && cards""",
-            )
-            assert sorted(re.match(r"\s*(.*?)\s{5}", card)[1] for card in cards) == sorted(
-                title for category in _LAYOUT.values() for title in category
-            )
-            browser.get(f"{address}/#timeseries")
-            until(browser, DEEP + "return elements(document, 'scalar-card').length > 5")
-            browser.get(f"{address}/#hparams")
-            said = DEEP + "const said = text(document.documentElement); return said.includes('{}') && said"
-            assert "data.global_batch_size" in until(browser, said.format("model.optimizer.init_args.lr"))
-            browser.get(f"{address}/#text")
-            until(browser, said.format("seed_everything"))
-            browser.get(f"{address}/#images")
-            shown = until(browser, said.format("val/confusion"))
-            assert "val/mistakes" in shown
-            assert "train/inputs" in shown
-            until(browser, DEEP + "return elements(document, 'img').filter(one => one.naturalWidth > 60).length >= 3")
-            assert complaints(browser) == []
-        finally:
-            board.kill()  # asked to end while it answers, it may forget that
+    WebDriverWait(browser, 60).until(lambda driver: driver.execute_script("return window.ran === 2"))
+    for file in (whole, tmp_path / "report.html"):
+        browser.get_log("browser")
+        browser.get(file.as_uri())
+        assert browser.execute_script("return window.ran") is None
+        complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        assert any("Content Security Policy" in complaint for complaint in complaints) == (file != whole), complaints
+        figures = browser.execute_script("""
+            return [...document.querySelectorAll('figure')].map(figure => [
+                figure.querySelector('figcaption').textContent,
+                [...figure.querySelectorAll('path')].every(path => path.getTotalLength() > 0 || figure.querySelector('circle')),
+                figure.querySelectorAll('line.mark').length])""")
+        marks = {title: marks for title, _, marks in figures}
+        assert {"loss", "acc", "grad_norm", "samples/s", "ms a step that a rank computes"} <= marks.keys()
+        assert marks["loss"] == 2  # it was started three times
+        assert all(has_lines for _, has_lines, _ in figures), figures
+        figure = browser.find_element("css selector", "figure")
+        ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
+        assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from project.cli.main import same
+from project.cli import same
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli, environment

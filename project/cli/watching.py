@@ -16,8 +16,8 @@ from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import LATEST, printable, shortened
 from project.watch.charts import number
-from project.watch.curves import Events
-from project.watch.history import FILE, PHASES, Life, Point, held, lives_of, longest
+from project.watch.curves import Curves
+from project.watch.history import FILE, PHASES, Life, held, lives_of, longest
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
@@ -72,15 +72,11 @@ class Look:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._events = Events(folder, keep=1)
+        self._curves = Curves(folder)
 
     def __call__(self) -> tuple[str, str]:
         """Returns the state of the run, and a line about it."""
-        newest = {
-            tag: Point(event.step, event.value, event.wall_time)
-            for tag in self._events.read()
-            for event in self._events.scalars(tag)[-1:]
-        }
+        newest = {tag: points[-1] for tag, points in self._curves.read().items()}
         lives = lives_of(self.folder / FILE, [(point.time, point.step) for point in newest.values()])
         if not lives:
             return "not started", "not a step yet"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from project.checkpoints.files import checkpoints_in, step_of
 from project.checkpoints.reading import SafeCheckpointIO
-from project.watch.curves import Events
+from project.watch.curves import Curves
 from project.watch.history import of_the_module
 
 # What says where and when a run ran, or follows from what is compared.
@@ -179,6 +179,6 @@ def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
 
 
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
-    events = Events(folder)
-    tags = [tag for tag in events.read() if of_the_module(tag) and not tag.startswith(_MONITOR)]
-    return {tag: {event.step: float(event.value) for event in events.scalars(tag)} for tag in tags}
+    curves = Curves(folder).read()
+    tags = [tag for tag in curves if of_the_module(tag) and not tag.startswith(_MONITOR)]
+    return {tag: {point.step: point.value for point in curves[tag]} for tag in tags}

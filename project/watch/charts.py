@@ -1,15 +1,39 @@
-"""The charts of the pages: lines over steps or hours, with marks. The template draws them as SVG, so they open anywhere."""
+"""The charts of the pages: lines over steps or hours, with marks, which the page's script (charts.js) draws."""
 
 import json
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from project.watch.history import PHASES, SKIPPED
+
 Points = Sequence[tuple[float, float]]
 
 COLOURS = ("#3572b0", "#d1793b", "#3c9a5f", "#b8474f", "#8063b0", "#8a6a4f", "#c464a4", "#6f7780")
-PLACES = {"width": 560, "height": 230, "left": 62, "right": 548, "top": 10, "bottom": 196}
-"""The edges of a chart, in its own units."""
+Shown = dict[str, dict[str, tuple[str, int]]]
+"""Charts by their titles: the tags of their curves, with names and colours."""
+SPEED: Shown = {
+    "samples/s": {"speed/samples_per_s": ("all ranks", 0)},
+    "shares of a step": {f"speed/{name}": named for name, named in PHASES.items()},
+    "TFLOP/s of a rank": {"speed/tflops": ("TFLOP/s", 0)},
+    "share of the peak (MFU)": {"speed/mfu": ("MFU", 0)},
+}
+HEALTH: Shown = {
+    "the worst rank against the usual one": {
+        "speed/worst_data": ("by its data", 1),
+        "speed/worst_compute": ("by its computing", 0),
+    },
+    "steps left out": {SKIPPED: ("not finite", 3), "train/fp16_skipped_steps": ("by fp16's loss scaling", 5)},
+    "memory of the largest rank, GB": {"run/memory_gb": ("host", 0), "run/gpu_memory_gb": ("GPU, at most", 1)},
+    "busy cores of a rank": {"run/cpu_cores": ("cores", 0)},
+    "share of time in which GPUs compute": {"run/gpu_use": ("GPUs", 0)},
+    "seconds that a checkpoint takes": {"run/checkpoint_s": ("seconds, beside the training", 0)},
+    "MB of a checkpoint": {"run/checkpoint_mb": ("MB", 0)},
+}
+OF_RANKS = {
+    "ranks/data_ms/": "ms a step that a rank waits for its data",
+    "ranks/compute_ms/": "ms a step that a rank computes",
+}
 _POINTS = 400  # of a line; of more, each stretch shows its smallest and its largest value
 
 
@@ -29,58 +53,27 @@ class Mark(NamedTuple):
     kind: str = "mark"
 
 
-class Axis:
-    """An axis, which maps values to places in the figure."""
+class Chart(NamedTuple):
+    """A chart with its title."""
 
-    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        if low == high:
-            low, high = low - (abs(low) or 1.0) * 0.05, high + (abs(high) or 1.0) * 0.05
-        self.low, self.high, self._start, self._end = low, high, start, end
-
-    def at(self, value: float) -> float:
-        return self._start + (self._end - self._start) * (value - self.low) / (self.high - self.low)
-
-    def ticks(self, wanted: int) -> list[tuple[float, float]]:
-        """Returns round numbers and their places, about as many as wanted."""
-        rough = (self.high - self.low) / wanted
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next((power * each for each in (1, 2, 5) if power * each >= rough), power * 10)
-        numbers = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
-        return [(each * step, self.at(each * step)) for each in numbers]
-
-
-class Chart:
-    """A chart with its title; values that are not finite are marked at its upper edge."""
-
-    def __init__(
-        self, title: str, lines: Sequence[Line], x_name: str = "steps", marks: Sequence[Mark] = (), from_zero: bool = False
-    ) -> None:
-        self.title, self.x_name, self.marks = title, x_name, marks
-        points = [point for line in lines for point in line.points]
-        finite = [y for _, y in points if math.isfinite(y)]
-        self.lines = [line._replace(points=_fewer(line.points)) for line in lines]
-        self.across = Axis([x for x, _ in points], PLACES["left"], PLACES["right"])
-        self.up = Axis([*finite, *[0.0] * from_zero], PLACES["bottom"], PLACES["top"])
-
-    def path(self, line: Line) -> str:
-        """Returns a line as SVG: broken where a value is not finite."""
-        pieces, joined = [], False
-        for x, y in line.points:
-            if math.isfinite(y):
-                pieces.append(f"{'L' if joined else 'M'}{self.across.at(x):.1f} {self.up.at(y):.1f}")
-            joined = math.isfinite(y)
-        return "".join(pieces)
+    title: str
+    lines: Sequence[Line]
+    x_name: str = "steps"
+    marks: Sequence[Mark] = ()
+    from_zero: bool = False
 
     @property
     def data(self) -> str:
-        """Returns what the script of the page reads."""
+        """Returns what the script of the page draws, as JSON; values that are not finite are texts."""
         lines = [
-            {"name": line.name, "points": [[x, y if math.isfinite(y) else str(y)] for x, y in line.points]}
+            {
+                "name": line.name,
+                "colour": COLOURS[line.colour % len(COLOURS)],
+                "points": [[x, y if math.isfinite(y) else str(y)] for x, y in _fewer(line.points)],
+            }
             for line in self.lines
         ]
-        x = [self.across.low, self.across.high, PLACES["left"], PLACES["right"]]
-        return json.dumps({"lines": lines, "x": x, "name": self.x_name})
+        return json.dumps({"lines": lines, "marks": self.marks, "x_name": self.x_name, "from_zero": self.from_zero})
 
 
 def _fewer(points: Points) -> Points:
@@ -96,8 +89,10 @@ def _fewer(points: Points) -> Points:
     return kept
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Returns a number as a short text for people."""
+    if value is None:
+        return ""
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6 or 0 < abs(value) < 1e-4:

@@ -19,11 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHIFT = 29
 
 
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-_GOLDEN, _FIRST, _SECOND = (_signed(constant) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _factors(places: Tensor) -> Tensor:
@@ -46,18 +42,15 @@ def plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Returns all values, in the order in which they lie in memory; a copy only where there are gaps between them."""
+def _words(tensor: Tensor) -> Tensor:
+    """Returns a tensor's bits as integers, in the order in which they lie in memory: of a large tensor 64-bit ones, if it can
+    be cut into them. They are a copy only where there are gaps between the values.
+    """
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.resolve_neg().permute(order).reshape(-1).contiguous()
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bits as integers: of a large tensor 64-bit ones, if it can be cut into them."""
-    flat = _flat(tensor)
+    flat = tensor.resolve_neg().permute(order).reshape(-1).contiguous()
     size = flat.element_size()
     if flat.numel() * size > 8 * _SMALL and flat.numel() * size % 8 == 0:
         if flat.storage_offset() * size % 8:

@@ -26,7 +26,12 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
     begins, other_begins = run.starts[0][0], other.starts[0][0]
     pair = f"{run.name} and {other.name}"
     if begins.names != other_begins.names:
-        return Verdict(False, [f"{pair} are not the same: {_other_names(run, other)}."], (begins, other_begins))
+        parts = []
+        for name, names, others in (run.name, begins.names, other_begins.names), (other.name, other_begins.names, begins.names):
+            if left := [tensor for tensor in names if tensor not in {*others}]:
+                parts.append(f"only {name} has {listed(left)}")
+        why = "; ".join(parts) or "their tensors stand in another order"
+        return Verdict(False, [f"{pair} are not the same: {why}."], (begins, other_begins))
     if begins.step == other_begins.step and begins.weights != other_begins.weights:
         lines = [
             f"{pair} are not the same: they begin with other weights.",
@@ -169,12 +174,3 @@ def _tensors(names: Sequence[str], checksums: bytes, other_checksums: bytes, run
     owner = differing[0].rpartition(".")[0]
     kinds = [name for _, records in run.starts for step in records for name, _ in step.modules if name.startswith(f"{owner} (")]
     return f"{text} The first belongs to {kinds[0]}." if kinds else text
-
-
-def _other_names(recorded: Recorded, other: Recorded) -> str:
-    names, other_names = ({*run.starts[0][0].names} for run in (recorded, other))
-    parts = []
-    for run, others in ((recorded, other_names), (other, names)):
-        if left := [name for name in run.starts[0][0].names if name not in others]:
-            parts.append(f"only {run.name} has {listed(left)}")
-    return "; ".join(parts) or "their tensors stand in another order"

@@ -39,41 +39,26 @@ _NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utili
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in Python 3.10
     """Writes to what is standard error now: while a bar is up, that is the bar's, which keeps the lines above it."""
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        pass
+    stream: Any = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 class _Formatter(logging.Formatter):
-    """Formats what this project logs as printable text: names of hosts, reasons of other ranks and so on may hold anything."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return printable(text) if record.name.startswith("project") else text
-
-
-class _Speaker(logging.Filter):
-    """Adds the speaking rank to each record of this project's handlers. A factory of records would be the whole program's."""
+    """Formats what this project logs as printable text (names of hosts, reasons of other ranks and so on may hold anything),
+    with the rank: a factory of records would be the whole program's.
+    """
 
     rank, host, world_size = 0, "", 1
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def format(self, record: logging.LogRecord) -> str:
         signed = self.rank > 0 or (self.world_size > 1 and record.levelno >= logging.WARNING)
         record.who = f"[rank {self.rank}, {self.host}] " if signed else ""
-        return True
-
-
-_SPEAKER = _Speaker()
+        text = super().format(record)
+        return printable(text) if record.name.startswith("project") else text
 
 
 def open_log(rank: int, host: str) -> None:
     """Sends the log to standard error, with time and level: all of rank 0's lines, of other ranks only warnings, signed."""
     handler = _Stderr()
-    handler.addFilter(_SPEAKER)
     handler.setFormatter(_Formatter(_FORMAT, "%H:%M:%S"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
@@ -87,7 +72,7 @@ def open_log(rank: int, host: str) -> None:
 
 def name_speaker(rank: int, host: str, world_size: int = 1) -> None:
     """Signs this process's lines from now on: all lines of other ranks than 0, and the warnings and errors of rank 0."""
-    _SPEAKER.rank, _SPEAKER.host, _SPEAKER.world_size = rank, host, world_size
+    _Formatter.rank, _Formatter.host, _Formatter.world_size = rank, host, world_size
 
 
 def silence_libraries(rank: int) -> None:
@@ -126,7 +111,6 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     except OSError as error:
         log.warning("There is no log file: %s. Training goes on.", error)
         return
-    file.addFilter(_SPEAKER)
     file.setLevel(level)
     file.setFormatter(_Formatter(_FORMAT))
     root = logging.getLogger()
@@ -155,11 +139,10 @@ class Progress(ProgressBar):
         self.is_enabled = True
         self._bars: Bars | None = None
         self._bar = TaskID(0)
-        self._line = self._speed_since = 0.0
-        self._seen = 0  # samples of this window, this rank
+        self._line = self._since = 0.0  # the last line; when training began, or went on after a validation
+        self._seen = 0  # samples since then, of this rank
         self._trained = 0  # samples of the whole run, all ranks
         self._training = 0.0  # seconds spent in training, without validation
-        self._resumed_at = 0.0
         self._pace_from: tuple[int, float] | None = None  # the first step of this start, and when it was over
 
     refresh_rate = 1
@@ -180,12 +163,10 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self.is_enabled = True
 
-    # Training --------------------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
         self._pace_from = None
-        self._line = self._speed_since = self._resumed_at = time.monotonic()
+        self._line = self._since = time.monotonic()
         console = Console(stderr=True)
         if trainer.is_global_zero and self.is_enabled and console.is_terminal:
             self._bars = Bars(
@@ -200,7 +181,7 @@ class Progress(ProgressBar):
             self._bars.start()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._seen += micro_batch(trainer).size
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
@@ -216,30 +197,26 @@ class Progress(ProgressBar):
             self._line = time.monotonic()
 
     def _figures(self, trainer: Trainer) -> str:
-        elapsed = time.monotonic() - self._speed_since
+        elapsed = time.monotonic() - self._since
         speed = self._seen * data_ranks(trainer).count / elapsed if elapsed else 0.0
         metrics = trainer.progress_bar_metrics
         names = [*(name for name in ("train/loss", "train/acc") if name in metrics), *metrics]
         shown = [f"{name.removeprefix('train/')} {_short(metrics[name])}" for name in dict.fromkeys(names)]
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        shown += [f"lr {group['lr']:.2g}" for group in groups[:1]]
+        shown += [f"lr {group['lr']:.2g}" for group in _groups(trainer)[:1]]
         phases = [longest(throughput.phases) for throughput in _measuring(trainer) if throughput.phases]
         return "  ".join([*shown, f"{speed:,.0f} samples/s", *phases, *self._left(trainer)])
 
     def _left(self, trainer: Trainer) -> list[str]:
         """Returns the time to the end of the whole run, at the pace since this start, with its validations."""
-        steps, now = planned_steps(trainer), time.monotonic()
-        if self._pace_from is None or steps is None:
+        steps, step = planned_steps(trainer), trainer.global_step
+        first, began = self._pace_from or (step, 0.0)
+        if steps is None or step <= first:
             return []
-        first, began = self._pace_from
-        if (done := trainer.global_step - first) < 1:
-            return []
-        left = (steps - trainer.global_step) * (now - began) / done
-        return [f"{timedelta(seconds=round(left))} left"]
+        return [f"{timedelta(seconds=round((steps - step) * (time.monotonic() - began) / (step - first)))} left"]
 
     def _pause(self, trainer: Trainer) -> None:
         """Adds up the time and the samples of training until now: training pauses here."""
-        self._training += time.monotonic() - self._resumed_at
+        self._training += time.monotonic() - self._since
         self._trained += self._seen * data_ranks(trainer).count
         self._seen = 0
 
@@ -250,7 +227,7 @@ class Progress(ProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self._speed_since = self._resumed_at = time.monotonic()
+        self._since = time.monotonic()
         where = f"epoch {trainer.current_epoch}  step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
         log.info("%s%s", where, _show(trainer, "val"))
 
@@ -268,8 +245,6 @@ class Progress(ProgressBar):
         if self._bars:
             self._bars.stop()
             self._bars = None
-
-    # The end ---------------------------------------------------------------------------------------------------------
 
     def summary(self, trainer: Trainer) -> dict[str, str]:
         """Returns the lines that summarize a finished fit, by their titles."""
@@ -290,8 +265,7 @@ class Progress(ProgressBar):
 
 
 def _measuring(trainer: Trainer) -> list[Throughput]:
-    callbacks = typed(trainer).callbacks
-    return [callback for callback in callbacks if isinstance(callback, Throughput)]
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, Throughput)]
 
 
 def _plan(trainer: Trainer, module: LightningModule) -> str:
@@ -305,9 +279,7 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     if global_batch:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
-    # A module without an optimiser gets a mock.
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in groups[:1])]
+    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in _groups(trainer)[:1])]
     warmups = [getattr(config.scheduler, "warmup_steps", 0) for config in trainer.lr_scheduler_configs]
     parts += [f"warm-up {steps} steps" for steps in warmups if steps]
     if trainer.num_training_batches != float("inf"):
@@ -321,6 +293,11 @@ def _short(value: float | str) -> str:
     if isinstance(value, str) or value != value:
         return str(value)
     return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    """Returns the optimisers' groups of parameters; a module without an optimiser gets a mock, which has none."""
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _count(number: int, singular: str, many: str) -> str:

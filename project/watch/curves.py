@@ -1,75 +1,55 @@
 """The curves of a run: TensorBoard's events in its folder, read as data that may be damaged, or somebody else's.
 
-TensorBoard decides what is shown (a resumed run takes back what it had logged later). What it receives is read here:
-regular files of the folder, of which no record is larger than what is there, and nothing but numbers. Imports TensorBoard when
-it is needed: it takes a second.
+TensorBoard's own reader opens pipes, follows links, and allocates what a record claims to hold. Here only regular files of the
+folder are read, of which no record is larger than the file, and only numbers are kept. Imports TensorBoard when it is needed:
+it takes a second.
 """
 
-import logging
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from project.untrusted import LARGEST_COUNT, LATEST, open_to_read
 
-_FILES = "events.out.tfevents.*"
 _HEADER = struct.Struct("<QI")  # of a record: its length, and that length's checksum; the record and its own checksum follow
 _LARGEST = 1 << 22  # bytes of a record with numbers; those of pictures and graphs are passed over
 _TAGS = 10_000
 
 
-class Events:
-    """A reader of a folder, by TensorBoard. `keep`: values of each curve, the newest and others by chance; 0: all."""
+class Point(NamedTuple):
+    """A value of a curve."""
 
-    def __init__(self, folder: Path, keep: int = 0) -> None:
-        self._folder, self._keep = folder, keep
-        self._accumulator: Any = None
-
-    def read(self) -> list[str]:
-        """Reads what is new since the last call, and returns the names of all curves."""
-        if self._accumulator is None and not any(self._folder.glob(_FILES)):
-            return []
-        quiet, logging.root.manager.disable = logging.root.manager.disable, logging.WARNING
-        try:
-            if self._accumulator is None:
-                from tensorboard.backend.event_processing.event_accumulator import (
-                    EventAccumulator,
-                )
-
-                self._accumulator = EventAccumulator(str(self._folder), size_guidance={"scalars": self._keep})
-                self._accumulator._generator = Records(self._folder)
-            self._accumulator.Reload()
-        finally:
-            logging.root.manager.disable = quiet
-        return list(self._accumulator.Tags()["scalars"])
-
-    def scalars(self, tag: str) -> Sequence[Any]:
-        return self._accumulator.Scalars(tag) if self._accumulator else ()
+    step: int
+    value: float
+    time: float
 
 
-class Records:
-    """The events of a folder in the order of its files, each once."""
+class Curves:
+    """A reader of a folder, which reads each file once, in the order of their names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._points: dict[str, list[Point]] = {}
         self._done: dict[str, int] = {}  # bytes of each file
-        self._tags: set[str] = set()
 
-    def Load(self) -> Iterator[Any]:
-        """Yields what is new. What precedes the newest file that was begun is over, as TensorBoard has it."""
+    def read(self) -> dict[str, list[Point]]:
+        """Reads what is new since the last call, and returns all curves.
+
+        They are as TensorBoard shows them: what a resumed run has taken back is left out, and files that precede the newest
+        one that was begun are over.
+        """
         newest = max(self._done, default="")
-        for path in sorted(self._folder.glob(_FILES)):
-            if path.name < newest:
-                continue
-            try:
-                with open_to_read(path, follow=False) as file:
-                    for record in self._records(path.name, file):
-                        if (event := self._numbers(record)) is not None:
-                            yield event
-            except OSError:
-                continue
+        for path in sorted(self._folder.glob("events.out.tfevents.*")):
+            if path.name >= newest:
+                try:
+                    with open_to_read(path, follow=False) as file:
+                        for record in self._records(path.name, file):
+                            self._add(record)
+                except OSError:
+                    continue
+        return {tag: points for tag, points in self._points.items() if points}
 
     def _records(self, name: str, file: BinaryIO) -> Iterator[bytes]:
         """Yields the whole records; what follows a damaged one is not known."""
@@ -88,22 +68,19 @@ class Records:
             if length <= _LARGEST:
                 yield file.read(length)
 
-    def _numbers(self, record: bytes) -> Any:
-        """Returns the event with only the numbers in it; None for one that has none, and marks no start."""
+    def _add(self, record: bytes) -> None:
         from google.protobuf.message import DecodeError
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         try:
-            event = Event.FromString(record)
+            event: Any = Event.FromString(record)
         except DecodeError:
-            return None
+            return
         if not (0 <= event.step < LARGEST_COUNT and math.isfinite(event.wall_time) and 0 <= event.wall_time < LATEST):
-            return None
-        if event.HasField("file_version") or event.HasField("session_log"):
-            return event
-        numbers = Event(step=event.step, wall_time=event.wall_time)
+            return
+        if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+            for tag, points in self._points.items():
+                self._points[tag] = [point for point in points if point.step < event.step]
         for value in event.summary.value:
-            if value.HasField("simple_value") and (value.tag in self._tags or len(self._tags) < _TAGS):
-                self._tags.add(value.tag)
-                numbers.summary.value.add(tag=value.tag, simple_value=value.simple_value)
-        return numbers if numbers.summary.value else None
+            if value.HasField("simple_value") and (value.tag in self._points or len(self._points) < _TAGS):
+                self._points.setdefault(value.tag, []).append(Point(event.step, value.simple_value, event.wall_time))

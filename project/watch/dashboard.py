@@ -21,46 +21,37 @@ from torch.utils.tensorboard.summary import hparams
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.sharded.strategy import is_sharded
-from project.step.epoch_loop import add_callback, remove_callback
+from project.step.epoch_loop import add_callback
 from project.step.gradients import gradient_norm
 from project.step.logged import measurement_loggers
 from project.step.optimizers import is_fused
 from project.typed import typed
+from project.watch.charts import HEALTH, OF_RANKS, SPEED
 from project.watch.events import boards
-from project.watch.history import BESIDE, FILE, PHASES, lives_of
-from project.watch.pictures import seen
+from project.watch.history import BESIDE, FILE, lives_of
+from project.watch.pictures import FirstBatch, seen
 from project.watch.steady import Steady
 
 log = logging.getLogger(__name__)
 
 _LONGEST = 300  # characters of somebody's error
 
-_LAYOUT = {
+_LAYOUT: dict[str, dict[str, list[str]]] = {
     "Is it learning?": {
-        "loss": ["Multiline", [".*loss"]],
-        "accuracy": ["Multiline", [".*acc"]],
-        "learning rate": ["Multiline", ["(.*/)?lr"]],
-        "norm of the gradient": ["Multiline", ["train/grad_norm"]],
+        "loss": [".*loss"],
+        "accuracy": [".*acc"],
+        "learning rate": ["(.*/)?lr"],
+        "norm of the gradient": ["train/grad_norm"],
     },
-    "Is it fast?": {
-        "samples a second, all ranks": ["Multiline", ["speed/samples_per_s"]],
-        "shares of a step": ["Multiline", [f"speed/{name}" for name in PHASES]],
-        "TFLOP/s of a rank, and its share of the peak": ["Multiline", ["speed/(tflops|mfu)"]],
-    },
+    "Is it fast?": {title: [*tags] for title, tags in SPEED.items()},
     "Is it healthy?": {
-        "the slowest rank against the usual one": ["Multiline", ["speed/worst_data", "speed/worst_compute"]],
-        "ms a step that a rank waits for its data": ["Multiline", ["ranks/data_ms/.*"]],
-        "ms a step that a rank computes": ["Multiline", ["ranks/compute_ms/.*"]],
-        "steps left out": ["Multiline", ["train/(fp16_)?skipped_steps"]],
-        "memory of the largest rank, GB": ["Multiline", ["run/(gpu_)?memory_gb"]],
-        "busy cores of a rank, and share of the GPU's time": ["Multiline", ["run/(cpu_cores|gpu_use)"]],
-        "seconds that a checkpoint takes": ["Multiline", ["run/checkpoint_s"]],
-        "MB of a checkpoint": ["Multiline", ["run/checkpoint_mb"]],
-        "ranks; each point is a start": ["Multiline", ["run/ranks"]],
-        "starts": ["Multiline", ["run/starts"]],
+        **{title: [f"{start}.*"] for start, title in OF_RANKS.items()},
+        **{title: [*tags] for title, tags in HEALTH.items()},
+        "ranks; each point is a start": ["run/ranks"],
+        "starts": ["run/starts"],
     },
 }
-"""Regular expressions that match the names of curves from their beginning."""
+"""The charts, with regular expressions that match the names of curves from their beginning."""
 
 
 class Dashboard(Callback):
@@ -99,16 +90,20 @@ class Dashboard(Callback):
         if self.graph and not boards(trainer):
             log.warning("No graph: it needs TensorBoard.")
         elif self.graph and not trainer.global_step:
-            add_callback(trainer, Graph())
+            add_callback(trainer, FirstBatch(_draw_graph))
+        configuration = typed(trainer).configuration
+        # Loggers change no training, and an address may hold a password.
+        settings = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
         for logger in trainer.loggers:
             if isinstance(logger, Steady):
-                logger.log_hyperparams(_without_loggers(typed(trainer).configuration))
+                logger.log_hyperparams({**configuration, "trainer": settings})
 
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
         writer.add_scalar("run/ranks", trainer.world_size, step)
-        writer.add_custom_scalars(_LAYOUT)
+        layout = {page: {title: ["Multiline", tags] for title, tags in charts.items()} for page, charts in _LAYOUT.items()}
+        writer.add_custom_scalars(layout)
         if starts:
             writer.add_scalar("run/starts", len(starts), step)
             known = {"step": starts[-1].step, "ranks": starts[-1].ranks, **starts[-1].known}
@@ -129,7 +124,7 @@ class Dashboard(Callback):
             self._look(trainer, pl_module, optimizer, trainer.global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         if trainer.global_step > self._step:  # it was taken as a whole, and has left its gradient
             self._look(trainer, pl_module, trainer.optimizers[0], trainer.global_step)
@@ -159,32 +154,26 @@ class Dashboard(Callback):
                     board.experiment.add_histogram(name, values, self._step)
 
 
-class Graph(Callback):
-    """Draws the network's graph after the first micro-batch, and then removes itself from the callbacks."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
-        remove_callback(trainer, self)
-        images = seen(batch)
-        first = images[0] if images is not None else batch
-        while isinstance(first, (list, tuple)) and first:
-            first = first[0]
-        training = [module for module in pl_module.modules() if module.training]
-        try:
-            pl_module.eval()  # a pass in training would move the statistics of batch norm
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                for board in boards(trainer):
-                    board.experiment.add_graph(pl_module, first)
-        except Exception as error:  # whatever tracing somebody's forward raises
-            log.warning("The network's graph can't be drawn: %s", " ".join(str(error).split())[:_LONGEST])
-        finally:
-            for module in training:
-                module.training = True
+def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> None:
+    images = seen(batch)
+    first = images[0] if images is not None else batch
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    training = [part for part in module.modules() if part.training]
+    try:
+        module.eval()  # a pass in training would move the statistics of batch norm
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            for board in boards(trainer):
+                board.experiment.add_graph(module, first)
+    except Exception as error:  # whatever tracing somebody's forward raises
+        log.warning("The network's graph can't be drawn: %s", " ".join(str(error).split())[:_LONGEST])
+    finally:
+        for part in training:
+            part.training = True
 
 
-def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]:
+def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
     """Returns the settings that have a value, by their dotted names."""
     beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
@@ -193,12 +182,6 @@ def _settings(configuration: Mapping[str, Any]) -> dict[str, str | float | bool]
         for name, value in known.items()
         if value is not None
     }
-
-
-def _without_loggers(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration without its loggers: they change no training, and an address may hold a password."""
-    trainer = {name: value for name, value in configuration.get("trainer", {}).items() if name != "logger"}
-    return {**configuration, "trainer": trainer}
 
 
 def _as_code(text: str) -> str:

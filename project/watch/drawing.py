@@ -1,9 +1,9 @@
 """The pictures for the dashboard: images with a line below each, and the confusion matrix."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
@@ -20,7 +20,8 @@ _LARGEST = 800  # pixels of it, about
 _LETTER = 7  # pixels
 _GRID = (225, 225, 225)
 
-Picture = Any  # an array (height, width, 3) of bytes
+Picture = npt.NDArray[np.uint8]
+"""(height, width, 3)."""
 
 
 def thumbnails(images: Tensor) -> Tensor:

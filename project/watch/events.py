@@ -52,12 +52,6 @@ def _put_before_now(folder: Path) -> None:
             latest = int(stamp)
 
 
-def _keep_open(writer: Any) -> None:
-    """Keeps TensorBoard's file open. It would open it by name at each flush, and wait for a pipe that somebody puts there."""
-    records = writer._async_writer._writer
-    records._writer = open_to_append(Path(writer._file_name)).detach()  # type: ignore[attr-defined]
-
-
 class Lasting:
     """A writer for those who use a logger's `experiment`: a full disk does not end a run here, either."""
 
@@ -90,7 +84,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         super().__init__(folder, name="", version="")
         self._tensorboard: Any = None  # its writer
         self._hidden_from: int | None = None  # what is there from this step on is shown no more
-        self._failing, self._logged = False, False
+        self._failing = self._logged = False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._again = LoggedAgain()
         hook = threading.excepthook
@@ -111,7 +105,9 @@ class Events(TakesMeasurements, TensorBoardLogger):
             # A name that nobody can know before: it opens whatever lies there, a link, too.
             suffix = f".{secrets.token_hex(4)}"
             self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from, filename_suffix=suffix)
-            _keep_open(self._tensorboard.file_writer.event_writer)
+            # TensorBoard would open its file by name at each flush, and wait for a pipe that somebody puts there.
+            opened: Any = open_to_append(Path((writer := self._tensorboard.file_writer.event_writer)._file_name))
+            writer._async_writer._writer._writer = opened.detach()
         return self._tensorboard
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ No heavy imports: a file is read without PyTorch.
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,12 +166,12 @@ def _start(entry: dict[str, Any]) -> Start:
         threads=as_count(entry["threads"], 0, _MOST),
         names=tuple(map(as_text, entry["names"])),
         weights=None if entry["weights"] is None else as_text(entry["weights"]),
-        tensors=_bytes(entry["tensors"]),
+        tensors=base64.b64decode(entry["tensors"], validate=True),
     )
 
 
 def _step(entry: dict[str, Any], start: Start) -> Step:
-    losses = _bytes(entry["losses"])
+    losses = base64.b64decode(entry["losses"], validate=True)
     numbers = entry.get("numbers") or range(start.micro_batches)
     size, left = divmod(len(losses), len(numbers))
     if left:
@@ -183,9 +182,9 @@ def _step(entry: dict[str, Any], start: Start) -> Step:
         epoch=as_count(entry["epoch"]),
         ranks=as_count(entry["ranks"], 1, _MOST),
         weights=as_text(entry["weights"]),
-        tensors=_bytes(entry["tensors"]),
+        tensors=base64.b64decode(entry["tensors"], validate=True),
         losses=dict(zip((as_count(number, 0, _MOST) for number in numbers), _cut(losses, size), strict=False)),
-        modules=tuple(zip(map(as_text, names), _cut(_bytes(modules), MODULE_BYTES), strict=True)),
+        modules=tuple(zip(map(as_text, names), _cut(base64.b64decode(modules, validate=True), MODULE_BYTES), strict=True)),
         others={as_text(rank): as_text(weights) for rank, weights in entry.get("others", {}).items()},
     )
 
@@ -199,16 +198,9 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _line(entry: dict[str, object]) -> str:
     return json.dumps(entry, separators=(",", ":")) + "\n"
 
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-def _bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise UserError(f"not base64: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -79,29 +79,8 @@ class _Row:
     modules: Sequence[tuple[str, Tensor]]
     begins: bool
 
-    def read(self) -> "_Read":
-        """Returns the values; the host waits for the device here."""
-        checksums = self.checksums.cpu()
-        return _Read(
-            _hex(together(checksums)),
-            _hex(together(checksums[self.watched.shared])),
-            as_bytes(checksums, 1),
-            {number: loss.cpu().numpy().tobytes() for number, loss in self.losses},
-        )
 
-
-class _Read(NamedTuple):
-    """The values of a row, on the host: checksums of all tensors, of those that all ranks have alike, a byte of each tensor's,
-    and the losses of this rank's micro-batches.
-    """
-
-    weights: str
-    shared: str
-    tensors: bytes
-    losses: dict[int, bytes]
-
-
-Brought = tuple[str, list[tuple[str, dict[int, bytes]]], bytes]
+Record = tuple[str, list[tuple[str, dict[int, bytes]]], bytes]
 """The record of a rank: its host; for each row the checksum of what all ranks have alike, and the losses of its micro-batches;
 of the last row a byte for each tensor."""
 
@@ -151,9 +130,7 @@ class Fingerprints(Callback):
         if self._watched is None or watched.places != self._watched.places:
             self._watched = watched
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self._step is None:  # now, and not before: the start of the epoch may have changed the weights
             self._take(trainer, pl_module, trainer.global_step, begins=True)
         if self._modules_due and micro_batch(trainer).key[2] == 0:
@@ -170,7 +147,7 @@ class Fingerprints(Callback):
             self._heard, self._listening = self._listening, None
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._end_listening()
         if (loss := step_state(trainer).loss) is not None and loss.numel() == 1:
@@ -200,8 +177,6 @@ class Fingerprints(Callback):
         self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
         self._losses, self._heard = [], None
 
-    # What all ranks bring together -----------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
         self._write_all(trainer)
@@ -222,39 +197,41 @@ class Fingerprints(Callback):
         rows, self._rows = self._rows, []
         if not rows:
             return
-        read = [row.read() for row in rows]
-        record: Brought = host(), [(values.shared, values.losses) for values in read], read[-1].tensors
-        of_all: list[Brought] = [record] if alone else all_gather_objects(record, trainer.world_size)
+        for row in rows:
+            row.checksums = row.checksums.cpu()  # the host waits for the device here
+        alike = [_hex(together(row.checksums[row.watched.shared])) for row in rows]
+        losses = [{number: loss.cpu().numpy().tobytes() for number, loss in row.losses} for row in rows]
+        record: Record = host(), list(zip(alike, losses, strict=True)), as_bytes(rows[-1].checksums, 1)
+        of_all: list[Record] = [record] if alone else all_gather_objects(record, trainer.world_size)
         if trainer.is_global_zero:
-            self._append(trainer, "".join(self._lines(trainer, rows, read, of_all)))
+            self._append(trainer, "".join(self._lines(trainer, rows, of_all)))
         if replicates_weights(trainer):
             self._compare_ranks(trainer, rows, of_all)
 
-    def _lines(self, trainer: Trainer, rows: list[_Row], read: list[_Read], of_all: list[Brought]) -> Iterator[str]:
-        for at, (row, values) in enumerate(zip(rows, read, strict=True)):
+    def _lines(self, trainer: Trainer, rows: list[_Row], of_all: list[Record]) -> Iterator[str]:
+        """Yields rank 0's lines, with the losses of all ranks."""
+        micro_batches = int(trainer.accumulate_grad_batches * trainer.world_size)
+        for at, row in enumerate(rows):
+            weights, tensors = _hex(together(row.checksums)), as_bytes(row.checksums, 1)
             if row.begins or row.watched.names != self._header:
-                yield self._start(trainer, row, values).line()
+                known = row.begins  # otherwise the network has been changed in a step, and before it there was another
+                yield Start(
+                    row.step if known else row.step - 1, trainer.world_size, micro_batches, self.exact, str(torch.__version__),
+                    hardware(trainer.strategy.root_device), torch.get_num_threads(), row.watched.names,
+                    weights if known else None, tensors if known else b"",
+                ).line()  # fmt: skip
                 self._header = row.watched.names
             if row.begins:
                 continue
             of_ranks = {number: bits for _, rows_of, _ in of_all for number, bits in rows_of[at][1].items()}
             shared = {str(rank): rows_of[at][0] for rank, (_, rows_of, _) in enumerate(of_all) if replicates_weights(trainer)}
-            step = Step(
-                row.step, row.epoch, trainer.world_size, values.weights, values.tensors, of_ranks,
+            yield Step(
+                row.step, row.epoch, trainer.world_size, weights, tensors, of_ranks,
                 [(name, as_bytes(output.view(1), MODULE_BYTES)) for name, output in row.modules],
-                {rank: checksum for rank, checksum in shared.items() if checksum != values.shared},
-            )  # fmt: skip
-            yield step.line(_micro_batches(trainer))
+                {rank: checksum for rank, checksum in shared.items() if checksum != of_all[0][1][at][0]},
+            ).line(micro_batches)  # fmt: skip
 
-    def _start(self, trainer: Trainer, row: _Row, read: _Read) -> Start:
-        known = row.begins  # otherwise the network has been changed in a step, and before it there was another
-        return Start(
-            row.step if known else row.step - 1, trainer.world_size, _micro_batches(trainer), self.exact,
-            str(torch.__version__), hardware(trainer.strategy.root_device), torch.get_num_threads(), row.watched.names,
-            read.weights if known else None, read.tensors if known else b"",
-        )  # fmt: skip
-
-    def _compare_ranks(self, trainer: Trainer, rows: Sequence[_Row], of_all: Sequence[Brought]) -> None:
+    def _compare_ranks(self, trainer: Trainer, rows: Sequence[_Row], of_all: Sequence[Record]) -> None:
         """Reports once where the ranks' weights part, by what most ranks have. All ranks know, and so all of them stop."""
         numbers = [[rows_of[at][0] for _, rows_of, _ in of_all] for at in range(len(rows))]
         parted = next((at for at, checksums in enumerate(numbers) if len(set(checksums)) > 1), None)
@@ -294,11 +271,6 @@ class Fingerprints(Callback):
                 log.error("Fingerprints of the steps can't be written: %s. Training goes on.", error)
             self._whole, self._failing = False, True
             self._header = None  # what follows has no step before it
-
-
-def _micro_batches(trainer: Trainer) -> int:
-    """Returns the number of micro-batches in a step, over all ranks."""
-    return int(trainer.accumulate_grad_batches * trainer.world_size)
 
 
 def _hex(number: Tensor) -> str:

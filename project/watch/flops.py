@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -59,7 +58,7 @@ def peak(trainer: Trainer) -> float | None:
     return peak_of(known.name, known.multi_processor_count, computes, tf32)
 
 
-def flops(network: Any, shape: Sequence[int]) -> float:
+def flops(network: object, shape: Sequence[int]) -> float:
     """Returns the floating-point operations for one image of this shape, forwards and backwards; 0 where they can't be counted.
 
     They are counted on a twin that has shapes and no values.
@@ -67,7 +66,7 @@ def flops(network: Any, shape: Sequence[int]) -> float:
     if not isinstance(network, nn.Module):
         return 0.0
     try:
-        shapes: dict[int, Any] = {}
+        shapes: dict[int, torch.Tensor] = {}
         for tensor in chain(network.parameters(), network.buffers()):
             like = torch.empty_like(tensor, device="meta")
             shapes[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like

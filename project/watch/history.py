@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,13 +20,20 @@ import yaml
 
 from project.masking import masked, masked_text
 from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
-from project.watch.curves import Events
+from project.watch.curves import Curves, Point
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
 """The settings that do not affect what is trained."""
-PHASES = ("data_wait", "forward", "backward", "gradient_sync", "optimizer", "rest")
-"""The phases of a step; their shares are curves under speed/."""
+PHASES = {
+    "data_wait": ("waiting for data", 1),
+    "forward": ("forwards", 2),
+    "backward": ("backwards", 0),
+    "gradient_sync": ("waiting for other ranks' gradients", 4),
+    "optimizer": ("the optimiser's step", 5),
+    "rest": ("the rest", 7),
+}
+"""The phases of a step, whose shares are curves under speed/, with their names and colours in a report."""
 OURS = ("speed/", "ranks/", "run/")
 """The prefixes of the curves that are not the module's."""
 SKIPPED = "train/skipped_steps"
@@ -38,15 +44,6 @@ _STATES = ("finished", "stopped", "failed", "killed")
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Point:
-    """A value of a curve."""
-
-    step: int
-    value: float
-    time: float
 
 
 @dataclass
@@ -79,8 +76,8 @@ class History:
     curves: dict[str, list[Point]]
     config: dict[str, Any]
     config_text: str
-    checkpoints: list[tuple[Path, dict[str, Any]]]
-    """Manifests, the newest first."""
+    checkpoint: Path | None
+    """The newest one."""
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
     """Warnings and errors of the log: time, level and text."""
 
@@ -113,10 +110,6 @@ class History:
         at = bisect_left(ends, time)
         return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
-    def last(self, tag: str) -> float | None:
-        points = self.curves.get(tag)
-        return points[-1].value if points else None
-
     def recent_median(self, tag: str) -> float | None:
         """Returns the median of a curve in the last life in which speed was measured."""
         times = [point.time for point in self.curves.get("speed/samples_per_s", ())]
@@ -130,24 +123,23 @@ class History:
         medians = {name: self.recent_median(f"speed/{name}") for name in PHASES}
         return {name: share for name, share in medians.items() if share is not None}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns the history's figures, for programs."""
-        newest = self.checkpoints[0] if self.checkpoints else None
         last = self.lives[-1] if self.lives else None
         return {
             "run": self.name,
             "state": self.state,
-            "why": last.why if last else None,
+            "why": last and last.why,
             "step": self.step,
             "samples": self.step * self.global_batch if self.global_batch else None,
             "seconds": round(self.seconds, 3),
             "starts": len(self.lives),
-            "ranks": last.ranks if last else None,
-            "hosts": last.known.get("hosts") if last else None,
+            "ranks": last and last.ranks,
+            "hosts": last and last.known.get("hosts"),
             "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
-            "checkpoint": str(newest[0].relative_to(self.folder)) if newest else None,
+            "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "lives": [
                 {**{name: value for name, value in vars(life).items() if name != "known"}, **life.known} for life in self.lives
             ],
@@ -156,7 +148,7 @@ class History:
 
 def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
-    curves = _curves(folder)
+    curves = Curves(folder).read()
     seen = [(point.time, point.step) for points in curves.values() for point in points]
     lives = lives_of(folder / FILE, seen)
     if lives and in_training and lives[-1].state == "killed":
@@ -167,15 +159,10 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
-    checkpoints = [
-        (path.with_suffix(".ckpt"), _manifest(path)) for path in sorted(folder.glob("checkpoints/step-*.json"))[::-1]
-    ]
-    known = [(path, manifest) for path, manifest in checkpoints if path.exists() and manifest]
-    matches = deque(_SAID.finditer(_end(folder / "log.txt", _LOG)), _WARNINGS)
-    return History(
-        *(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, known),
-        warnings=[(when, level, words) for when, level, words in (match.groups() for match in matches)],
-    )
+    manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
+    newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
+    warnings = _SAID.findall(_end(folder / "log.txt", _LOG))[-_WARNINGS:]
+    return History(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, newest, warnings)
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
@@ -223,12 +210,6 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _curves(folder: Path) -> dict[str, list[Point]]:
-    """Reads the curves as TensorBoard shows them: what a resumed run has taken back is left out."""
-    events = Events(folder)
-    return {tag: [Point(event.step, event.value, event.wall_time) for event in events.scalars(tag)] for tag in events.read()}
-
-
 def held(lock: Path) -> bool:
     """Returns whether a process writes to the run's folder. That process must not call it: its lock would be lost."""
     try:
@@ -247,10 +228,11 @@ def _end(path: Path, most: int) -> str:
     return ""
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _is_whole(manifest: Path) -> bool:
+    """Returns whether a checkpoint is there, with its manifest."""
     with suppress(OSError, ValueError):
-        return read_json(path, follow=False)
-    return {}
+        return manifest.with_suffix(".ckpt").exists() and bool(read_json(manifest, follow=False))
+    return False
 
 
 def longest(shares: Mapping[str, float]) -> str:

@@ -14,7 +14,6 @@ from collections import Counter
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -95,7 +94,7 @@ class Life(Callback):
             self._write(trainer, "stop", state=state, why=why)
         self._began = False
 
-    def _write(self, trainer: Trainer, event: str, **known: Any) -> None:
+    def _write(self, trainer: Trainer, event: str, **known: object) -> None:
         if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), "step": trainer.global_step, **known})

@@ -39,7 +39,6 @@ _ENVIRONMENT = {
 }
 
 Words = dict[str, Any]
-Maker = Callable[[Words, Path, str, int], tuple[str, Logger]]
 
 
 class Named(DummyLogger):
@@ -53,15 +52,12 @@ class Named(DummyLogger):
 def take_from_yaml(parser: Any) -> None:
     """Sets up a parser to make a `Named` of each logger under trainer.logger."""
     parser.add_instantiator(Named, Logger)
-    _set_default(CSVLogger, "save_dir", ".")  # Lightning wants to be told
-    _set_default(MLFlowLogger, "tracking_uri", None)  # Lightning's is the environment's, and config.yaml would have it
-
-
-def _set_default(kind: type[Logger], argument: str, value: Any) -> None:
-    init = vars(kind)["__init__"]
-    names = inspect.getfullargspec(init).args
-    defaults = dict(zip(reversed(names), reversed(init.__defaults__), strict=False)) | {argument: value}
-    init.__defaults__ = tuple(defaults[name] for name in names if name in defaults)
+    # Lightning wants to be told the first; its second is the environment's, and config.yaml would have it.
+    for kind, argument, value in ((CSVLogger, "save_dir", "."), (MLFlowLogger, "tracking_uri", None)):
+        init = vars(kind)["__init__"]
+        names = inspect.getfullargspec(init).args
+        defaults = dict(zip(reversed(names), reversed(init.__defaults__), strict=False)) | {argument: value}
+        init.__defaults__ = tuple(defaults[name] for name in names if name in defaults)
 
 
 def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
@@ -145,7 +141,7 @@ def _is_there(words: Words, run_id: str) -> bool:
     return False
 
 
-_MAKERS: dict[Any, Maker] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
+_MAKERS: dict[Any, Callable[..., tuple[str, Logger]]] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
 
 
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """The outputs of a network's modules in one forward pass, as checksums: they name the first in which two runs differ."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from project.watch.checksums import Checksums, plain, together
 _MOST = 2000  # calls: a network that loops over its layers has many
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: object) -> Iterator[Tensor]:
     """Yields the tensors in whatever a module returns, in their order."""
     if isinstance(output, Tensor) and plain(output):
         yield output
@@ -41,8 +40,8 @@ class ModuleOutputs:
             if part is not module and part not in translated and not isinstance(part, torch.jit.ScriptModule)
         ]
 
-    def _listener(self, name: str) -> Any:
-        def listen(part: nn.Module, args: Any, output: Any) -> None:
+    def _listener(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def listen(part: nn.Module, args: object, output: object) -> None:
             tensors = [] if torch.compiler.is_compiling() or len(self.calls) >= _MOST else list(tensors_in(output))
             if tensors and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
                 # One by one: they may lie on several devices.

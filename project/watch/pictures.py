@@ -5,8 +5,7 @@ dict with `image` and `label`, or a pair of these. Where nothing of the kind is 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,50 +17,40 @@ from torch.nn import functional as F
 
 from project.cluster.group import Group
 from project.step.data_ranks import data_ranks
+from project.step.ddp import all_gather_objects
 from project.step.epoch_loop import add_callback, remove_callback
-from project.watch.drawing import MOST, SIDE, confusion, thumbnails, tiles
+from project.typed import typed
+from project.watch.drawing import MOST, SIDE, Picture, confusion, thumbnails, tiles
 from project.watch.events import boards
 
 log = logging.getLogger(__name__)
 
 _MISTAKES, _INPUTS = 16, 16  # images
-_NONE = 2**62  # more classes than there can be
 _COLUMNS = 5  # of what is known of a mistake: loss, label, guess, confidence, sample
 
 
-def seen(batch: Any) -> tuple[Tensor, Tensor] | None:
+def seen(batch: object) -> tuple[Tensor, Tensor] | None:
     """Returns the images and the labels of a batch."""
     if isinstance(batch, Mapping):
-        pair: Sequence[Any] = (batch.get("image"), batch.get("label"))
+        pair: Sequence[object] = (batch.get("image"), batch.get("label"))
     else:
         pair = batch if isinstance(batch, (list, tuple)) else ()
-    if len(pair) != 2 or not all(isinstance(tensor, Tensor) for tensor in pair):
+    if len(pair) != 2:
         return None
     images, labels = pair
-    plain = all(tensor.layout == torch.strided for tensor in pair)
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        return None
+    plain = images.layout == labels.layout == torch.strided
     fits = images.ndim == 4 and images.shape[1] in (1, 3, 4) and images.is_floating_point() and len(labels) == len(images)
     numbers = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
     shares = labels.ndim == 2 and labels.is_floating_point() and labels.shape[1] > 1
     return (images, labels.long() if numbers else labels) if plain and fits and (numbers or shares) else None
 
 
-def show(trainer: Trainer, tag: str, picture: Any, step: int) -> None:
+def show(trainer: Trainer, tag: str, picture: Picture, step: int) -> None:
     """Adds a picture to each logger that is TensorBoard's."""
     for board in boards(trainer):
         board.experiment.add_image(tag, picture, step, dataformats="HWC")
-
-
-@dataclass
-class Worst:
-    """The mistakes with the largest losses so far; tensors on the device."""
-
-    facts: Tensor
-    images: Tensor
-
-    def with_more(self, facts: Tensor, images: Tensor) -> "Worst":
-        facts, images = torch.cat([self.facts, facts]), torch.cat([self.images, images])
-        best = facts[:, 0].topk(min(_MISTAKES, len(facts))).indices
-        return Worst(facts[best], images[best])
 
 
 class Evaluated:
@@ -70,9 +59,10 @@ class Evaluated:
     def __init__(self) -> None:
         self.classes = 0
         self.counts: Tensor | None = None  # (labels, guesses)
-        self.worst: Worst | None = None
+        self.facts = torch.empty(0, _COLUMNS)  # of the mistakes with the largest losses
+        self.images = torch.empty(0, 3, SIDE, SIDE, dtype=torch.uint8)
 
-    def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: Any) -> None:
+    def add(self, logits: Tensor, labels: Tensor, images: Tensor, samples: object) -> None:
         """Adds a batch. A label that is no class (-100, say) counts nowhere."""
         classes = logits.shape[1]
         if self.classes not in (0, classes):
@@ -95,53 +85,37 @@ class Evaluated:
         )
         facts = torch.stack([losses, labels.to(losses), guesses.to(losses), confidence, numbers], 1)
         few = losses.topk(min(_MISTAKES, len(losses))).indices
-        facts, small = facts[few], thumbnails(images[few])
-        self.worst = Worst(facts, small) if self.worst is None else self.worst.with_more(facts, small)
+        facts = torch.cat([self.facts.to(facts), facts[few]])
+        worst = facts[:, 0].topk(min(_MISTAKES, len(facts))).indices
+        self.facts, self.images = facts[worst], torch.cat([self.images.to(images.device), thumbnails(images[few])])[worst]
 
-    def of_all(self, ranks: int, group: Any) -> bool:
-        """Joins the results of all ranks, on the host. False: there is nothing to show, or not the same classes everywhere."""
-        if ranks == 1:
-            if self.worst is None:
-                return False
-            places = _order(self.worst.facts)
-            self.worst = Worst(self.worst.facts.cpu()[places], self.worst.images.cpu()[places])
-            self.counts = None if self.counts is None else self.counts.cpu()
-            return True
-        extremes = torch.tensor([self.classes, -self.classes or -_NONE])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        most, least = int(extremes[0]), -int(extremes[1])
-        if not most or least != most:
+    def join(self, ranks: int, group: dist.ProcessGroup | None) -> bool:
+        """Joins the results of all ranks on the first one, on the host. Returns False where there is nothing to show, or the
+        ranks' classes are not the same.
+        """
+        known = {*all_gather_objects(self.classes, ranks, group)} - {0}
+        if len(known) != 1:
             return False
-        if most <= MOST:
-            counts = torch.zeros(most, most, dtype=torch.long) if self.counts is None else self.counts.cpu()
-            dist.all_reduce(counts, group=group)
-            self.counts = counts
-        self.classes, self.worst = most, _worst_of_all(self.worst, ranks, group)
+        (self.classes,) = known
+        if self.classes <= MOST:
+            self.counts = (
+                torch.zeros(self.classes, self.classes, dtype=torch.long) if self.counts is None else self.counts.cpu()
+            )
+            if ranks > 1:
+                dist.all_reduce(self.counts, group=group)
+        parts: list[Any] = [(self.facts.cpu(), self.images.cpu())]
+        if ranks > 1:
+            first = dist.get_rank(group) == 0
+            parts, (own,) = [None] * ranks, parts
+            dist.gather_object(own, parts if first else None, group=group, group_dst=0)
+            if not first:
+                return True
+        self.facts, self.images = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        rows = self.facts.tolist()
+        # The worst first; of several that are as bad, by the sample: the same on any number of ranks.
+        order = sorted(range(len(rows)), key=lambda at: (-rows[at][0], rows[at][4], rows[at][1:4]))[:_MISTAKES]
+        self.facts, self.images = self.facts[order], self.images[order]
         return True
-
-
-def _worst_of_all(worst: Worst | None, ranks: int, group: Any) -> Worst:
-    """Gathers the losses of all ranks, then the images of the worst: each rank adds its own."""
-    own_facts = torch.full((_MISTAKES, _COLUMNS), -1.0)
-    if worst is not None:
-        own_facts[: len(worst.facts)] = worst.facts.cpu()
-    rows = [torch.empty_like(own_facts) for _ in range(ranks)]
-    dist.all_gather(rows, own_facts, group=group)
-    facts = torch.cat(rows)
-    places = _order(facts)[:_MISTAKES]
-    images = torch.zeros(len(places), 3, SIDE, SIDE, dtype=torch.uint8)
-    first = dist.get_rank(group) * _MISTAKES
-    for at, place in enumerate(places):
-        if worst is not None and 0 <= place - first < len(worst.images):
-            images[at] = worst.images[place - first].cpu()
-    dist.all_reduce(images, group=group)
-    return Worst(facts[places], images)
-
-
-def _order(facts: Tensor) -> list[int]:
-    """Returns the order, the worst first; of several that are as bad, by the sample: the same on any number of ranks."""
-    rows = facts.tolist()
-    return sorted(range(len(rows)), key=lambda index: (-rows[index][0], rows[index][4], rows[index][1:4]))
 
 
 class Pictures(Callback):
@@ -161,7 +135,7 @@ class Pictures(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._wanted and not trainer.global_step and trainer.is_global_zero:
-            add_callback(trainer, FirstBatch(_names(trainer)))
+            add_callback(trainer, FirstBatch(_show_inputs))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen.clear()
@@ -171,7 +145,7 @@ class Pictures(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -198,29 +172,28 @@ class Pictures(Callback):
         for loader in range(len(trainer.num_val_batches)):
             evaluated = self._seen.pop(loader, None) or Evaluated()
             ranks = data_ranks(trainer)
-            if evaluated.of_all(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
-                self._show(trainer, evaluated, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
+            if evaluated.join(ranks.count, self._group() or ranks.group) and trainer.is_global_zero:
+                _show_results(trainer, evaluated, f"/dataloader_idx_{loader}" if len(trainer.num_val_batches) > 1 else "")
 
-    @staticmethod
-    def _show(trainer: Trainer, evaluated: Evaluated, suffix: str) -> None:
-        names = _names(trainer)
-        names = names if names and len(names) == evaluated.classes else [str(number) for number in range(evaluated.classes)]
-        if evaluated.counts is not None:
-            show(trainer, f"val/confusion{suffix}", confusion(evaluated.counts, names), trainer.global_step)
-        assert evaluated.worst is not None
-        mistakes = [row for row in evaluated.worst.facts.tolist() if row[0] > 0]
-        if mistakes:
-            texts = [
-                [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
-                for _, label, guess, confidence, _ in mistakes
-            ]
-            show(trainer, f"val/mistakes{suffix}", tiles(evaluated.worst.images[: len(mistakes)], texts), trainer.global_step)
+
+def _show_results(trainer: Trainer, evaluated: Evaluated, suffix: str) -> None:
+    names = _names(trainer)
+    names = names if names and len(names) == evaluated.classes else [str(number) for number in range(evaluated.classes)]
+    if evaluated.counts is not None:
+        show(trainer, f"val/confusion{suffix}", confusion(evaluated.counts, names), trainer.global_step)
+    texts = [
+        [f"label {names[int(label)]}", f"guess {names[int(guess)]}, {confidence:.0%}"]
+        for loss, label, guess, confidence, _ in evaluated.facts.tolist()
+        if loss > 0
+    ]
+    if texts:
+        show(trainer, f"val/mistakes{suffix}", tiles(evaluated.images[: len(texts)], texts), trainer.global_step)
 
 
 def _names(trainer: Trainer) -> Sequence[str] | None:
     """Returns the names of the classes, of a data module that has a list of `class_names`."""
     try:
-        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+        names = getattr(typed(trainer).datamodule, "class_names", None)
     except Exception as error:  # a property of somebody's
         log.debug("The names of the classes can't be told: %s", error)
         return None
@@ -228,20 +201,23 @@ def _names(trainer: Trainer) -> Sequence[str] | None:
 
 
 class FirstBatch(Callback):
-    """Shows the first micro-batch as it is trained on, and then removes itself from the callbacks."""
+    """Shows the first micro-batch as it is trained on by a function, and then removes itself from the callbacks."""
 
-    def __init__(self, names: Sequence[str] | None) -> None:
-        self._names = names
+    def __init__(self, show: Callable[[Trainer, LightningModule, object], None]) -> None:
+        self._show = show
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         remove_callback(trainer, self)
-        if (pair := seen(batch)) is None:
-            return
-        images, labels = (tensor[:_INPUTS] for tensor in pair)
-        numbers = (labels.argmax(1) if labels.ndim == 2 else labels).tolist()
-        names = self._names or ()
-        texts = [[names[number] if 0 <= number < len(names) else str(number)] for number in numbers]
-        if texts:
-            show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)
+        self._show(trainer, pl_module, batch)
+
+
+def _show_inputs(trainer: Trainer, module: LightningModule, batch: object) -> None:
+    if (pair := seen(batch)) is None or not len(pair[0]):
+        return
+    images, labels = (tensor[:_INPUTS] for tensor in pair)
+    names = _names(trainer) or ()
+    numbers = (labels.argmax(1) if labels.ndim == 2 else labels).tolist()
+    texts = [[names[number] if 0 <= number < len(names) else str(number)] for number in numbers]
+    show(trainer, "train/inputs", tiles(thumbnails(images), texts), 1)

@@ -7,7 +7,6 @@ import csv
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -26,13 +25,18 @@ class PredictionWriter(Callback):
         self._rows: list[tuple[int, int, float, str]] = []
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        prediction = outputs
-        if not isinstance(prediction, Mapping) or not {*_COLUMNS} <= prediction.keys():
+        if not isinstance(outputs, Mapping) or not {*_COLUMNS} <= outputs.keys():
             return  # of another kind: trainer.predict returns them
-        columns = [prediction[name].tolist() for name in _COLUMNS]
-        files = prediction.get("file", [""] * len(columns[0]))
+        columns = [outputs[name].tolist() for name in _COLUMNS]
+        files = outputs.get("file", [""] * len(columns[0]))
         self._rows.extend(zip(*columns, files, strict=True))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

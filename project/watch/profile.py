@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,8 +53,6 @@ class Profile(Callback):
         self._folder = Path()
         self._look_at, self._file_exists = 0.0, False
 
-    # What the YAML asks for ------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recording = None
         on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -74,8 +71,6 @@ class Profile(Callback):
         elif trainer.is_global_zero:
             log.warning("profile.step=%d is behind: the run goes on after step %d.", self.step, trainer.global_step)
 
-    # What a file asks for --------------------------------------------------------------------------------------------
-
     def is_wanted(self, trainer: Trainer) -> bool:
         """Returns whether rank 0 has found the file. It is called between steps."""
         if (now := time.monotonic()) >= self._look_at:
@@ -85,9 +80,9 @@ class Profile(Callback):
             self._file_exists = free and os.path.lexists(file) and (file.is_symlink() or not file.is_dir())
         return self._file_exists
 
-    def begin_on_all_ranks(self, trainer: Trainer, group: Any) -> None:
+    def begin_on_all_ranks(self, trainer: Trainer, group: dist.ProcessGroup | None) -> None:
         """Starts the recording that a file asks for, on all ranks before the same step."""
-        requests: list[Any] = [self._take(trainer) if trainer.is_global_zero else None]
+        requests: list[Asked | None] = [self._take(trainer) if trainer.is_global_zero else None]
         if group is not None:
             dist.broadcast_object_list(requests, src=0, group=group)
         self._file_exists = False
@@ -105,8 +100,6 @@ class Profile(Callback):
         except (OSError, ValueError) as error:
             log.warning("%s can't be answered: %s", file, shortened(error))
             return None
-
-    # Both ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, request: Asked, first: int) -> None:
         known = {*range(trainer.world_size)}

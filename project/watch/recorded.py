@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import DeviceType
 
 from project.step.allocator import save_recording
@@ -26,7 +26,7 @@ _WIDTH = 60  # characters of an operator's name
 _SEEN = 1000  # bytes a step: less is 0 in the table
 
 
-def _kind(event: Any, on_gpu: bool) -> str:
+def _kind(event: FunctionEvent, on_gpu: bool) -> str:
     """Returns 'range' (one of ours), 'computing' (on the device that computes), 'communication' or 'other'."""
     name, device = event.name.lower(), event.device_type == DeviceType.CUDA
     if event.is_user_annotation and not event.is_async:  # what it spans is counted by itself
@@ -51,9 +51,9 @@ def _length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
+def lines(profiled: Iterable[FunctionEvent], steps: int, on_gpu: bool) -> list[str]:
     """Returns the table, for people. `profiled`: the events of torch's profiler; `steps`: how many were recorded."""
-    by_kind: dict[str, list[Any]] = {"range": [], "computing": [], "communication": [], "other": []}
+    by_kind: dict[str, list[FunctionEvent]] = {"range": [], "computing": [], "communication": [], "other": []}
     for event in profiled:
         by_kind[_kind(event, on_gpu)].append(event)
     ranges = [event.time_range for event in by_kind["range"]]
@@ -91,10 +91,10 @@ def lines(profiled: Iterable[Any], steps: int, on_gpu: bool) -> list[str]:
             f"{alone / whole:.0%} of the time nothing else goes on"
         )
     operators = by_kind["computing"] + by_kind["communication"]
-    return [*summary, "", *_table(operators, steps, whole, device), *_allocations([*chain(*by_kind.values())], steps, on_gpu)]
+    return [*summary, "", *_table(operators, steps, whole, device), *_allocations(chain(*by_kind.values()), steps, on_gpu)]
 
 
-def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list[str]:
+def _table(events: Sequence[FunctionEvent], steps: int, whole: float, device: str) -> list[str]:
     """Lists the operators that take most of the time by themselves."""
     times: Counter[str] = Counter()
     calls = Counter(event.name for event in events)
@@ -107,14 +107,14 @@ def _table(events: Sequence[Any], steps: int, whole: float, device: str) -> list
     return rows
 
 
-def _allocations(events: Sequence[Any], steps: int, on_gpu: bool) -> list[str]:
+def _allocations(events: Iterable[FunctionEvent], steps: int, on_gpu: bool) -> list[str]:
     """Lists the operators that ask for most memory, given back or not."""
     sizes: Counter[str] = Counter()
     for event in events:
         sizes[event.name] += max(0, event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage)
+    header = f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"
     largest = [(name, size) for name, size in sizes.most_common(_SHOWN) if size / steps >= _SEEN]
-    header = ["", f"{'Operators, by what they allocate':<{_WIDTH}} {'MB a step':>12}"] if largest else []
-    return [*header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)]
+    return ["", header, *(f"{_short(name)} {size / 1e6 / steps:>12,.3f}" for name, size in largest)] if largest else []
 
 
 def _short(name: str) -> str:
@@ -126,28 +126,8 @@ def _ms(microseconds: float) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
-
-
 def write_held(trainer: Trainer, module: LightningModule, stem: Path) -> Path:
     """Writes STEM.txt, and on a GPU STEM.pickle, for https://pytorch.org/memory_viz."""
-    make_folder(stem.parent)
-    text = stem.with_name(f"{stem.name}.txt")
-    write_text(text, "\n".join([*_held(trainer, module), ""]))
-    if trainer.strategy.root_device.type == "cuda":
-        with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
-            save_recording(file)
-    return text
-
-
-def ran_out(error: BaseException) -> bool:
-    """Returns whether an error means that memory ran out."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-def _held(trainer: Trainer, module: LightningModule) -> list[str]:
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values() if isinstance(state, dict)]
     kinds: dict[str, Iterable[Tensor]] = {
         "parameters": module.parameters(),
@@ -168,9 +148,23 @@ def _held(trainer: Trainer, module: LightningModule) -> list[str]:
             counts[kind] += 1
     lines.append(f"{_mb(sum(sizes.values()))}  other tensors that Python knows; the largest kinds:")
     lines += [f"{_mb(size)}    {counts[kind]} x {kind}" for kind, size in sizes.most_common(_KINDS)]
-    if trainer.strategy.root_device.type == "cuda":
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    if on_gpu:
         lines += ["", torch.cuda.memory_summary(abbreviated=True)]
-    return lines
+    make_folder(stem.parent)
+    text = stem.with_name(f"{stem.name}.txt")
+    write_text(text, "\n".join([*lines, ""]))
+    if on_gpu:
+        with replacing(stem.with_name(f"{stem.name}.pickle")) as file:
+            save_recording(file)
+    return text
+
+
+def ran_out(error: BaseException) -> bool:
+    """Returns whether an error means that memory ran out."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _bytes(tensor: Tensor, known: set[int]) -> int:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,10 +48,9 @@ class StepRanges(Callback):
         """Begins a part, and ends the one before it."""
         self._part.close()
         if self._names_parts:
-            ranged: Any = torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name)
-            self._part.enter_context(ranged)
+            self._part.enter_context(torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self._nvtx and not self._names_parts:
             self.name_parts(trainer)
         self._next("forward")
@@ -67,7 +65,7 @@ class StepRanges(Callback):
         self._next("optimizer")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         self._next("rest")
 
@@ -92,7 +90,7 @@ class Recording(StepRanges):
         self._began = False
         self._step = 0  # the last one that is over
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._began and trainer.global_step + 1 >= self.first - 1 and not batch_idx % trainer.accumulate_grad_batches:
             self._begin(trainer)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -118,7 +116,7 @@ class Recording(StepRanges):
             self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training goes on."
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not self._began or trainer.global_step == self._step:
@@ -198,8 +196,7 @@ class Recording(StepRanges):
         else:
             with replacing(stem.with_name(f"{stem.name}.json.gz")) as trace:  # which would be written through a link
                 recorded.export_chrome_trace(str(trace))
-            events: Any = recorded.events()
-            summary += lines(events, steps, trainer.strategy.root_device.type == "cuda")
+            summary += lines(recorded.events() or (), steps, trainer.strategy.root_device.type == "cuda")
         write_text(stem.with_name(f"{stem.name}.txt"), "\n".join([*summary, ""]))
         return summary
 

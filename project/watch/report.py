@@ -1,11 +1,11 @@
 """The pages of runs: report.html, what a run did, and compared.html, several runs side by side. They open anywhere, without a
-server or a network; the template is page.html. The file summary.json beside a report is for programs.
+server or a network; the template is page.html, and charts.js draws. The file summary.json beside a report is for programs.
 """
 
 import json
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import groupby
@@ -18,45 +18,15 @@ from markupsafe import Markup
 from project.cluster.settings import flat
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.charts import COLOURS, PLACES, Chart, Line, Mark, number
-from project.watch.history import BESIDE, SKIPPED, History, Life, Point, date, of_the_module
+from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark, number
+from project.watch.curves import Point
+from project.watch.history import BESIDE, PHASES, SKIPPED, History, Life, date, of_the_module
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
-_PHASES = {
-    "data_wait": ("waiting for data", 1),
-    "forward": ("forwards", 2),
-    "backward": ("backwards", 0),
-    "gradient_sync": ("waiting for other ranks' gradients", 4),
-    "optimizer": ("the optimiser's step", 5),
-    "rest": ("the rest", 7),
-}
-"""The phases of a step, with their names and colours."""
-_SPEED = {
-    "samples/s": {"speed/samples_per_s": ("all ranks", 0)},
-    "shares of a step": {f"speed/{name}": named for name, named in _PHASES.items()},
-    "TFLOP/s of a rank": {"speed/tflops": ("TFLOP/s", 0)},
-    "share of the peak (MFU)": {"speed/mfu": ("MFU", 0)},
-}
-_HEALTH = {
-    "the worst rank against the usual one": {
-        "speed/worst_data": ("by its data", 1),
-        "speed/worst_compute": ("by its computing", 0),
-    },
-    "steps left out": {SKIPPED: ("not finite", 3), "train/fp16_skipped_steps": ("by fp16's loss scaling", 5)},
-    "memory of the largest rank, GB": {"run/memory_gb": ("host", 0), "run/gpu_memory_gb": ("GPU, at most", 1)},
-    "busy cores of a rank": {"run/cpu_cores": ("cores", 0)},
-    "share of time in which GPUs compute": {"run/gpu_use": ("GPUs", 0)},
-    "seconds that a checkpoint takes": {"run/checkpoint_s": ("seconds, beside the training", 0)},
-    "MB of a checkpoint": {"run/checkpoint_mb": ("MB", 0)},
-}
-_OF_RANKS = {
-    "ranks/data_ms/": "ms a step that a rank waits for its data",
-    "ranks/compute_ms/": "ms a step that a rank computes",
-}
-_SCRIPT = Path(__file__).with_name("reading.js").read_text()
+_SCRIPT = Path(__file__).with_name("charts.js").read_text()
 _POLICY = (
     f"default-src 'none'; script-src 'sha256-{b64encode(sha256(_SCRIPT.encode()).digest()).decode()}'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -75,9 +45,9 @@ def _duration(seconds: float) -> str:
 _PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False
 )
-_PAGES.filters |= {"number": number, "date": date, "ranks": _ranks, "duration": _duration, "finite": math.isfinite}
-_PAGES.filters |= {"colour": lambda colour: COLOURS[colour % len(COLOURS)], "place": lambda value: f"{value:.1f}"}
-_PAGES.globals |= {**PLACES, "policy": _POLICY, "script": Markup(_SCRIPT), "most_charts": 24, "most_warnings": 60}
+_PAGES.filters |= {"number": number, "date": date, "ranks": _ranks, "duration": _duration}
+_PAGES.filters["colour"] = lambda colour: COLOURS[colour]
+_PAGES.globals |= {"policy": _POLICY, "script": Markup(_SCRIPT), "most_charts": 24, "most_warnings": 60}
 
 
 def write(history: History) -> Path:
@@ -89,21 +59,21 @@ def write(history: History) -> Path:
 
 def page(history: History) -> str:
     """Returns the page of one run."""
-    shares = [(*_PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
+    shares = [(*PHASES[name], share) for name, share in history.shares.items() if math.isfinite(share)]
     marks = _marks(history)
-    health = {**_of_ranks(history), **_named(history, _HEALTH)}
+    health = {**_of_ranks(history), **_named(history, HEALTH)}
     return _rendered(
         title=f"Run {history.name}",
         history=history,
         facts=facts(history),
         shares=shares,
         learning=_charts(_learning(history), marks=marks),
-        speed=_charts(_named(history, _SPEED), marks=marks, from_zero=True),
+        speed=_charts(_named(history, SPEED), marks=marks, from_zero=True),
         health=_charts(health, marks=marks, from_zero=True),
     )
 
 
-def _rendered(**values: Any) -> str:
+def _rendered(**values: object) -> str:
     return printable(_PAGES.get_template("page.html").render(values))
 
 
@@ -127,7 +97,7 @@ def facts(history: History) -> dict[str, str]:
         "versions": ", ".join(f"{name} {value}" for name, value in known.get("versions", {}).items()),
         "commit": str(known.get("commit") or ""),
         "image": str(known.get("image") or ""),
-        "newest checkpoint": str(history.checkpoints[0][0]) if history.checkpoints else "",
+        "newest checkpoint": str(history.checkpoint or ""),
     }
 
 
@@ -149,10 +119,6 @@ def _marks(history: History) -> list[Mark]:
     return [*starts, *failed, *left_out[-_FAULTS:]]
 
 
-def _over_steps(points: Iterable[Point]) -> list[tuple[float, float]]:
-    return [(point.step, point.value) for point in points]
-
-
 def _learning(history: History) -> dict[str, list[Line]]:
     """Returns what was logged, other than speed: training and validation of one thing in one chart."""
     charts: dict[str, list[Line]] = {}
@@ -160,7 +126,7 @@ def _learning(history: History) -> dict[str, list[Line]]:
         if of_the_module(tag):
             stage, _, name = tag.partition("/")
             known = stage in _STAGES and name
-            line = Line(tag, _over_steps(points), _STAGES.index(stage) if known else 0)
+            line = Line(tag, [point[:2] for point in points], _STAGES.index(stage) if known else 0)
             charts.setdefault(name if known else tag, []).append(line)
     for lines in charts.values():
         lines.sort(key=lambda line: line.colour)
@@ -169,7 +135,9 @@ def _learning(history: History) -> dict[str, list[Line]]:
 
 def _named(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]) -> dict[str, list[Line]]:
     return {
-        title: [Line(name, _over_steps(history.curves.get(tag, ())), colour) for tag, (name, colour) in tags.items()]
+        title: [
+            Line(name, [point[:2] for point in history.curves.get(tag, ())], colour) for tag, (name, colour) in tags.items()
+        ]
         for title, tags in wanted.items()
     }
 
@@ -177,11 +145,11 @@ def _named(history: History, wanted: Mapping[str, Mapping[str, tuple[str, int]]]
 def _of_ranks(history: History) -> dict[str, list[Line]]:
     """Returns charts with a line for each rank, named with its host."""
     charts: dict[str, list[Line]] = {}
-    for start, title in _OF_RANKS.items():
+    for start, title in OF_RANKS.items():
         named = [(tag, *tag.removeprefix(start).split(".", 1)) for tag in history.curves if tag.startswith(start)]
         by_rank = sorted(((int(rank), host, tag) for tag, rank, *host in named if rank.isdecimal() and len(rank) < 10))
         charts[title] = [
-            Line(f"rank {rank}, {'.'.join(host)}", _over_steps(history.curves[tag]), colour)
+            Line(f"rank {rank}, {'.'.join(host)}", [point[:2] for point in history.curves[tag]], colour)
             for colour, (rank, host, tag) in enumerate(by_rank)
         ]
     return charts
@@ -196,9 +164,6 @@ def refuse_nothing(history: History) -> None:
         )
 
 
-# Several runs --------------------------------------------------------------------------------------------------------
-
-
 def compared(histories: Sequence[History]) -> str:
     """Returns the page of several runs."""
     figures = [tag for tag in histories[0].curves if of_the_module(tag) and all(tag in history.curves for history in histories)]
@@ -207,9 +172,9 @@ def compared(histories: Sequence[History]) -> str:
         ["ranks", *(", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in h.lives)) for h in histories)],
         ["time", *(_duration(history.seconds) for history in histories)],
         ["starts", *(len(history.lives) for history in histories)],
-        ["samples/s", *(_figure(history.recent_median("speed/samples_per_s")) for history in histories)],
+        ["samples/s", *(number(history.recent_median("speed/samples_per_s")) for history in histories)],
         ["scaling efficiency", *("" if ratio is None else f"{ratio:.0%}" for ratio in scaling(histories))],
-        *([tag, *(_figure(history.last(tag)) for history in histories)] for tag in figures),
+        *([tag, *(number(history.curves[tag][-1].value) for history in histories)] for tag in figures),
     ]
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
     return _rendered(
@@ -220,10 +185,6 @@ def compared(histories: Sequence[History]) -> str:
         over_hours=_charts(_of_all(histories, "hours"), x_name="hours"),
         differences=differences(histories),
     )
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 def scaling(histories: Sequence[History]) -> list[float | None]:
@@ -237,22 +198,21 @@ def scaling(histories: Sequence[History]) -> list[float | None]:
 
 
 def _of_all(histories: Sequence[History], x_name: str) -> dict[str, list[Line]]:
+    def x(history: History, point: Point) -> float:
+        if x_name == "hours":
+            return history.hours(point.time)
+        return point.step * (history.global_batch or 1 if x_name == "samples" else 1)
+
     tags = dict.fromkeys(tag for history in histories for tag in history.curves)
-    charts: dict[str, list[Line]] = {}
-    for tag in tags:
-        if of_the_module(tag) or tag == "speed/samples_per_s":
-            charts[tag] = [
-                Line(history.name, [(_x(history, point, x_name), point.value) for point in history.curves[tag]], colour)
-                for colour, history in enumerate(histories)
-                if tag in history.curves
-            ]
-    return charts
-
-
-def _x(history: History, point: Point, x_name: str) -> float:
-    if x_name == "hours":
-        return history.hours(point.time)
-    return point.step * (history.global_batch or 1 if x_name == "samples" else 1)
+    return {
+        tag: [
+            Line(history.name, [(x(history, point), point.value) for point in history.curves[tag]], colour)
+            for colour, history in enumerate(histories)
+            if tag in history.curves
+        ]
+        for tag in tags
+        if of_the_module(tag) or tag == "speed/samples_per_s"
+    }
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[Any]]:

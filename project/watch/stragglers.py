@@ -5,6 +5,7 @@ does not wait for others in: getting its data, and computing.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 Cause = Literal["data", "compute"]
 _SLOW = 1.3  # times the median of the ranks' own work
 _IN_A_ROW, _AT_LEAST = 3, 1.0  # windows, seconds: less is chance
-_AGAIN = 100  # windows until what has been said is said again
+_AGAIN = 100  # windows until a warning is repeated
 _CURVES = 8  # ranks with curves of their own
 _HINTS = {
     "data": "data.num_workers, and the disk or network that this host reads its data from.",
@@ -51,12 +52,18 @@ class Times:
     def rest(self) -> float:
         return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
 
+    def of(self, cause: Cause) -> float:
+        return self.data if cause == "data" else self.compute
+
 
 def excess(ranks: Sequence[Times], cause: Cause) -> list[float]:
     """Returns each rank's own work, relative to the median rank's, if it differed in this alone: 1.0 is no slower."""
-    reference = median_low(times.own for times in ranks) or 1e-9
-    times = [getattr(rank, cause) for rank in ranks]
-    return [1 + (own - median_low(times)) / reference for own in times]
+    reference, typical = _median_own(ranks), median_low(times.of(cause) for times in ranks)
+    return [1 + (times.of(cause) - typical) / reference for times in ranks]
+
+
+def _median_own(ranks: Sequence[Times]) -> float:
+    return median_low(times.own for times in ranks) or 1e-9
 
 
 @dataclass
@@ -66,11 +73,7 @@ class Streak:
     cause: Cause | None = None
     windows: int = 0
     seconds: float = 0.0
-    factors: list[float] = field(default_factory=list)
-
-    @property
-    def counts(self) -> bool:
-        return self.windows >= _IN_A_ROW and self.seconds >= _AT_LEAST
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
 
 
 class Stragglers:
@@ -92,8 +95,7 @@ class Stragglers:
 
     def compare(self, ranks: Sequence[Times]) -> None:
         """Compares the times of one window, by rank."""
-        reference = median_low(times.own for times in ranks) or 1e-9
-        by_data, by_compute = excess(ranks, "data"), excess(ranks, "compute")
+        reference, by_data, by_compute = _median_own(ranks), excess(ranks, "data"), excess(ranks, "compute")
         for rank, times in enumerate(ranks):
             cause: Cause | None = "data" if by_data[rank] > by_compute[rank] else "compute"
             if times.own / reference < _SLOW:
@@ -103,20 +105,20 @@ class Stragglers:
             streak = self._streaks[rank]
             streak.windows += 1
             streak.seconds += times.total * self.steps
-            streak.factors = [*streak.factors[1 - _IN_A_ROW :], times.own / reference]
-            if streak.counts:
-                self._speak(rank, streak, ranks)
+            streak.factors.append(times.own / reference)
+            if streak.windows >= _IN_A_ROW and streak.seconds >= _AT_LEAST:
+                self._report(rank, streak, ranks)
 
-    def _speak(self, rank: int, streak: Streak, ranks: Sequence[Times]) -> None:
-        cause, named = streak.cause, self._named.get(rank)
+    def _report(self, rank: int, streak: Streak, ranks: Sequence[Times]) -> None:
+        cause = streak.cause
         if cause is None:
             if self._named.pop(rank, None):
                 log.info("Rank %d, %s, keeps pace again.", rank, self.hosts[rank])
-        elif cause != named or streak.windows % _AGAIN == 0:
+        elif cause != self._named.get(rank) or streak.windows % _AGAIN == 0:
             self._named[rank] = cause
             log.warning(
                 "Rank %d, %s, is slow, and all wait for it: its own work is %.1f times the usual rank's, because of its %s "
                 "(%.3g ms a step, usually %.3g), and was for %d steps. HINT: %s",
-                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * getattr(ranks[rank], cause)),
-                *(1e3 * median_low(getattr(times, cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
+                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * ranks[rank].of(cause)),
+                *(1e3 * median_low(times.of(cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
             )

@@ -6,14 +6,14 @@ once in a window of steps, by one small all-gather that is read a step later; on
 long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` compares them.
 """
 
-import logging
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from project.cluster.group import Group
 from project.cluster.place import host
@@ -33,35 +34,27 @@ from project.watch.flops import flops, peak
 from project.watch.history import PHASES
 from project.watch.stragglers import Stragglers, Times, excess
 
-log = logging.getLogger(__name__)
-
 _LATER = 2  # steps until a GPU has surely passed an event
-Mark = Any  # a moment: seconds, or an event on the device
+_FIELDS = {"data_wait": "data", "gradient_sync": "sync"}  # of `Times`; those of other phases have their names
+
+Moment = Any  # seconds, or an event on the device
+Marks = list[tuple[str, Moment]]
+"""The phases of a step, each with the moment in which it began."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Times):
     """The measurements of a rank in a window, on the average of its steps."""
 
-    times: Times
-    samples: float
-    host_memory: float
+    samples: float = 0.0
+    host_memory: float = 0.0
     """Bytes of the process, now."""
-    device_memory: float
+    device_memory: float = 0.0
     """Bytes, at most since the start; 0 without a GPU."""
-    cores: float
+    cores: float = 0.0
     """The cores that the process kept busy."""
-    gpu: float
+    gpu: float = math.nan
     """The share of time in which the GPU computed anything; NaN where nothing reports it."""
-
-    def row(self) -> Tensor:
-        times, *rest = vars(self).values()
-        return torch.tensor([*vars(times).values(), *rest], dtype=torch.float64)
-
-    @staticmethod
-    def of(row: Tensor) -> "Measured":
-        numbers, phases = row.tolist(), len(fields(Times))
-        return Measured(Times(*numbers[:phases]), *numbers[phases:])
 
 
 class Throughput(Callback):
@@ -77,42 +70,36 @@ class Throughput(Callback):
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self.phases: dict[str, float] = {}  # shares of a step in the last window
-        self._steps = 0
         self._group = Group()
         self._stragglers: Stragglers | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._last_gradient: Tensor | None = None
         self._flops: float | None = None  # for a sample
         self._peak: float | None = None
-        self._on_gpu = False
-        self._now: Callable[[], Mark] = time.perf_counter
         self._forget()
 
     def _forget(self) -> None:
-        self._marks: list[tuple[str, Mark]] = []  # of the step at hand: each phase, and when it began
+        self._marks: Marks = []  # of the step at hand
         self._samples = self._step_samples = 0  # of this window, and of the step at hand
         self._busy = time.process_time(), time.perf_counter()
-        self._last_end: Mark = None
-        self._window: list[list[tuple[str, Mark]]] = []
-        self._closed: tuple[int, list[list[tuple[str, Mark]]], int] | None = None
+        self._last_end: Moment = None
+        self._window: list[Marks] = []
+        self._closed: tuple[int, list[Marks], int] | None = None
         self._rows: list[Tensor] = []
-        self._arriving: Any = None
+        self._arriving: dist.Work | None = None
         self._warm = self._left_out = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
 
-    # Set up ----------------------------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
         self._steps = self.every_n_steps or max(10, typed(trainer).log_every_n_steps)
-        self._on_gpu = pl_module.device.type == "cuda"
-        self._now = self._event if self._on_gpu else time.perf_counter
-        self._stream = torch.cuda.current_stream() if self._on_gpu else None  # which takes longer to ask for than an event
+        # To ask for the current stream takes longer than an event.
+        self._stream = torch.cuda.current_stream() if pl_module.device.type == "cuda" else None
         if trainer.world_size > 1:
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
-            hosts: list[Any] = [None] * trainer.world_size
+            hosts = [""] * trainer.world_size
             dist.all_gather_object(hosts, host(), group=self._group())
             self._stragglers = Stragglers(hosts, self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
@@ -124,15 +111,12 @@ class Throughput(Callback):
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient) for parameter in parameters]
 
-    # Moments ---------------------------------------------------------------------------------------------------------
-
-    def _event(self) -> Mark:
+    def _now(self) -> Moment:
+        if self._stream is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
-
-    def _seconds_between(self, start: Mark, end: Mark) -> float:
-        return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start  # type: ignore[no-any-return]
 
     def _mark(self, phase: str) -> None:
         """Ends a phase of the step, and begins another."""
@@ -140,10 +124,9 @@ class Throughput(Callback):
             self._marks.append((phase, self._now()))
 
     def on_fetch_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._marks or self._last_end is None:
-            self._marks.append(("data", self._now()))
-        else:
-            self._marks = [("other", self._last_end), ("data", self._now())]
+        if not self._marks and self._last_end is not None:
+            self._marks = [("other", self._last_end)]
+        self._marks.append(("data", self._now()))
 
     def on_fetch_ends(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark("forward")
@@ -153,9 +136,11 @@ class Throughput(Callback):
         if self._marks and self._marks[-1][0] == "backward":  # from here on it is the others' turn
             self._mark("sync")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
-            self._count_flops(trainer, pl_module, batch)
+            if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
+                self._flops = flops(getattr(pl_module, "network", None), images.shape[1:])
+            self._peak = peak(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._mark("backward")
@@ -167,7 +152,7 @@ class Throughput(Callback):
         self._mark("optimizer")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if not self._marks:
             return
@@ -196,43 +181,37 @@ class Throughput(Callback):
         """Leaves out the step at hand, or between two the next one, from the speed. All ranks leave out the same."""
         self._left_out = True
 
-    # Windows ---------------------------------------------------------------------------------------------------------
-
     def _advance(self, trainer: Trainer) -> None:
         """Takes the window that is over one step further: its times are known, are sent, have arrived."""
         step = trainer.global_step
         self._read(trainer)
         if step % self._steps == 0 and self._window:
             self._closed, self._window, self._samples = (step, self._window, self._samples), [], 0
-        if self._closed and step >= self._closed[0] + (_LATER if self._on_gpu else 0):
-            self._send(trainer)
+        if self._closed and step >= self._closed[0] + (_LATER if self._stream else 0):
+            row = torch.tensor(astuple(self._sum_up(*self._closed[1:])), dtype=torch.float64)
+            self._rows = [row, *(torch.empty_like(row) for _ in range(1, trainer.world_size))]
+            if trainer.world_size > 1:
+                self._arriving = dist.all_gather(self._rows, row.clone(), group=self._group(), async_op=True)
 
-    def _send(self, trainer: Trainer) -> None:
-        assert self._closed is not None
-        row = self._sum_up(*self._closed[1:]).row()
-        self._rows = [row, *(torch.empty_like(row) for _ in range(1, trainer.world_size))]
-        if trainer.world_size > 1:
-            self._arriving = dist.all_gather(self._rows, row.clone(), group=self._group(), async_op=True)
-
-    def _sum_up(self, window: Sequence[list[tuple[str, Mark]]], samples: int) -> Measured:
+    def _sum_up(self, window: Sequence[Marks], samples: int) -> Measured:
         """Returns the averages of a window, in seconds a step."""
-        if self._on_gpu:
+        if self._stream:
             window[-1][-1][1].synchronize()  # of two steps ago: nothing to wait for
         spent: defaultdict[str, float] = defaultdict(float)
         for marks in window:
             whole = all(phase != "backward" for phase, _ in marks)  # a graph, in which nobody tells the passes apart
             for (phase, start), (_, end) in pairwise(marks):
-                spent["rest" if whole and phase == "forward" else phase] += self._seconds_between(start, end)
-        compute = sum(spent[phase] for phase in ("forward", "backward", "optimizer", "rest"))
-        phases = (spent["data"], compute, *(spent[phase] for phase in ("sync", "other", "forward", "backward", "optimizer")))
+                seconds = start.elapsed_time(end) / 1e3 if self._stream else end - start
+                spent["rest" if whole and phase == "forward" else phase] += seconds / len(window)
         busy, self._busy = self._busy, (time.process_time(), time.perf_counter())
         return Measured(
-            Times(*(seconds / len(window) for seconds in phases)),
-            samples / len(window),
-            host_memory(),
-            float(torch.cuda.max_memory_allocated()) if self._on_gpu else 0.0,
-            (self._busy[0] - busy[0]) / (self._busy[1] - busy[1] or 1.0),
-            gpu_use() if self._on_gpu else math.nan,
+            compute=sum(spent[phase] for phase in ("forward", "backward", "optimizer", "rest")),
+            **{phase: spent[phase] for phase in ("data", "sync", "other", "forward", "backward", "optimizer")},
+            samples=samples / len(window),
+            host_memory=host_memory(),
+            device_memory=float(torch.cuda.max_memory_allocated()) if self._stream else 0.0,
+            cores=(self._busy[0] - busy[0]) / (self._busy[1] - busy[1] or 1.0),
+            gpu=gpu_use() if self._stream else math.nan,
         )
 
     def _read(self, trainer: Trainer) -> None:
@@ -243,7 +222,7 @@ class Throughput(Callback):
             self._arriving.wait()
         assert self._closed is not None
         if trainer.is_global_zero:
-            self._report(trainer, self._closed[0], [Measured.of(row) for row in self._rows])
+            self._report(trainer, self._closed[0], [Measured(*row.tolist()) for row in self._rows])
         self._arriving, self._closed, self._rows = None, None, []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -253,17 +232,14 @@ class Throughput(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rows = []
 
-    # What is said ----------------------------------------------------------------------------------------------------
-
-    def _report(self, trainer: Trainer, step: int, measurements: Sequence[Measured]) -> None:
-        ranks = [measured.times for measured in measurements]
-        samples = sum(measured.samples for measured in measurements[:: data_ranks(trainer).shared_by])
-        seconds = max(times.total for times in ranks)
-        fields_of = {"data_wait": "data", "gradient_sync": "sync"}
-        shares = {name: [getattr(times, fields_of.get(name, name)) / times.total for times in ranks] for name in PHASES}
-        self.phases = {name: sum(of_ranks) / len(ranks) for name, of_ranks in shares.items()}
-        if len(ranks) == 1:
-            del self.phases["gradient_sync"]
+    def _report(self, trainer: Trainer, step: int, ranks: Sequence[Measured]) -> None:
+        samples = sum(measured.samples for measured in ranks[:: data_ranks(trainer).shared_by])
+        seconds = max(measured.total for measured in ranks)
+        self.phases = {
+            name: fmean(getattr(measured, _FIELDS.get(name, name)) / measured.total for measured in ranks)
+            for name in PHASES
+            if len(ranks) > 1 or name != "gradient_sync"
+        }
         values = {f"speed/{name}": share for name, share in self.phases.items()}
         values["speed/samples_per_s"] = samples / seconds
         if self._flops:
@@ -276,11 +252,11 @@ class Throughput(Callback):
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
             values |= self._stragglers.by_rank(ranks)
             self._stragglers.compare(ranks)
-        values["run/memory_gb"] = max(measured.host_memory for measured in measurements) / 1e9
-        values["run/cpu_cores"] = sum(measured.cores for measured in measurements) / len(measurements)
-        if device := max(measured.device_memory for measured in measurements):
+        values["run/memory_gb"] = max(measured.host_memory for measured in ranks) / 1e9
+        values["run/cpu_cores"] = fmean(measured.cores for measured in ranks)
+        if device := max(measured.device_memory for measured in ranks):
             values["run/gpu_memory_gb"] = device / 1e9
-        if not math.isnan(use := sum(measured.gpu for measured in measurements) / len(measurements)):
+        if not math.isnan(use := fmean(measured.gpu for measured in ranks)):
             values["run/gpu_use"] = use
         for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
@@ -288,11 +264,6 @@ class Throughput(Callback):
         for name in {"data_wait", "gradient_sync"} & self.phases.keys():
             self._spent[name] += seconds * self.phases[name]
         self.shares = {name.replace("_", " "): self._spent[name] / self._seconds for name in sorted(self._spent)}
-
-    def _count_flops(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
-            self._flops = flops(getattr(module, "network", None), images.shape[1:])
-        self._peak = peak(trainer)
 
 
 def host_memory() -> float:

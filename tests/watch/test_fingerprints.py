@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints
-from project.cli.main import same
+from project.cli import same
 from project.watch.fingerprint_file import FILE, Recorded, read
 from project.watch.fingerprints import Fingerprints
 from project.watch.module_outputs import ModuleOutputs
@@ -25,7 +25,7 @@ FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.accelerator=cpu", "--data.batch_size=8", "--run=it"),
     *("--data.global_batch_size=48", "--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--checkpoints.monitor=null"),
 )
-NOISY = [word for word in FIT if "network" not in word] + ["--model.network=tests.watch.parting.Noisy"]
+NOISY = [word for word in FIT if "network" not in word] + ["--model.network=tests.watch.plugged.Noisy"]
 
 
 def fit(folder: Path, *words: str, ranks: int = 1, base=FIT) -> Run:
@@ -67,9 +67,12 @@ def test_exact_on_one_and_on_three_ranks_is_the_same_and_otherwise_not(tmp_path,
     assert "step 1 (epoch 0) is the first that differs. The weights before it and all losses in it are the same" in text
     assert "trainer.exact: True, and False" in text
     assert "Settings that differ: trainer.exact: True, and False Where they ran: trainer.devices: auto, and 3" in text
-    fit(tmp_path / "plain")
-    code, text = said("plain", "rounded")
-    assert "Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true" in text
+    fit(tmp_path / "other", "--seed_everything=1")
+    code, text = said("one", "other")
+    assert code == 1
+    assert "they begin with other weights" in text
+    assert "Settings that differ: " in text
+    assert "seed_everything: 0, and 1" in text
 
 
 def test_a_module_with_chance_of_its_own_is_named(tmp_path, said):
@@ -81,23 +84,6 @@ def test_a_module_with_chance_of_its_own_is_named(tmp_path, said):
     assert "the loss of micro-batch 0 is not: it is the forward pass" in text
     assert "The first module that gave something else, in micro-batch 0: network.noise (Noise), after" in text
     assert "after network.before (Conv2d), which gave the same" in text
-
-
-def test_another_learning_rate_shows_in_the_tensors_and_is_named(tmp_path, said):
-    fit(tmp_path / "a")
-    fit(tmp_path / "b", "--model.optimizer.init_args.lr=0.02")
-    code, text = said("a", "b")
-    assert code == 1
-    assert "it is the backward pass or the optimiser" in text
-    tensors, first = re.findall(r"(\d+) of 32 tensors differ: .* The first belongs to (\S+ \(\w+\))\.", text)[0]
-    assert int(tensors) >= 18  # but for running statistics, that the same forward pass has moved
-    assert first == "network.stem.0 (Conv2d)"
-    assert "Settings that differ: model.optimizer.init_args.lr: 0.01, and 0.02" in text
-    fit(tmp_path / "c", "--seed_everything=1")
-    code, text = said("a", "c")
-    assert code == 1
-    assert "they begin with other weights" in text
-    assert "Settings that differ: seed_everything: 0, and 1" in text
 
 
 def test_killed_and_resumed_is_the_same(tmp_path, said):
@@ -121,7 +107,7 @@ def test_killed_and_resumed_is_the_same(tmp_path, said):
 
 
 def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
-    callbacks = json.dumps([{"class_path": "tests.watch.parting.Spoil", "init_args": {"rank": 1, "step": 2}}])
+    callbacks = json.dumps([{"class_path": "tests.watch.plugged.Spoil", "init_args": {"rank": 1, "step": 2}}])
     words = (f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2")
     done = fit(tmp_path / "spoilt", *words, "--trainer.ranks_differ=warn", ranks=2)
     warnings = re.findall(r"WARNING .*After step (\d+), rank (\d+) on \S+ has other weights", done.output)

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
 from project import Trainer
@@ -18,7 +16,7 @@ from project.watch.flops import flops, peak, peak_of
 from project.watch.stragglers import Stragglers, Times, excess
 from project.watch.throughput import Throughput
 from tests.conftest import Cli
-from tests.watch.slow import MICRO_BATCHES
+from tests.watch.plugged import MICRO_BATCHES
 
 EVERY = 5
 
@@ -26,23 +24,18 @@ EVERY = 5
 @pytest.mark.timed
 def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
     """One run: 30 balanced steps, 30 in which rank 1's data is slow, 30 in which rank 0's network is."""
-    slow = {"class_path": "tests.watch.slow.SlowData", "init_args": {"start": 30, "stop": 60}}
-    network = {"class_path": "tests.watch.slow.SlowNetwork", "init_args": {"start": 60, "stop": 90}}
+    slow = {"class_path": "tests.watch.plugged.SlowData", "init_args": {"start": 30, "stop": 60}}
+    network = {"class_path": "tests.watch.plugged.SlowNetwork", "init_args": {"start": 60, "stop": 90}}
     callbacks = [
-        {"class_path": "tests.watch.slow.Collectives"},
+        {"class_path": "tests.watch.plugged.Collectives"},
         {"class_path": "project.watch.throughput.Throughput", "init_args": {"every_n_steps": EVERY}},
     ]
     run = cli(
         *("fit", "--config=configs/ddp.yaml", "--data.source=project.data.Datasets", "--data.source.init_args.num_classes=10"),
         *(f"--data.source.init_args.{split}={json.dumps(slow)}" for split in ("train", "val")),
         *(f"--data.batch_size={64 // (2 * MICRO_BATCHES)}", "--data.global_batch_size=64", "--data.num_workers=0"),
-        *(
-            "--trainer.limit_val_batches=0",
-            "--trainer.log_every_n_steps=1000",
-            "--trainer.max_epochs=2",
-            "--trainer.max_steps=95",
-            "--trainer.precision=32-true",
-        ),
+        *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1000", "--trainer.max_epochs=2"),
+        *("--trainer.max_steps=95", "--trainer.precision=32-true"),
         *(f"--model.network={json.dumps(network)}", f"--trainer.callbacks={json.dumps(callbacks)}", "--trainer.devices=2"),
     )
     assert run.code == 0, run.output
@@ -117,39 +110,23 @@ def test_what_can_not_be_told_is_no_reason_to_end():
     assert peak(SimpleNamespace(strategy=device, precision="my own")) is None
 
 
-GPUS = {  # TFLOP/s in 16 bits, in fp32 by TF32, and in fp32 proper
+GPUS = {  # TFLOP/s in 16 bits, in fp32 by TF32, and in fp32 proper; of names that begin alike
     "NVIDIA H100 80GB HBM3": (989.4, 494.7, 66.9),
     "NVIDIA H100 PCIe": (756, 378, 51.2),
-    "NVIDIA H100 NVL": (835, 417.5, 60),
-    "NVIDIA H200": (989.4, 494.7, 66.9),
-    "NVIDIA GH200 480GB": (989.4, 494.7, 66.9),
-    "NVIDIA B200": (2250, 1125, 75),
-    "NVIDIA A100-SXM4-80GB": (312, 156, 19.5),
-    "NVIDIA A100 80GB PCIe": (312, 156, 19.5),
-    "NVIDIA A40": (149.7, 74.8, 37.4),
     "NVIDIA L4": (121, 60, 30.3),
-    "NVIDIA L40": (181, 90.5, 90.5),
     "NVIDIA L40S": (362, 183, 91.6),
-    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 82.6),
     "Tesla T4": (65, 8.1, 8.1),
 }
-PLUGINS = [
-    MixedPrecision("16-mixed", "cuda"),
-    MixedPrecision("bf16-mixed", "cuda"),
-    HalfPrecision("16-true"),
-    HalfPrecision("bf16-true"),
-    Precision(),
-]
 
 
 @pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda one: str(one.precision))
-def test_the_peak_of_a_gpu_is_that_of_what_it_computes_in(monkeypatch, name, plugin):
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "32-true"])
+def test_the_peak_of_a_gpu_is_that_of_what_it_computes_in(monkeypatch, name, precision):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, multi_processor_count=132))
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=plugin.precision)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), precision=precision)
     half, tf32, single = GPUS[name]
-    if plugin.precision != "32-true":
-        none = name == "Tesla T4" and "bf16" in plugin.precision
+    if precision != "32-true":
+        none = name == "Tesla T4" and "bf16" in precision
         assert peak(trainer) == (None if none else half * 1e12)
         return
     assert peak(trainer) == tf32 * 1e12  # torch's default: convolutions may use it

@@ -17,7 +17,7 @@ from project.errors import UserError
 from project.launch.ray.cluster import say
 from project.launch.ray.fit import STOPPED, Fit, shown
 from project.launch.sweep import Sweep, flag
-from project.watch.curves import Events
+from project.watch.curves import Curves
 
 _TURN = 0.5  # seconds from one look at the trials' curves to the next
 _AT_ONCE = 256  # trials that are trained, or wait for room, where the sweep sets no limit: each takes a thread here
@@ -39,7 +39,7 @@ class Trial(Fit):
         self.values: dict[int, float] = {}
         """The metric by step."""
         self.failed = False
-        self._events, self._tail = Events(self.folder), deque[str](maxlen=_KEPT)
+        self._curves, self._tail = Curves(self.folder), deque[str](maxlen=_KEPT)
 
     def say(self, level: str, text: str) -> None:
         """Prints what is more than information, with the trial's name."""
@@ -52,7 +52,7 @@ class Trial(Fit):
 
     def validations(self, metric: str) -> Iterator[tuple[int, float]]:
         """Yields the step and the metric of each new validation; a resumed run may log one again."""
-        for point in self._events.scalars(metric) if metric in self._events.read() else ():
+        for point in self._curves.read().get(metric, ()):
             if point.step not in self.values:
                 self.values[point.step] = point.value
                 yield point.step, point.value
