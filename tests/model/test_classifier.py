@@ -22,7 +22,7 @@ from project.model import ImageClassifier, MiniResNet, classifier
 from project.model.classifier import lr_factor
 from project.model.compiled import refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
-from project.resume.made_later import resize_buffers
+from project.resume.checkpoint import resize_buffers
 from project.trainer import Trainer
 from scripts.bench.worker import Trivial
 from tests.conftest import TINY, forked

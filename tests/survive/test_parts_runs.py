@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.checkpoints.readable import plain_values
 from project.checkpoints.reading import SafeCheckpointIO
 from project.errors import UserError
+from project.plain_values import plain_values
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
 from tests.survive.test_resume import curves, faults, same
@@ -71,36 +71,25 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "where", "step"),
+    ("ranks", "where", "step", "number"),
     [
-        (3, "step", 8),
-        pytest.param(2, "write", 9, marks=pytest.mark.faults),
-        pytest.param(2, "accumulation", 7, marks=pytest.mark.faults),
-        pytest.param(3, "write", 6, marks=pytest.mark.faults),
-        pytest.param(3, "validation", 9, marks=pytest.mark.faults),
+        (3, "step", 8, signal.SIGKILL),
+        pytest.param(3, "step", 7, signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(2, "accumulation", 7, signal.SIGKILL, marks=pytest.mark.faults),
+        pytest.param(3, "write", 6, signal.SIGKILL, marks=pytest.mark.faults),
+        pytest.param(3, "validation", 9, signal.SIGKILL, marks=pytest.mark.faults),
     ],
 )
-def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step):
+def test_struck_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step, number):
     """Within an epoch, too: the samples are those that would have come."""
-    fault = faults({"rank": ranks - 1, "where": where, "step": step})
+    fault = faults({"rank": ranks - 1, "where": where, "step": step, "number": int(number)})
     struck = quick(*FIT, SHARDED, fault, ranks=ranks)
-    assert struck.code != 0
+    assert struck.code == 143 if number == signal.SIGTERM else struck.code != 0, struck.output
     assert checkpoint(tmp_path).is_dir()
     resumed = quick(*FIT, SHARDED, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert "Goes on from" in resumed.output
     assert_same(tmp_path, uninterrupted(ranks))
-
-
-@pytest.mark.faults
-def test_stopped_with_a_signal(uninterrupted, quick, tmp_path):
-    fault = faults({"rank": 1, "where": "step", "step": 7, "number": int(signal.SIGTERM)})
-    stopped = quick(*FIT, SHARDED, fault, ranks=3)
-    assert stopped.code == 143, stopped.output
-    assert "step-00000000" in stopped.output.partition("Stopped by SIGTERM")[2]
-    resumed = quick(*FIT, SHARDED, fault, ranks=3)
-    assert resumed.code == 0, resumed.output
-    assert_same(tmp_path, uninterrupted(3))
 
 
 @pytest.mark.faults
