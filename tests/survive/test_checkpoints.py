@@ -1,5 +1,7 @@
 """Checkpoints that can be trusted: damaged ones are set aside, nothing is deleted early, a full disk stops nothing."""
 
+import functools
+import itertools
 import json
 import os
 import signal
@@ -13,7 +15,8 @@ import torch
 
 from project.checkpoints.callback import Checkpoints
 from project.checkpoints.reading import Verification, newest_good, read_manifest
-from project.checkpoints.writing import write
+from project.checkpoints.writing import clean_up, write
+from project.plain_values import load
 from project.runs import weights
 from project.sharded.shards import Split
 from tests.conftest import environment
@@ -78,17 +81,39 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_write_that_is_killed_between_manifest_and_file_leaves_the_file_that_was_there(tmp_path):
-    path = tmp_path / "step-000000005.ckpt"
-    write(path, STATE, {"step": 5, "finished": False})
-    before = path.read_bytes()
-    write(path, {**STATE, "more": torch.ones(9)}, {"step": 5, "finished": True})
-    assert read_manifest(path)["finished"]
-    path.write_bytes(before)
-    assert read_manifest(path)["finished"] is False
-    cut(path)
-    with pytest.raises(ValueError, match="bytes instead of"):
-        read_manifest(path)
+MOVES = ((os, "fsync"), (os, "replace"), (os, "unlink"), (torch, "save"))
+
+
+def killed(path: Path, move: int) -> bool:
+    """Whether a process that writes a checkpoint is killed before its so-manieth move."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    moves = itertools.count()
+
+    def counted(real, *args, **named):
+        if next(moves) == move:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+
+    for module, name in MOVES:
+        setattr(module, name, functools.partial(counted, getattr(module, name)))
+    write(path, {**STATE, "again": True}, {"finished": True})
+    os._exit(0)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_write_that_is_killed_at_any_move_leaves_a_whole_checkpoint(tmp_path, step):
+    """The file that was there, of the same name or another, or the new one."""
+    for move in itertools.count():
+        write(tmp_path / "step-000000001.ckpt", STATE, {"finished": False})
+        if not killed(tmp_path / f"step-{step:09d}.ckpt", move):
+            break
+        clean_up(tmp_path)
+        path, manifest = newest_good(tmp_path, set_aside=False)
+        assert manifest["finished"] == ("again" in load(path))
+        assert {file.suffix for file in tmp_path.iterdir()} == {".ckpt", ".json"}
+        path.unlink()
+    assert move > 6
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):

@@ -21,6 +21,7 @@ FIT = (
     *("--data.batch_size=4", "--data.global_batch_size=48"),
     *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=4"),
 )
+WORDS = [word for word in FIT[1:] if "run=" not in word]
 STEPS = 15  # 5 in each epoch
 SHARDED, DDP, EXACT = "--trainer.strategy=sharded", "--trainer.strategy=ddp", "--trainer.exact=true"
 LEARNED = ("state_dict", "optimizer_states", "lr_schedulers", "position")
@@ -59,6 +60,15 @@ def uninterrupted(tmp_path_factory):
         assert done.code == 0, done.output
         return folder
 
+    return run
+
+
+@pytest.fixture
+def linked(uninterrupted, tmp_path):
+    """A run of three ranks, which lies in this test's folder, too."""
+    run = uninterrupted(3)
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
     return run
 
 
@@ -130,43 +140,35 @@ def test_a_lost_part_is_named_and_the_one_before_is_taken(uninterrupted, quick, 
 
 
 @pytest.mark.faults
-def test_other_verbs_take_a_folder(uninterrupted, quick, tmp_path):
-    run = uninterrupted(3)
-    (tmp_path / "lightning_logs").mkdir()
-    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
-    saved = checkpoint(run)
-    words = [word for word in FIT[1:] if "run=" not in word]
+def test_other_verbs_take_a_folder(linked, quick, tmp_path):
+    saved = checkpoint(linked)
     figures = []
     for ranks, strategy in ((1, DDP), (2, SHARDED), (3, SHARDED)):
-        done = quick("test", *words, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
+        done = quick("test", *WORDS, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
         assert done.code == 0, done.output
         (found,) = (tmp_path / f"lightning_logs/test-{ranks}").glob("test*.json")
         figures.append(json.loads(found.read_text())["metrics"])
     assert figures[0] == figures[1] == figures[2]
 
-    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
+    done = quick("export", *WORDS, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
     assert done.code == 0, done.output
     begun = quick(
-        "fit", *words, f"--model.init_from={saved}", "--model.init_prefix=network.", "--run=begun", "--trainer.max_steps=1"
+        "fit", *WORDS, f"--model.init_from={saved}", "--model.init_prefix=network.", "--run=begun", "--trainer.max_steps=1"
     )
     assert begun.code == 0, begun.output
     assert "tensors begin as in" in begun.output
 
 
 @pytest.mark.faults
-def test_one_file_of_it_goes_on_as_the_folder_does(uninterrupted, quick, tmp_path):
-    run = uninterrupted(3)
-    (tmp_path / "lightning_logs").mkdir()
-    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
-    words = [word for word in FIT[1:] if "run=" not in word]
-    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=checkpoint", "--out=one")
+def test_one_file_of_it_goes_on_as_the_folder_does(linked, quick, tmp_path):
+    done = quick("export", *WORDS, "--run=it", "--ckpt_path=last", "--to=checkpoint", "--out=one")
     assert done.code == 0, done.output
     (file,) = (tmp_path / "one").glob("*.ckpt")
     with plain_values():
-        assert same(torch.load(file, weights_only=True), final(run))
-    for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(run), DDP, 1), ("c", file, SHARDED, 2)):
+        assert same(torch.load(file, weights_only=True), final(linked))
+    for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(linked), DDP, 1), ("c", file, SHARDED, 2)):
         more = (f"--run={name}", f"--resume={source}", strategy, EXACT, "--trainer.max_epochs=4", "--change=trainer.exact")
-        done = quick("fit", *words, *more, ranks=ranks)
+        done = quick("fit", *WORDS, *more, ranks=ranks)
         assert done.code == 0, done.output
     ends = [max((tmp_path / f"lightning_logs/{name}/checkpoints").glob("*.ckpt")) for name in "abc"]
     ours = [SafeCheckpointIO().load_checkpoint(one) for one in ends]
