@@ -1,11 +1,9 @@
-"""The secrets in a configuration, and the mask that stands for them wherever a configuration is written down or shown.
+"""Masks the secrets in a configuration, wherever it is written down or shown; config.yaml alone keeps them, for its owner.
 
-The real ones are kept by a run's config.yaml alone, which then only its owner can read. What a module keeps by
-`save_hyperparameters` goes by the same rules where a checkpoint is written.
+What a module keeps by `save_hyperparameters` goes by the same rules where a checkpoint is written.
 """
 
 import re
-from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -26,25 +24,17 @@ def masked_text(text: str) -> str:
     return _IN_QUERIES.sub(rf"\1{MASK}", _IN_ADDRESSES.sub(r"\1", text))
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: Any) -> Any:
     """Returns the same configuration, with a mask for each secret in it."""
-    if isinstance(value, Mapping):
-        return {key: masked(item, str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [masked(item, name) for item in value]
-    return _masked_text(value, name) if isinstance(value, str) else value
-
-
-def _masked_text(value: str, name: str) -> str:
-    if not value or not _NAMES.search(name) or _NO_SECRETS.search(name):
-        return masked_text(value)
-    return value if "token" in name.lower() and _SPECIAL.fullmatch(value) else MASK
+    return without_secrets(value, set())
 
 
 def without_secrets(value: Any, names: set[str], name: str = "") -> Any:
     """Returns the same object, or, where it has secrets, a copy of its kind with masks; adds their names to `names`."""
     if isinstance(value, str):
-        new: Any = _masked_text(value, name)
+        new = masked_text(value)
+        if value and _NAMES.search(name) and not _NO_SECRETS.search(name):
+            new = value if "token" in name.lower() and _SPECIAL.fullmatch(value) else MASK
         names |= {name} if new != value else set()
         return new if new != value else value
     if isinstance(value, dict):
@@ -53,8 +43,8 @@ def without_secrets(value: Any, names: set[str], name: str = "") -> Any:
         if changed:
             value = copy(value)
             value.update(changed)
-        return value
-    if type(value) in (list, tuple):
+    elif type(value) in (list, tuple):
         parts = [without_secrets(item, names, name) for item in value]
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
+        if any(new is not old for new, old in zip(parts, value, strict=True)):
+            return type(value)(parts)
     return value

@@ -1,6 +1,6 @@
-"""A checkpoint in parts: a folder in which each rank has written what it held of the tensors that were spread over the ranks.
+"""A checkpoint in parts: a folder in which each rank has written what it held of the tensors that were sharded.
 
-`whole.pt` is a checkpoint as any other, but that a mark stands where a tensor was spread: its name, shape and type, and which
+`whole.pt` is a checkpoint as any other, but that a mark stands where a tensor was sharded: its name, shape and type, and which
 rank's part has which of its slices. `part-00001-of-00003.pt` holds rank 1's slices by name. Whatever is read is mapped into
 memory: who asks for a slice reads that, and no whole tensor is made where nobody asks for one.
 """
@@ -21,15 +21,9 @@ from project.errors import UserError
 WHOLE = "whole.pt"
 _MARK = "tensor in parts"
 
-Load = Callable[[Path], Any]
-"""Reads a file of torch.save."""
-
 
 def part_name(rank: int, ranks: int) -> str:
     return f"part-{rank:05d}-of-{ranks:05d}.pt"
-
-
-# Where a slice lies --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,20 +41,18 @@ class Box:
         """Returns the slice as an index into the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
-    def within(self, other: "Box") -> tuple[slice, ...] | None:
-        """Returns what the two have in common, as an index into the other one; None if that is nothing."""
+    def within(self, other: "Box") -> tuple[slice, ...]:
+        """Returns what the two have in common, as an index into the other one, which may be empty."""
         slices = []
-        for start, size, their_start, their_size in zip(self.start, self.size, other.start, other.size, strict=True):
-            first, end = max(start, their_start), min(start + size, their_start + their_size)
-            if first >= end:
-                return None
-            slices.append(slice(first - their_start, end - their_start))
+        for ours, others in zip(self.index(), other.index(), strict=True):
+            first, end = max(ours.start, others.start), min(ours.stop, others.stop)
+            slices.append(slice(first - others.start, max(first, end) - others.start))
         return tuple(slices)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a spread tensor: over a grid of ranks, cut along one dimension of it for each of the grid's.
+    """The layout of a sharded tensor: over a grid of ranks, cut along one dimension of it for each of the grid's.
 
     Args:
         ranks: by their place in the grid, the last dimension first.
@@ -99,11 +91,8 @@ class Layout:
                 yield rank, box
 
 
-# Marks ---------------------------------------------------------------------------------------------------------------
-
-
 def mark(name: str, tensor: Tensor, layout: Layout) -> dict[str, Any]:
-    """Returns what stands in `whole.pt` for a tensor that is spread."""
+    """Returns what stands in `whole.pt` for a tensor that is sharded."""
     spread = {"ranks": layout.ranks, "grid": layout.grid, "along": layout.along}
     return {_MARK: name, "shape": tuple(tensor.shape), "dtype": tensor.dtype, **spread}
 
@@ -141,10 +130,10 @@ class Stored:
         """Reads a slice into a tensor of its size."""
         filled = 0
         for rank, box in self.layout.slices(self.shape):
-            if (to := box.within(wanted)) is not None and (of := wanted.within(box)) is not None:
-                part = self.folder.slice_of(rank, self.name, box)[of]
-                tensor[to].copy_(part)
-                filled += part.numel()
+            destination = tensor[box.within(wanted)]
+            if destination.numel():
+                destination.copy_(self.folder.slice_of(rank, self.name, box)[wanted.within(box)])
+                filled += destination.numel()
         if filled != wanted.count:
             raise UserError(f"{self.folder.path}: {wanted.count - filled} values of {self.name} are in no part.")
         return tensor
@@ -156,14 +145,9 @@ class Stored:
 
 
 class Parted:
-    """A checkpoint's folder. A part is opened when something of it is needed.
+    """A checkpoint's folder. A part is opened when something of it is needed; `load` reads one, mapped into memory."""
 
-    Args:
-        path: the folder.
-        load: reads one of its files, mapped into memory.
-    """
-
-    def __init__(self, path: Path, load: Load) -> None:
+    def __init__(self, path: Path, load: Callable[[Path], Any]) -> None:
         self.path, self._load = path, load
         self._parts: dict[int, Mapping[str, Tensor]] = {}
         content = self._open(WHOLE, "what is not spread")
@@ -174,22 +158,23 @@ class Parted:
     def checkpoint(self, make: Callable[[Stored], Any] = Stored.read) -> dict[str, Any]:
         """Returns the whole checkpoint, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
 
-        def change(value: Any, name: str) -> Any:
-            return make(Stored(self, value)) if isinstance(value, Mapping) and _MARK in value else value
+        def change(value: Any, _: str) -> Any:
+            return make(Stored(self, value)) if isinstance(value, Mapping) else value
 
         content: dict[str, Any] = changed(self._whole, change)
         return content
 
     def slice_of(self, rank: int, name: str, box: Box) -> Tensor:
         """Returns what a rank has written of a tensor."""
+        file = part_name(rank, self._ranks)
         if rank not in self._parts:
-            content = self._open(file := part_name(rank, self._ranks), f"what rank {rank} held")
+            content = self._open(file, f"what rank {rank} held")
             if content["name"] != self._name:
                 raise UserError(f"{self.path / file} is a part of another checkpoint.")
             self._parts[rank] = content["slices"]
         part = self._parts[rank].get(name)
         if part is None or tuple(part.shape) != box.size:
-            raise UserError(f"{self.path / part_name(rank, self._ranks)}: rank {rank} has not written its slice of {name}.")
+            raise UserError(f"{self.path / file}: rank {rank} has not written its slice of {name}.")
         return part
 
     def _open(self, file: str, what: str) -> Any:

@@ -31,18 +31,18 @@ class _Type:
     def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:
         if not isinstance(code, str) or not _CODE.fullmatch(code):
             raise pickle.UnpicklingError(f"an array of {code!r}")
-        self.dtype = np.dtype(code)
+        self.value = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
         version, order, base, names, fields, *more = state
         if (base, names, fields) != (None, None, None) or order not in ("<", ">", "|", "="):
             raise pickle.UnpicklingError("an array of records")
-        if version == 4 and self.dtype.kind in "mM" and more[3] is not None:
+        if version == 4 and self.value.kind in "mM" and more[3] is not None:
             unit, number = more[3][1][:2]
             if not _UNIT.fullmatch(unit) or type(number) is not int or not 0 < number < 1 << 31:
                 raise pickle.UnpicklingError("an array of times without a unit")
-            self.dtype = np.dtype(f"{self.dtype.kind}8[{number}{unit.decode()}]")
-        self.dtype = self.dtype.newbyteorder(order)
+            self.value = np.dtype(f"{self.value.kind}8[{number}{unit.decode()}]")
+        self.value = self.value.newbyteorder(order)
 
 
 class _Array:
@@ -59,11 +59,11 @@ class _Array:
 def _array(kind: _Type, data: bytes, shape: tuple[int, ...], order: Any = "C") -> np.ndarray[Any, Any]:
     if type(kind) is not _Type or type(data) is not bytes or not all(type(size) is int and size >= 0 for size in shape):
         raise pickle.UnpicklingError("an array of something else than bytes")
-    if prod(shape) * kind.dtype.itemsize != len(data):
+    if prod(shape) * kind.value.itemsize != len(data):
         raise pickle.UnpicklingError(f"an array of {shape} from {len(data)} bytes")
     if not data:
-        return np.empty(shape, kind.dtype)
-    return np.frombuffer(data, kind.dtype).reshape(shape, order=order).copy(order="K")
+        return np.empty(shape, kind.value)
+    return np.frombuffer(data, kind.value).reshape(shape, order=order).copy(order="K")
 
 
 def _number(kind: _Type, data: bytes) -> Any:
@@ -91,50 +91,39 @@ def plain_values() -> AbstractContextManager[None]:
 
 
 def finished(value: Any, depth: int = 0) -> Any:
-    """Returns the same value with numpy's own arrays and types in it."""
+    """Returns the same value with numpy's own arrays and types in it.
+
+    Refuses a tensor far larger than its file: a row that stands for 10^12, by a stride of 0, takes its room when copied.
+    """
     if depth > _DEPTH:
         raise pickle.UnpicklingError("it is nested too deeply")
-    if type(value) is _Array:
+    if type(value) in (_Array, _Type):
         return value.value
-    if type(value) is _Type:
-        return value.dtype
-    if isinstance(value, torch.Tensor):
-        _check_size(value)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        if value.nbytes > (size := value.untyped_storage().nbytes()) + _STRETCHED:
+            raise pickle.UnpicklingError(f"a tensor of {tuple(value.shape)} from {size} bytes")
+    elif isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             if (made := finished(item, depth + 1)) is not item:
                 value[key] = made  # type: ignore[index]
-        return value
-    if isinstance(value, list):
-        value[:] = [finished(item, depth + 1) for item in value]
-        return value
-    if isinstance(value, tuple):
-        made = tuple(finished(item, depth + 1) for item in value)
-        if all(new is old for new, old in zip(made, value, strict=True)):
-            return value
-        return made if type(value) is tuple else type(value)(*made)
+    elif isinstance(value, tuple):
+        items = tuple(finished(item, depth + 1) for item in value)
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return items if type(value) is tuple else type(value)(*items)
     return value
 
 
-def _check_size(tensor: torch.Tensor) -> None:
-    """Refuses a tensor far larger than its file: a row that stands for 10^12, by a stride of 0, takes its room when copied."""
-    if tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes() + _STRETCHED:
-        raise pickle.UnpicklingError(f"a tensor of {tuple(tensor.shape)} from {tensor.untyped_storage().nbytes()} bytes")
-
-
 def load(path: Path, map_location: Any = "cpu", mmap: bool = True) -> Any:
-    """Reads a file of `torch.save`: tensors and plain values. `mmap`: a tensor is read when it is used."""
+    """Reads a file of `torch.save`: tensors and plain values. `mmap`: a tensor is read when it is used.
+
+    Refuses an archive that unpacks to more than what is there: torch compresses nothing.
+    """
     size = regular_size(path)
-    archive = zipfile.is_zipfile(path)
-    if archive:
-        _check_archive(path, size)
+    if archived := zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if compressed or sum(entry.file_size for entry in entries) > size:
+            raise pickle.UnpicklingError("its archive unpacks to more than it has; torch.save makes no such file")
     with plain_values():
-        return finished(torch.load(path, map_location=map_location, mmap=mmap and archive, weights_only=True))
-
-
-def _check_archive(path: Path, size: int) -> None:
-    """Refuses an archive that unpacks to more than what is there: torch compresses nothing."""
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise pickle.UnpicklingError("its archive unpacks to more than it has; torch.save makes no such file")
+        return finished(torch.load(path, map_location=map_location, mmap=mmap and archived, weights_only=True))

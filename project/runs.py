@@ -16,8 +16,16 @@ from typing import Any, Literal
 import yaml
 
 from project.checkpoints.callback import chosen_metric
-from project.checkpoints.files import checkpoints_in, newest_good, put_aside, read_manifest, step_of
-from project.checkpoints.manifest import check_complete, manifest_at, manifest_of
+from project.checkpoints.reading import (
+    check_complete,
+    checkpoints_in,
+    manifest_at,
+    manifest_of,
+    newest_good,
+    put_aside,
+    read_manifest,
+    step_of,
+)
 from project.cluster.settings import flat
 from project.config_files import RUNS, folder_of
 from project.errors import UserError

@@ -43,8 +43,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from project.arguments import LEAST, culprit, refuse_odd_numbers, with_environment
 from project.callbacks import with_ours
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.files import newest_good
-from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.reading import SafeCheckpointIO, newest_good
 from project.cluster import environment, shared_folder
 from project.cluster.cores import cores
 from project.cluster.interfaces import Route, use, use_loopback

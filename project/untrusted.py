@@ -22,9 +22,10 @@ import yaml
 from project.errors import UserError
 
 LARGEST = 16 << 20  # bytes; a manifest has some thousand
+LARGEST_COUNT = 1 << 53
+LATEST = 1 << 32  # seconds since 1970: dates after it are none
 _VALUES = 100_000  # that a YAML may stand for, with its aliases written out
 _DEPTH = 100
-_TO_CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 # All but new lines and tabs; and halves of characters, which no encoding can write.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is a C library for it
@@ -43,50 +44,46 @@ def shortened(error: object, most: int = 300) -> str:
     return f"{printable(cause, most)}{hint}{printable(fix, most)}"
 
 
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
 def regular_size(path: Path) -> int:
-    """Returns the size of a file; an OSError for what would be read for ever, or is a folder."""
+    """Returns the size of a file; an OSError for what would be read for ever, or is a folder. It is not opened."""
     status = path.stat()
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(f"{path} is a folder")
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is no regular file")
     return status.st_size
 
 
-def open_to_read(path: Path, follow: bool = True) -> BinaryIO:
-    """Opens a regular file; an OSError for what would be waited for, and, if it is not to `follow` one, for a link."""
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
-    return os.fdopen(_regular(opened, path), "rb")
-
-
-def _regular(opened: int, path: Path) -> int:
+def _open_regular(path: Path, flags: int) -> int:
+    opened = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if stat.S_ISREG(os.fstat(opened).st_mode):
         return opened
     os.close(opened)
     raise OSError(f"{path} is no regular file")
 
 
-def read_bytes(path: Path, limit: int = LARGEST, follow: bool = True) -> bytes:
-    """Reads a file of at most so many bytes."""
-    with open_to_read(path, follow) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(f"{path} has more than {limit:,} bytes")
-    return content
+def open_to_read(path: Path, follow: bool = True) -> BinaryIO:
+    """Opens a regular file; an OSError for what would be waited for, and, if it is not to `follow` one, for a link."""
+    return os.fdopen(_open_regular(path, os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
 
 def read_text(path: Path, limit: int = LARGEST, follow: bool = True) -> str:
     """Reads a text file of at most so many bytes."""
-    return read_bytes(path, limit, follow).decode()
+    with open_to_read(path, follow) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{path} has more than {limit:,} bytes")
+    return content.decode()
 
 
 def read_end(path: Path, most: int) -> str:
     """Reads the last so many bytes of a text that others may read then, from its first whole line on."""
     with open_to_read(path, follow=False) as file:
-        cut = file.seek(0, os.SEEK_END) > most
-        file.seek(-most if cut else 0, os.SEEK_END if cut else os.SEEK_SET)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most))
         text = file.read(most).decode(errors="replace")
-    return text.partition("\n")[2] if cut else text
+    return text.partition("\n")[2] if size > most else text
 
 
 def read_lines(path: Path, longest: int = LARGEST) -> Iterator[bytes]:
@@ -103,20 +100,18 @@ def parse_json(text: str | bytes) -> Any:
     """Reads a JSON document that is not nested too deeply for whoever goes through it."""
     try:
         document = json.loads(text)
+        _check_depth(document, _DEPTH)
     except RecursionError:
         raise UserError("it is nested too deeply") from None
-    level = [document]
-    for _ in range(_DEPTH):
-        level = [
-            item
-            for part in level
-            if isinstance(part, (dict, list))
-            for item in (part.values() if isinstance(part, dict) else part)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
-            return document
-    raise UserError("it is nested too deeply")
+    return document
+
+
+def _check_depth(value: object, left: int) -> None:
+    if left < 0:
+        raise RecursionError
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
 
 
 def read_json(path: Path, limit: int = LARGEST, follow: bool = True) -> dict[str, Any]:
@@ -125,12 +120,6 @@ def read_json(path: Path, limit: int = LARGEST, follow: bool = True) -> dict[str
     if not isinstance(document, dict):
         raise UserError(f"{path} holds no JSON object")
     return document
-
-
-# What a parsed value is ----------------------------------------------------------------------------------------------
-
-LARGEST_COUNT = 1 << 53
-LATEST = 1 << 32  # seconds since 1970: dates after it are none
 
 
 def as_count(value: Any, least: int = 0, most: int = LARGEST_COUNT) -> int:
@@ -171,28 +160,27 @@ def _count(node: yaml.Node, known: dict[int, int], depth: int) -> int:
     """Returns how many values a node stands for. `known`: those of nodes that were counted; 0 for one that is being counted."""
     if depth > _DEPTH:
         raise yaml.composer.ComposerError(None, None, "it is nested too deeply", node.start_mark)
-    if (before := known.get(id(node))) is not None:
-        if before == 0:
-            raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", node.start_mark)
-        return before
-    count = 1
-    if isinstance(node, yaml.CollectionNode):
-        known[id(node)] = 0
-        for item in node.value:
-            count += sum(_count(part, known, depth + 1) for part in (item if isinstance(item, tuple) else (item,)))
+    count = known.get(id(node))
+    if count == 0:
+        raise yaml.composer.ComposerError(None, None, "an alias stands for what it is in", node.start_mark)
+    if count is None:
+        count = known[id(node)] = 0
+        if isinstance(node, yaml.CollectionNode):
+            for item in node.value:
+                count += sum(_count(part, known, depth + 1) for part in (item if isinstance(item, tuple) else (item,)))
+        known[id(node)] = count = count + 1
     if count > _VALUES:
         raise yaml.composer.ComposerError(None, None, f"its aliases stand for more than {_VALUES:,} values", node.start_mark)
-    known[id(node)] = count
     return count
 
 
-def read_yaml(path: Path) -> Any:
-    """Reads a YAML document; a YAMLError, which may know a place, or a ValueError names what is wrong with it."""
-    return parse_yaml(read_text(path))
-
-
 def parse_yaml(text: str) -> Any:
+    """Reads a YAML document; a YAMLError, which may know a place, or a ValueError names what is wrong with it."""
     return yaml.load(text, _Loader)
+
+
+def read_yaml(path: Path) -> Any:
+    return parse_yaml(read_text(path))
 
 
 def compose_yaml(path: Path) -> Any:
@@ -224,11 +212,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 def foreign_link(folder: Path) -> bool:
     """Returns whether a folder is a link that another user has made: one's own may lead to a larger disk."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISLNK(status.st_mode) and status.st_uid != os.geteuid()
+    return os.path.islink(folder) and folder.lstat().st_uid != os.geteuid()
 
 
 def make_folder(folder: Path) -> None:
@@ -240,13 +224,13 @@ def make_folder(folder: Path) -> None:
 
 def open_to_append(path: Path) -> IO[str]:
     """Opens a file to add to it; an OSError where a link, a pipe or a device lies there."""
-    opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    return os.fdopen(_regular(opened, path), "a", encoding="utf-8", newline="")
+    opened = _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    return os.fdopen(opened, "a", encoding="utf-8", newline="")
 
 
 def cut_off_half_a_line(path: Path, longest: int = LARGEST) -> None:
     """Removes what was being written when a process was killed, before something is added; an OSError as for that."""
-    with suppress(FileNotFoundError), os.fdopen(_regular(os.open(path, _TO_CHANGE), path), "r+b") as file:
+    with suppress(FileNotFoundError), os.fdopen(_open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - longest))
         end = file.read(longest)

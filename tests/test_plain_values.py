@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from project.checkpoints.files import read_manifest, write
-from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.reading import SafeCheckpointIO, read_manifest
+from project.checkpoints.writing import write
 from project.errors import UserError
 from project.plain_values import load
 from project.untrusted import read_text

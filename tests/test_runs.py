@@ -146,7 +146,7 @@ def test_it_starts_from_a_checkpoint_of_another_run_only_if_that_was_trained_so(
 
 def checkpoints(folder: Path, **metrics: float) -> Path:
     """Checkpoints of 'it' that are whole, in name."""
-    from project.checkpoints.files import write
+    from project.checkpoints.writing import write
 
     (folder / "checkpoints").mkdir(parents=True)
     for number, (name, value) in enumerate(metrics.items()):

@@ -8,7 +8,7 @@ import random
 import pytest
 from rich.console import Console
 
-from project.checkpoints.files import write_file
+from project.checkpoints.writing import write_file
 from project.config_files import documents, expand
 from project.doctor.findings import Finding, show
 from project.errors import UserError

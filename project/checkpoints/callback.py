@@ -1,13 +1,10 @@
-"""Saves checkpoints during training: whole or not at all, verified before an older one is removed.
-
-This file decides when a checkpoint is saved, what it holds, and which are kept. checkpoints/files.py writes one to the disk;
-where the network is sharded, all ranks write, by checkpoints/shard_writers.py.
-"""
+"""Decides when a checkpoint is saved, what it holds, and which are kept; `checkpoints/writing.py` writes it to the disk."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime
 from importlib.metadata import version
@@ -20,29 +17,24 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.checkpoints.files import cause, checkpoints_in, clean_up, free_name, remove, same_step, write
-from project.checkpoints.manifest import manifest_at
-from project.checkpoints.readable import check
-from project.checkpoints.shard_writers import HostCopy, Lost, ShardWriters
+from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
+from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
 from project.cluster.place import host, image
 from project.errors import UserError
-from project.plain_values import load
 from project.resume.checkpoint import current_checkpoint
-from project.sharded.shards import split
+from project.sharded.shards import Split, split
 from project.sharded.strategy import Sharded
 from project.step.logged import TakesMeasurements, measurement_loggers
 from project.step.position import out_of_time, position, stopped_within_epoch
 from project.typed import typed
-from project.untrusted import make_folder
 
 log = logging.getLogger(__name__)
 
 
-# The callback --------------------------------------------------------------------------------------------------------
+Record = tuple[Split, Manifest]
+"""What this rank writes, copied into main memory: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
 
-
-Record = tuple[HostCopy, dict[str, Any]]
-"""What this rank writes: a checkpoint, or its slices of one, and the manifest."""
+_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
 
 
 class SaveFirst(Callback):
@@ -62,26 +54,19 @@ def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
 
 
 def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> bool:
-    """Returns whether a callback or module from outside this project has a hook at the start of a validation: it may
-    exchange the weights (for their average, say).
-    """
-    hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
-    others: list[tuple[Any, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
-    others.append((module, LightningModule))
+    """Returns whether what is not this project's has a hook at the start of a validation: it may exchange the weights."""
+    owners: list[tuple[Any, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
+    owners.append((module, LightningModule))
     return any(
-        is_overridden(hook, owner, kind) and not type(owner).__module__.startswith("project.")
-        for owner, kind in others
-        for hook in hooks
+        is_overridden(hook, owner, kind)
+        for owner, kind in owners
+        if not type(owner).__module__.startswith("project.")
+        for hook in ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
     )
 
 
-_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
-
-
 def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
-    """Returns the metric that `checkpoints.monitor` means, of the known ones, and whether more ('max') or less of it is
-    better.
-    """
+    """Returns the metric that `checkpoints.monitor` means, of the known ones, and 'max' or 'min', whichever is better."""
     if monitor != "auto":
         return monitor, mode
     names = set(known)
@@ -91,9 +76,8 @@ def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple
 class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
-    Rank 0 writes, in a thread, one checkpoint at a time, from a copy in main memory: the peak is one more model and
-    optimiser state there. Where the network is spread over the ranks, each writes its own part so. A disk that is full or
-    gone is reported and tried again; training goes on.
+    A thread writes one checkpoint at a time, from a copy in main memory: the peak is one more model and optimiser state there,
+    on rank 0 or, of a sharded network, by ranks. A disk that is full or gone is reported and tried again; training goes on.
 
     Args:
         every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
@@ -122,17 +106,16 @@ class Checkpoints(Checkpoint):
             raise UserError(f"checkpoints.mode is 'min' or 'max', and not {mode!r}.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
-        self.needs_metric = monitor not in (None, "auto")
-        self.manifest: dict[str, Any] = {}  # what else belongs to the run: set by who knows
+        self.manifest: Manifest = {}  # what else belongs to the run: set by who knows
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
+        self._current: float | None = None  # the last one's value of the metric
+        self.failed: str | None = None  # why the last one could not be written
+        self.seconds: float | None = None  # that the last one took
         self.by_default = False
         """Whether the Trainer added it: it is removed if the module's `configure_callbacks` returns a checkpoint callback."""
-        self._current: float | None = None
         self._shared_best_path = ""
-        self.failed: str | None = None
-        self.seconds: float | None = None  # that the last one took
         self._measurements: dict[str, float] = {}  # for the loggers
         self._folder = Path()
         self._validated = False
@@ -142,10 +125,8 @@ class Checkpoints(Checkpoint):
         self._pending: Future[None] | None = None
         self._before_validation: Record | None = None
         self._ended_at: int | None = None
-        self._read_back = False
-        self._shard_writers: ShardWriters | None = None
-
-    # When ------------------------------------------------------------------------------------------------------------
+        self._file_writer = FileWriter()
+        self._shard_writers: ShardWriters | None = None  # where the network is sharded
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = typed(trainer).callbacks
@@ -153,19 +134,19 @@ class Checkpoints(Checkpoint):
             typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
-        self._shard_writers = None
+        self._file_writer, self._shard_writers = FileWriter(), None
         if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
             self._shard_writers = ShardWriters(host())
             self._shard_writers.connect(trainer.strategy.patience)
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
-            for path, manifest in self._readable_checkpoints():
-                self._update_last_and_best(path, manifest)
+            for path in checkpoints_in(self._folder):
+                with suppress(OSError, ValueError):
+                    self._update_last_and_best(path, manifest_at(path))
 
     def _put_other_run_aside(self) -> None:
         """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""
-        aside = self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}")
-        self._folder.rename(aside)
+        aside = self._folder.rename(self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}"))
         self.last = self.best = None
         log.warning(
             "%s had checkpoints of another run, which lie in %s now. HINT: each run needs a default_root_dir of its own; "
@@ -178,7 +159,6 @@ class Checkpoints(Checkpoint):
             self._put_other_run_aside()
         # Now, and not when the run has been lost: could it go on from what would be saved?
         check(current_checkpoint(trainer))
-        self._read_back = False
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 
@@ -192,8 +172,7 @@ class Checkpoints(Checkpoint):
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
-        if self._measurements:
-            self._log_cost(trainer)
+        self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
 
@@ -205,7 +184,7 @@ class Checkpoints(Checkpoint):
         self.wait()
         if self._has_failed(trainer):  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
-            self.wait()
+        self.wait()
         if trainer.world_size > 1:  # rank 0 alone knows, and all of them read it
             self._shared_best_path = trainer.strategy.broadcast(self.best_model_path)
         self._log_cost(trainer)
@@ -213,10 +192,11 @@ class Checkpoints(Checkpoint):
     def _log_cost(self, trainer: Trainer) -> None:
         """Logs the time and size of the last checkpoint, some steps later; loggers that keep checkpoints receive it."""
         measurements, self._measurements = self._measurements, {}
-        for logger in trainer.loggers if measurements else ():
-            logger.after_save_checkpoint(self)  # type: ignore[arg-type]
-        for logger in measurement_loggers(trainer) if measurements else ():
-            logger.log_metrics(measurements, step=trainer.global_step)
+        if measurements:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)  # type: ignore[arg-type]
+            for logger in measurement_loggers(trainer):
+                logger.log_metrics(measurements, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.wait()
@@ -224,27 +204,29 @@ class Checkpoints(Checkpoint):
             self._writer.shutdown()
             self._writer = None
 
+    # Like Lightning's ModelCheckpoint, for loggers and scripts that read it.
+    save_top_k, save_last, save_weights_only = 1, True, False
+
     @property
     def best_model_path(self) -> str:
-        """Returns the path of the best checkpoint, like Lightning's ModelCheckpoint: '' where there is none."""
+        """Returns the path of the best checkpoint; '' where there is none."""
         return str(self.best[1]) if self.best else self._shared_best_path or self.last_model_path
 
-    @best_model_path.setter
+    @best_model_path.setter  # by the processes that ddp_spawn started
     def best_model_path(self, path: str) -> None:
-        """Sets the path that rank 0, or the processes that ddp_spawn started, have determined."""
         self._shared_best_path = path
 
     @property
     def last_model_path(self) -> str:
         return str(self.last) if self.last else ""
 
-    # As Lightning's ModelCheckpoint has it, for those who read it: loggers, scripts.
-    filename = None
-    save_top_k, save_last, save_weights_only = 1, True, False
-
     @property
     def dirpath(self) -> str | None:
         return None if self._folder == Path() else str(self._folder)
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        return None if self._current is None else torch.tensor(self._current)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -254,22 +236,8 @@ class Checkpoints(Checkpoint):
     def best_k_models(self) -> dict[str, torch.Tensor]:
         return {} if self.best is None else {str(self.best[1]): torch.tensor(self.best[0])}
 
-    @property
-    def kth_best_model_path(self) -> str:
-        return "" if self.best is None else str(self.best[1])
-
-    kth_value = best_model_score
-
-    @property
-    def current_score(self) -> torch.Tensor | None:
-        return None if self._current is None else torch.tensor(self._current)
-
-    # Before others change what is to be saved ------------------------------------------------------------------------
-
     def copy_before_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the run's state before others exchange the weights for a validation. A run that is stopped within the
-        validation resumes from here.
-        """
+        """Copies the run's state before others exchange the weights: a run stopped within the validation resumes from here."""
         self._before_validation = None
         if trainer.state.fn == "fit" and not trainer.sanity_checking and _validation_may_change_state(trainer, pl_module):
             self._before_validation = self._copy_state(trainer, finished=False)
@@ -280,7 +248,7 @@ class Checkpoints(Checkpoint):
             self.save(trainer, finished=not out_of_time(trainer))
             self._ended_at = trainer.global_step
 
-    # What ------------------------------------------------------------------------------------------------------------
+    # Saving ----------------------------------------------------------------------------------------------------------
 
     def save(self, trainer: Trainer, finished: bool = False) -> None:
         """Saves the run where it is, between two steps. Called by all ranks at the same position."""
@@ -308,23 +276,19 @@ class Checkpoints(Checkpoint):
         self._pending = self._writer.submit(self._write, path, copy, manifest)
 
     def _has_failed(self, trainer: Trainer) -> bool:
-        """Returns whether the last checkpoint could not be written, on all ranks alike: all of them take part in another
-        one.
-        """
+        """Returns whether the last checkpoint could not be written, on all ranks alike: all of them take part in the next."""
         if self._shard_writers is not None or trainer.world_size == 1:
             return self.failed is not None
         return bool(trainer.strategy.broadcast(self.failed is not None))
 
     def _copy_state(self, trainer: Trainer, finished: bool) -> Record:
-        """Copies what this rank writes of the run's state into main memory; returns it with its manifest, which is rank 0's."""
+        """Copies what this rank writes of the run's state into main memory, and makes its manifest."""
         at = position(trainer)
-        checkpoint = current_checkpoint(trainer)
-        slices: dict[str, torch.Tensor] = {}
+        own = Split(current_checkpoint(trainer), {})
         if self._shard_writers is not None:
-            apart = split(checkpoint)
-            checkpoint, slices = apart.marked, apart.slices
+            own = split(own.marked)
         if not trainer.is_global_zero:
-            return HostCopy({}, _copy_to_host(slices)), {}
+            return copy_to_host(Split({}, own.slices)), {}
         # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.
         first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
@@ -344,7 +308,7 @@ class Checkpoints(Checkpoint):
             "image": image(),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        return HostCopy(_copy_to_host(checkpoint), _copy_to_host(slices)), manifest
+        return copy_to_host(own), manifest
 
     @property
     def writing(self) -> bool:
@@ -356,12 +320,12 @@ class Checkpoints(Checkpoint):
             self._pending.result()
             self._pending = None
 
-    def _write(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> None:
+    def _write(self, path: Path, own: Split, manifest: Manifest) -> None:
         """Runs in the thread: writes a checkpoint, removes older ones, and records and logs a failure."""
         began = time.monotonic()
         first = self._shard_writers is None or bool(manifest)  # rank 0, who speaks for all
         try:
-            path, size = self._write_and_read_back(path, copied, manifest)
+            path, size = (self._shard_writers or self._file_writer).write(path, own, manifest)
             self.failed, self.seconds = None, time.monotonic() - began
             if first:
                 self._measurements = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
@@ -376,20 +340,7 @@ class Checkpoints(Checkpoint):
             level = logging.ERROR if first else logging.DEBUG
             log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
-    def _write_and_read_back(self, path: Path, copied: HostCopy, manifest: dict[str, Any]) -> tuple[Path, int]:
-        """Writes a checkpoint, whole and read back; returns its path and its size."""
-        if self._shard_writers is not None:
-            return self._shard_writers.write(path, copied, manifest)
-        make_folder(path.parent)
-        check(copied.marked)
-        path = free_name(path, folder=False)
-        size = write(path, copied.marked, manifest)
-        if not self._read_back:
-            load(path)  # the first of this process, as one that resumes will read it; but not into main memory
-            self._read_back = True
-        return path, size
-
-    def _update_last_and_best(self, path: Path, manifest: dict[str, Any]) -> None:
+    def _update_last_and_best(self, path: Path, manifest: Manifest) -> None:
         """Makes a checkpoint the last one and, if its metric is no worse, the best one."""
         self.last = path
         metrics = manifest.get("metrics", {})
@@ -398,32 +349,20 @@ class Checkpoints(Checkpoint):
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)
-        better = self.best is None or again or (value >= self.best[0] if mode == "max" else value <= self.best[0])
-        if better:
+        if self.best is None or again or (value >= self.best[0] if mode == "max" else value <= self.best[0]):
             self.best = value, path
 
-    def _readable_checkpoints(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yields the folder's checkpoints whose manifests can be read, with the manifests, the oldest first."""
-        for path in checkpoints_in(self._folder):
-            try:
-                yield path, manifest_at(path)
-            except (OSError, ValueError):
-                continue
-
     def _prune(self) -> None:
-        """Removes all checkpoints but the newest `keep_last`, the last and the best."""
-        paths = [path for path in checkpoints_in(self._folder) if not self._superseded(path)]
-        keep = {*paths[-self.keep_last :], self.last, self.best[1] if self.best else None}
-        for path in checkpoints_in(self._folder):
+        """Removes all checkpoints but the newest `keep_last`, the last and the best; of the last one's position, all others."""
+        paths = checkpoints_in(self._folder)
+        newest = [path for path in paths if path == self.last or self.last is None or not same_step(path, self.last)]
+        keep = {*newest[-self.keep_last :], self.last, self.best[1] if self.best else None}
+        for path in paths:
             if path not in keep:
                 remove(path)
 
-    def _superseded(self, path: Path) -> bool:
-        """Returns whether the last checkpoint, which was read back, is of the same position."""
-        return self.last is not None and path != self.last and same_step(path, self.last)
 
-
-def _copy_to_host(tensors: dict[str, Any]) -> dict[str, Any]:
+def copy_to_host(own: Split) -> Split:
     """Returns a copy in main memory. The host waits for the device here: it must hold this step's values, not a later one's."""
     copies: dict[int, Any] = {}
 
@@ -431,5 +370,5 @@ def _copy_to_host(tensors: dict[str, Any]) -> dict[str, Any]:
         copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         return tensor
 
-    apply_to_collection(tensors, torch.Tensor, copy)
-    return deepcopy(tensors, copies)  # arrays, lists and whatever else a state has: they may change while they are written
+    apply_to_collection(own, torch.Tensor, copy)
+    return deepcopy(own, copies)  # arrays, lists and whatever else a state has: they may change while they are written

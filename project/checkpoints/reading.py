@@ -1,77 +1,310 @@
-"""Reads a checkpoint: a file or a folder of parts, whole, or of a sharded network this rank's slices."""
+"""Reads checkpoints from the disk: names, manifests and files, each verified before it is used.
 
+A checkpoint is a file or, where the network is sharded, a folder of parts (project/parts.py): step-N.ckpt. Beside it lies its
+manifest, step-N.json: checksums, position, metrics, the run's configuration and versions. Any user may have written them: each
+value of a manifest is checked to be of its kind, and no code runs from a file unless the user trusts it.
+"""
+
+import hashlib
+import logging
+import os
 import pickle
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from project.errors import UserError, as_user_error
+from project.errors import TRY_AGAIN, UserError, as_user_error
 from project.parts import Parted, Stored
 from project.plain_values import finished, load, plain_values
+from project.untrusted import as_count, as_text, foreign_link, open_to_read, read_json, regular_size, shortened
 
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{1,18})(-validation)?(_\d{1,9})?\.ckpt", re.ASCII)
+_PART = re.compile(r"whole\.pt|part-\d{5}-of-\d{5}\.pt", re.ASCII)
+_CHUNK = 1 << 22
+_READERS = 4  # files of a checkpoint that are read at once
 _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file open, is copied
+_COUNTS = {"epoch", "step", "global_step", "logged_steps"}
+_SWITCHES = ("epoch_over", "validation_due", "begun")  # of a position; the rest of it are counts
+
+Manifest = dict[str, Any]
+Entry = dict[str, Any]
+"""A file in a manifest: its size and checksum, and the rank and host that have written it."""
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Lists a folder's checkpoints, the oldest first; none of a folder elsewhere to which another user has put a link."""
+    paths = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
+    return sorted(path for path in paths if _NAME.fullmatch(path.name))
+
+
+def step_of(path: Path) -> int:
+    """Returns the step in a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def same_step(path: Path, other: Path) -> bool:
+    """Returns whether two checkpoints are of one position, written one after the other."""
+    return path.stem.partition("_")[0] == other.stem.partition("_")[0]
+
+
+def manifest_of(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def delete(path: Path) -> None:
+    """Deletes a file, a link or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def put_aside(path: Path, suffix: str) -> None:
+    """Renames a checkpoint and its manifest so that they are not found again."""
+    for file in (path, manifest_of(path)):
+        if os.path.lexists(file):
+            aside = file.with_name(file.name + suffix)
+            if aside.is_dir() or file.is_dir():  # a folder takes nobody's place
+                delete(aside)
+            file.replace(aside)
+
+
+def set_aside_as_bad(path: Path, error: Exception) -> None:
+    """Reports a damaged checkpoint, and renames it so that it is not found again."""
+    outcome = f"is set aside as {path.name}.bad"
+    try:
+        put_aside(path, ".bad")
+    except OSError as why_not:
+        outcome = f"can't be set aside: {why_not}"
+    log.error("Checkpoint %s is not used: %s. It %s.", path, error, outcome)
+
+
+# The manifest --------------------------------------------------------------------------------------------------------
+
+
+def manifest_at(path: Path) -> Manifest:
+    """Reads the manifest of a checkpoint and none of its files; an OSError or a ValueError names what is wrong with it."""
+    return _check_manifest(read_json(manifest_of(path)))
+
+
+def check_complete(manifest: Mapping[str, Any]) -> None:
+    """Raises a UserError where a manifest lacks what a run that is resumed has to know."""
+    lacking = {"position", "finished"} - manifest.keys() or _COUNTS - manifest["position"].keys()
+    if lacking:
+        raise UserError(f"its manifest has no {min(lacking)}")
+
+
+def _check_manifest(manifest: Manifest) -> Manifest:
+    """Returns the manifest; raises a UserError that names a value of the wrong kind."""
+    for name, value in manifest.items():
+        try:
+            _check_value(name, value)
+        except (TypeError, AttributeError, ValueError, KeyError) as error:
+            raise UserError(f"its {name} can't be: {error}") from error
+    return manifest
+
+
+def _check_value(name: str, value: Any) -> None:
+    match name:
+        case "position":
+            for key, item in value.items():
+                _check_kind(item, bool) if key in _SWITCHES else as_count(item)
+        case "finished":
+            _check_kind(value, bool)
+        case "logged":
+            for step, tag, number in value:
+                as_count(step)
+                as_text(tag)
+                _check_kind(number, int, float)
+        case "metrics":
+            for number in value.values():
+                _check_kind(number, int, float)
+        case "parts":
+            for entry in value.values():
+                _check_entry(entry)
+                as_count(entry["rank"])
+                as_text(entry["host"])
+        case "bytes":
+            as_count(value)
+        case "sha256":
+            as_text(value)
+        case "before":
+            _check_entry(value)
+            _check_manifest(value)
+        case "configuration" | "versions":
+            _check_kind(value, dict, type(None))
+
+
+def _check_kind(value: object, *kinds: type) -> None:
+    if type(value) not in kinds:
+        raise UserError(f"{str(value)[:40]!r} is no {kinds[0].__name__}")
+
+
+def _check_entry(entry: Entry) -> None:
+    as_count(entry["bytes"])
+    as_text(entry["sha256"])
+
+
+# Verification --------------------------------------------------------------------------------------------------------
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Returns the SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_manifest(path: Path, content: bool = True) -> Manifest:
+    """Returns the manifest of a checkpoint that matches it (without `content`, in sizes); a ValueError names what is wrong."""
+    try:
+        manifest = manifest_at(path)
+        parts: dict[str, Entry] | None = manifest.get("parts")
+        if parts is None:
+            _check_entry(manifest)
+        elif odd := [name for name in parts if not _PART.fullmatch(name)]:
+            raise UserError(f"{odd[0]!r} is no name of a part")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"its manifest can't be read ({shortened(error)})") from error
+    if parts is not None:
+        with ThreadPool(_READERS) as readers:  # of daemons: a process that ends does not wait for them
+            problems = readers.map(lambda part: part_problem(path, *part, content), parts.items())
+        if any(problems):
+            raise UserError("; ".join(filter(None, problems)))
+        return manifest
+    if path.is_dir():
+        raise UserError("it is a folder, and its manifest is of a file")
+    if problem := _problem(path, manifest, content):
+        before: Manifest | None = manifest.get("before")
+        if before is None or _problem(path, before, content):
+            raise UserError(f"it {problem}")
+        return before  # whoever wrote it anew was killed when its manifest had taken its place, and it had not
+    return manifest
+
+
+def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) -> str:
+    """Returns what is wrong with a part, and who has written it; '' if it is unchanged."""
+    by = f"{name}, which rank {entry['rank']} on {entry['host']} has written,"
+    try:
+        problem = _problem(folder / name, entry, content)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{by} is missing"
+    except OSError as error:
+        return f"{by} can't be read ({error})"
+    return f"{by} {problem}" if problem else ""
+
+
+def _problem(path: Path, entry: Entry, content: bool = True) -> str:
+    """Returns how a file differs from what was written, or ''."""
+    size = regular_size(path)
+    if size != entry["bytes"]:
+        return f"has {size} bytes instead of {entry['bytes']}"
+    if not content:
+        return ""
+    with open_to_read(path) as file:
+        return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
+
+
+def newest_good(
+    folder: Path, set_aside: bool = True, content: bool = True, complete: bool = False
+) -> tuple[Path, Manifest] | None:
+    """Returns the newest checkpoint in a folder that is whole. One that is not is reported and `set_aside`, or passed over.
+
+    `complete`: whether its manifest must have all that a run that is resumed needs.
+    """
+    checkpoints = checkpoints_in(folder)
+    for path in reversed(checkpoints):
+        try:
+            manifest = read_manifest(path, content)
+            if complete:
+                check_complete(manifest)
+            return path, manifest
+        except (ValueError, OSError) as error:
+            if set_aside:
+                set_aside_as_bad(path, error)
+    if checkpoints and set_aside:
+        log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
+    return None
+
+
+class Verification(Callback):
+    """Ends a run whose checkpoint turns out to be damaged: the same command then resumes from the one before it.
+
+    The other hosts wait for rank 0 for `trainer.join_timeout` seconds, and to compare the checksums of a large checkpoint can
+    take longer. So rank 0 looks at its size alone before the ranks meet, and ends its reading before anything is loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = ThreadPool(1)  # of daemons: a process that ends does not wait until a large file has been read
+        self._manifest = self._reader.apply_async(read_manifest, (path,))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        try:
+            self._manifest.get()
+        except (ValueError, OSError) as error:
+            set_aside_as_bad(self.path, error)
+            log.error("The same command resumes from the checkpoint before it.")
+            raise SystemExit(TRY_AGAIN) from None
+        self._reader.terminate()  # who has threads must not fork
+
+
+# The content ---------------------------------------------------------------------------------------------------------
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """A reader and writer like Lightning's, with `weights_only` on unless it was switched off; it reads folders of parts,
-    too.
-    """
+    """Reads files and folders of parts, with `weights_only` on unless it was switched off; writes like Lightning's."""
 
     slice_of: Callable[[Stored], Any] | None = None
-    """What this rank takes of a tensor that lies in parts, where the network is spread; None: all of it. Files are then
-    mapped into memory: who takes a slice of a tensor reads no more than that."""
+    """Returns what this rank takes of a tensor in parts, where the network is sharded; None: all of it. Files are then mapped
+    into memory: who takes a slice of a tensor reads no more than that."""
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        safe = True if weights_only is None else weights_only
         try:
-            checkpoint: dict[str, Any] = self._read(Path(path), path, map_location, safe)
-            if not isinstance(checkpoint, dict):
-                raise UserError(f"{path} holds no checkpoint, but a {type(checkpoint).__name__}.")
-            return checkpoint
-        except pickle.UnpicklingError as error:
-            raise as_user_error(
-                error,
-                f"{path} holds more than weights and plain values, and reading that can run code: {error}. "
-                "HINT: if you trust where it comes from, set weights_only=false.",
-            ) from error
+            checkpoint: dict[str, Any] = self._read(path, map_location, weights_only is not False)
         except UserError:
             raise
-        except FileNotFoundError as error:
-            raise as_user_error(error, f"There is no checkpoint {path}.") from error
         except Exception as error:  # whatever a damaged file makes of the reader
-            raise as_user_error(
-                error,
-                f"{path} can't be read as a checkpoint: {error}. HINT: it may be cut short; take an older one from "
-                "the same folder.",
-            ) from error
+            hint = "it may be cut short; take an older one from the same folder."
+            text = f"{path} can't be read as a checkpoint: {error}. HINT: {hint}"
+            if isinstance(error, FileNotFoundError):
+                text = f"There is no checkpoint {path}."
+            elif isinstance(error, pickle.UnpicklingError):
+                hint = "if you trust where it comes from, set weights_only=false."
+                text = f"{path} holds more than weights and plain values, and reading that can run code: {error}. HINT: {hint}"
+            raise as_user_error(error, text) from error
+        if not isinstance(checkpoint, dict):
+            raise UserError(f"{path} holds no checkpoint, but a {type(checkpoint).__name__}.")
+        return checkpoint
 
-    def _read(self, path: Path, address: str | Path, map_location: Any, safe: bool) -> Any:
+    def _read(self, address: str | Path, map_location: Any, safe: bool) -> Any:
         """Reads a folder of parts, a file or a remote address; `safe`: runs no code from it."""
+        path = Path(address)
         if path.is_dir():
-            return Parted(path, load if safe else _load_trusted).checkpoint(self.slice_of or Stored.read)
+            trusting = partial(torch.load, map_location="cpu", mmap=True, weights_only=False)
+            return Parted(path, load if safe else trusting).checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
             with plain_values():
                 return finished(super().load_checkpoint(address, map_location, safe))
-        if self.slice_of is not None:
-            return _copy_small_tensors(load(path))
-        return load(path, map_location, mmap=False)
-
-
-def _load_trusted(path: Path) -> Any:
-    """Reads a file that the user trusts: it may run code."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _copy_small_tensors(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint whose small tensors are copies: they no longer keep the mapped file open."""
-    copied: dict[str, Any] = apply_to_collection(
-        checkpoint, Tensor, lambda tensor: tensor.clone() if tensor.nbytes < _SMALL else tensor
-    )
-    return copied
+        if self.slice_of is None:
+            return load(path, map_location, mmap=False)
+        return apply_to_collection(load(path), Tensor, lambda tensor: tensor.clone() if tensor.nbytes < _SMALL else tensor)

@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.verification import Verification
+from project.checkpoints.reading import Verification
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import take_functions
 from project.cli.complaints import condensed

@@ -12,8 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
-from project.checkpoints.files import sha256_of
-from project.checkpoints.manifest import manifest_at
+from project.checkpoints.reading import manifest_at, sha256_of
 from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from project.checkpoints.files import entry_of, read_manifest, write_file, write_manifest
-from project.checkpoints.manifest import manifest_of
+from project.checkpoints.reading import manifest_of, read_manifest
+from project.checkpoints.writing import entry_of, write_file, write_manifest
 from project.errors import UserError
 from project.export import description
 from project.export.folder import ABOUT, staging

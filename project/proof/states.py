@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from project.checkpoints.files import checkpoints_in, step_of
-from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.reading import SafeCheckpointIO, checkpoints_in, step_of
 from project.watch.curves import Curves
 from project.watch.history import of_the_module
 

@@ -1,13 +1,11 @@
-"""Finds what the user's objects keep in Python, beside weights and states: the objects, by name, and digests of their
-attributes.
-"""
+"""Finds what the user's objects keep in Python, beside weights and states: digests of their attributes, by name."""
 
 import itertools
 import random
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
 _DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, CACHED)
 
-Attributes = dict[str, dict[str, bytes]]
+Attributes = Mapping[str, Mapping[str, bytes]]
 """The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""
 UNKNOWN = b""
 
@@ -117,24 +115,29 @@ def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
 
 def _values(owner: Any) -> dict[str, Any]:
     """Returns its attributes, and those that its class has for all its instances."""
-    shared = {
-        name: value
-        for kind in reversed(type(owner).__mro__)
-        if not is_of_a_library(kind)
-        for name, value in vars(kind).items()
-        if isinstance(value, (*_PLAIN, *_DRAW)) and not name.startswith("__")
-    }
+    shared: dict[str, Any] = {}
+    for kind in reversed(type(owner).__mro__):
+        if not is_of_a_library(kind):
+            shared |= _plain(vars(kind))
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
     if isinstance(owner, Metric):  # whose states are saved by themselves
         aside = aside | _OF_METRICS | {*owner.metric_state}
-    kept = {**shared, **getattr(owner, "__dict__", {})}
-    replaced = {
-        name
-        for name, value in kept.items()
-        if callable(value) and callable(getattr(type(owner), name, None)) and not isinstance(value, CACHED)
+
+    def is_method(name: str, value: object) -> bool:  # which others put there
+        return callable(value) and callable(getattr(type(owner), name, None)) and not isinstance(value, CACHED)
+
+    return {
+        name: value
+        for name, value in {**shared, **getattr(owner, "__dict__", {})}.items()
+        if name not in aside and not name.startswith("_ddp") and not is_method(name, value)  # torch's
     }
-    aside = aside | replaced  # methods that others put there
-    return {name: value for name, value in kept.items() if name not in aside and not name.startswith("_ddp")}  # torch's
+
+
+def _plain(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers, lists and generators among a class's or a file's values."""
+    return {
+        name: value for name, value in [*kept.items()] if isinstance(value, (*_PLAIN, *_DRAW)) and not name.startswith("__")
+    }
 
 
 def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -149,10 +152,5 @@ def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the numbers, lists and generators of the files in which the user's classes are."""
     files = {kind.__module__ for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
-    for name in sorted(files):
-        file: ModuleType | None = sys.modules.get(name)
-        kept = vars(file) if file is not None else {}
-        yield (
-            name,
-            {key: value for key, value in [*kept.items()] if isinstance(value, (*_PLAIN, *_DRAW)) and not key.startswith("__")},
-        )
+    for name in sorted(files & sys.modules.keys()):
+        yield name, _plain(vars(sys.modules[name]))

@@ -1,22 +1,22 @@
 """Makes a changed optimiser setting or schedule take effect on resume: checkpoints carry the settings of their training.
 
-A checkpoint brings its learning rate, weight decay and schedule back with it. Where the configuration has others (the run's
-identity and the user allow it, see `project.runs`), they take over here: the optimiser keeps what it has gathered
-(momentum, say), and the new schedule is where it would be had it been there from the beginning. ReduceLROnPlateau, which lives
-on metrics, begins anew.
+Where the configuration of the model has changed (see `project.runs`), its settings take over: the optimiser keeps what it has
+gathered (momentum, say). A schedule that has changed, as that of a longer run does, is where it would be had it been so from
+the beginning; ReduceLROnPlateau, which lives on metrics, begins anew where its configuration has changed.
 """
 
 import copy
 import json
 import logging
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from project.errors import UserError
 from project.typed import typed
@@ -27,22 +27,18 @@ _OPTIMISATION_KEYS = ("optimizer", "lr_scheduler", "lr_reference_batch", "lr_sca
 
 
 class ChangedSettings(Callback):
-    """Applies the configured settings of optimisers and schedules where they differ from those of the checkpoint.
-
-    Args:
-        configuration: the resolved configuration of this run.
-    """
+    """Applies the configured settings of optimisers and schedules where they differ from those of the checkpoint."""
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration: dict[str, Any] = json.loads(json.dumps(configuration, default=str))
         for place in ("devices", "num_nodes"):  # the manifest says where it ran
             (self.configuration.get("trainer") or {}).pop(place, None)
         self._schedule_steps: int | None = None  # steps of the schedule to repeat; None: no setting has changed
-        self._saved_global_batch: int | None = None  # the global batch of the checkpoint
+        self._saved_global_batch: int | None = None
         self._configured_groups: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["configuration"], checkpoint["global_batch"] = self.configuration, _global_batch(trainer)
+        checkpoint["configuration"], checkpoint["global_batch"] = self.configuration, typed(trainer).global_batch
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Compares the settings; if they differ, drops the schedules' states from the checkpoint and counts their steps."""
@@ -62,46 +58,36 @@ class ChangedSettings(Callback):
             self._schedule_steps = moves
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the configured settings: before the optimiser's state is restored and, of a sharded network, before the
-        checkpoint is read.
-        """
+        """Notes the configured settings, before the optimiser's state is restored."""
         self._configured_groups = [
             copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in _param_groups(trainer)
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the changed settings: the optimiser's state has just been restored, and the loaders know how large their
-        batches are.
-        """
-        before, now, self._saved_global_batch = self._saved_global_batch, _global_batch(trainer), None
-        if before not in (None, now):
+        """Applies the changed settings, when the optimiser's state has been restored, and the loaders know their batches."""
+        before, self._saved_global_batch = self._saved_global_batch, None
+        if before not in (None, now := typed(trainer).global_batch):
             key = "data" if "global_batch_size" in (self.configuration.get("data") or {}) else "trainer"
             raise UserError(
                 f"The checkpoint is of a run with a global batch of {before}, and this would be one of {now}. "
                 f"HINT: set {key}.global_batch_size={before}; it then stays on any number of ranks."
             )
-        if self._schedule_steps is None:
-            return
         moves, self._schedule_steps = self._schedule_steps, None
+        if moves is None:
+            return
         for group, fresh in zip(_param_groups(trainer), self._configured_groups, strict=True):
             group.update(fresh)
         for optimizer in trainer.optimizers:
             _check_optimizer_state(optimizer)
         for config in trainer.lr_scheduler_configs:
             if not isinstance(config.scheduler, ReduceLROnPlateau):
-                for _ in range(moves):
-                    config.scheduler.step()
+                _replay(config.scheduler, moves)
         lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(group["lr"] for group in _param_groups(trainer)))
         log.info("From step %d on the learning rate is %s.", trainer.global_step, lrs)
 
 
 def _param_groups(trainer: Trainer) -> list[dict[str, Any]]:
     return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-
-
-def _global_batch(trainer: Trainer) -> int | None:
-    batch = typed(trainer).global_batch
-    return batch
 
 
 def _check_optimizer_state(optimizer: Optimizer) -> None:
@@ -123,3 +109,68 @@ def _check_optimizer_state(optimizer: Optimizer) -> None:
                 f"The optimiser's new settings need {', '.join(sorted(map(str, missing)))}, which it has not gathered so far. "
                 "HINT: go back to the old settings, or choose another --run."
             )
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+
+def restore_schedules(trainer: Trainer, saved: Sequence[Any], then: Sequence[Any], now: Sequence[Any]) -> None:
+    """Restores the schedules, with today's settings where they have changed since the run began, and reports the result.
+
+    `saved`: the states in the checkpoint; `then`, `now`: those before any step, as the run had and has configured them.
+    """
+    changed = False
+    for config, state, before, built in zip(trainer.lr_scheduler_configs, saved, then, now, strict=True):
+        schedule = config.scheduler
+        if _is_equal(before, built):
+            schedule.load_state_dict(state)
+            continue
+        changed = True
+        if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
+            for group, lr in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = lr
+            moves = trainer.global_step if config.interval == "step" else trainer.current_epoch
+            _replay(schedule, state.get("last_epoch", moves // config.frequency))
+        else:  # how it moves is not known here
+            settings = {key: value for key, value in built.items() if not _is_equal(before.get(key), value)}
+            schedule.load_state_dict({**state, **settings})
+    lrs = [group["lr"] for group in _param_groups(trainer)]
+    if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
+        log.warning(
+            "The learning rate is 0 at step %d, and %s steps are left, which will change nothing as long as it is. "
+            "HINT: give the schedule the length of the whole run.",
+            *(trainer.global_step, left),
+        )
+    elif changed:
+        shown = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(float(lr) for lr in lrs))
+        log.info("The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown)
+
+
+def _replay(schedule: LRScheduler, moves: int) -> None:
+    """Moves a fresh schedule to where it would be had it been there from the beginning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it moves before its optimiser
+        for _ in range(moves):
+            schedule.step()
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    return bool(value == other)
+
+
+def refuse_short_one_cycle(trainer: Trainer) -> None:
+    """Raises a UserError where OneCycleLR has fewer steps than the run: it fails after its last one."""
+    for config in trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, OneCycleLR):
+            moves = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs or -1
+            if config.scheduler.total_steps < moves // config.frequency:
+                raise UserError(
+                    f"OneCycleLR has total_steps={config.scheduler.total_steps}, and moves {moves // config.frequency} times "
+                    "in this run. HINT: set its total_steps to the length of the run (of all of it, where one is made longer)."
+                )

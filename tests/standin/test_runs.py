@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from project.checkpoints.files import checkpoints_in
-from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.reading import SafeCheckpointIO, checkpoints_in
 from tests.conftest import Run
 from tests.own import write_texts
 from tests.survive.test_resume import curves, same

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from project.checkpoints.callback import Checkpoints
 from project.checkpoints.reading import SafeCheckpointIO
-from project.checkpoints.shard_writers import HostCopy, ShardWriters
+from project.checkpoints.writing import ShardWriters
 from project.cluster.interfaces import use_loopback
 from project.parts import Stored
-from project.sharded.shards import read_shard, split
+from project.sharded.shards import Split, read_shard, split
 from tests.conftest import _SERVER, PATIENCE
+from tests.survive.test_resume import same
 
 SPREAD = ("weight", "bias", "one")
 _MOVES = ((os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (torch, "save"))
@@ -54,16 +55,6 @@ def spread(value: Any, mesh: DeviceMesh, name: str = "") -> Any:
     if name not in (*SPREAD, "exp_avg", "list 0"):
         return value
     return distribute_tensor(value, mesh, [Shard(0) if at == "shard" else Replicate() for at in mesh.mesh_dim_names or ()])
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @dataclass(frozen=True)
@@ -128,28 +119,31 @@ def _rank(world: World, rank: int, work: Callable[..., Any], *words: Any) -> Non
 def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | None, keep: int) -> list[Any]:
     """Writes a checkpoint of each step as `Checkpoints` does, struck in the last; what became of each, and how many moves the
     last one took."""
-    rank = dist.get_rank()
-    together = ShardWriters(f"host-{rank}")
-    together.connect(None)
-    checkpoints = Checkpoints(keep_last=keep, monitor=None)
-    checkpoints._shard_writers, checkpoints._folder = together, world.folder / "checkpoints"
+    save = _saver(world, mesh, keep)
     said: list[Any] = []
     moves = [0]
     for step in steps:
-        apart = split(spread(whole(step), mesh))
         if step == steps[-1]:
-            _count(moves, strike, world)
-        manifest = {"position": {"global_step": step}} if rank == 0 else {}
-        path = checkpoints._folder / f"step-{step:09d}.ckpt"
-        checkpoints._write(path, HostCopy(apart.marked if rank == 0 else {}, apart.slices), manifest)
-        said.append(checkpoints.failed)
+            for module, name in _MOVES:
+                setattr(module, name, _counted(getattr(module, name), moves, strike, world))
+        said.append(save(step).failed)
     return [*said, moves[0]]
 
 
-def _count(moves: list[int], strike: Strike | None, world: World) -> None:
-    """From here on, moves are counted, and the strike falls."""
-    for module, name in _MOVES:
-        setattr(module, name, _counted(getattr(module, name), moves, strike, world))
+def _saver(world: World, mesh: DeviceMesh, keep: int) -> Callable[[int], Checkpoints]:
+    rank = dist.get_rank()
+    checkpoints = Checkpoints(keep_last=keep, monitor=None)
+    checkpoints._shard_writers, checkpoints._folder = ShardWriters(f"host-{rank}"), world.folder / "checkpoints"
+    checkpoints._shard_writers.connect(None)
+
+    def save(step: int) -> Checkpoints:
+        apart = split(spread(whole(step), mesh))
+        manifest = {"position": {"global_step": step}} if rank == 0 else {}
+        path = checkpoints._folder / f"step-{step:09d}.ckpt"
+        checkpoints._write(path, Split(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        return checkpoints
+
+    return save
 
 
 def _counted(real: Any, moves: list[int], strike: Strike | None, world: World) -> Any:
@@ -178,18 +172,11 @@ def full_disk(world: World, mesh: DeviceMesh, sick: int) -> list[Any]:
         file.write(b"half")
         raise RuntimeError("unexpected pos 64 vs 0") from OSError(28, "No space left on device")
 
-    rank = dist.get_rank()
-    together = ShardWriters(f"host-{rank}")
-    together.connect(None)
-    checkpoints = Checkpoints(keep_last=9, monitor=None)
-    checkpoints._shard_writers, checkpoints._folder = together, world.folder / "checkpoints"
+    save = _saver(world, mesh, keep=9)
     said: list[Any] = []
     for step in (1, 2, 3):
-        torch.save = full if step == 2 and rank == sick else real
-        apart = split(spread(whole(step), mesh))
-        manifest = {"position": {"global_step": step}} if rank == 0 else {}
-        path = checkpoints._folder / f"step-{step:09d}.ckpt"
-        checkpoints._write(path, HostCopy(apart.marked if rank == 0 else {}, apart.slices), manifest)
+        torch.save = full if step == 2 and dist.get_rank() == sick else real
+        checkpoints = save(step)
         dist.barrier()  # what is left goes when the others have been told
         there = sorted(one.name for one in checkpoints._folder.iterdir())
         said.append((checkpoints.failed, there))

@@ -1,5 +1,7 @@
 """Checkpoints that can be trusted: damaged ones are set aside, nothing is deleted early, a full disk stops nothing."""
 
+import functools
+import itertools
 import json
 import os
 import signal
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from project.checkpoints.callback import Checkpoints
-from project.checkpoints.files import newest_good, read_manifest, write
-from project.checkpoints.shard_writers import HostCopy
-from project.checkpoints.verification import Verification
+from project.checkpoints.reading import Verification, newest_good, read_manifest
+from project.checkpoints.writing import clean_up, write
+from project.plain_values import load
 from project.runs import weights
+from project.sharded.shards import Split
 from tests.conftest import environment
 from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
 
@@ -66,10 +69,6 @@ def test_a_damaged_one_is_set_aside_and_the_next_newest_taken(tmp_path, caplog, 
     assert os.path.lexists(tmp_path / "step-000000003.ckpt.bad")
 
 
-def test_none_is_none(tmp_path):
-    assert newest_good(tmp_path) is None
-
-
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     class Unwritable:
         def __reduce__(self):
@@ -82,30 +81,52 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_write_that_is_killed_between_manifest_and_file_leaves_the_file_that_was_there(tmp_path):
-    path = tmp_path / "step-000000005.ckpt"
-    write(path, STATE, {"step": 5, "finished": False})
-    before = path.read_bytes()
-    write(path, {**STATE, "more": torch.ones(9)}, {"step": 5, "finished": True})
-    assert read_manifest(path)["finished"]
-    path.write_bytes(before)
-    assert read_manifest(path)["finished"] is False
-    cut(path)
-    with pytest.raises(ValueError, match="bytes instead of"):
-        read_manifest(path)
+MOVES = ((os, "fsync"), (os, "replace"), (os, "unlink"), (torch, "save"))
+
+
+def killed(path: Path, move: int) -> bool:
+    """Whether a process that writes a checkpoint is killed before its so-manieth move."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    moves = itertools.count()
+
+    def counted(real, *args, **named):
+        if next(moves) == move:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+
+    for module, name in MOVES:
+        setattr(module, name, functools.partial(counted, getattr(module, name)))
+    write(path, {**STATE, "again": True}, {"finished": True})
+    os._exit(0)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_write_that_is_killed_at_any_move_leaves_a_whole_checkpoint(tmp_path, step):
+    """The file that was there, of the same name or another, or the new one."""
+    for move in itertools.count():
+        write(tmp_path / "step-000000001.ckpt", STATE, {"finished": False})
+        if not killed(tmp_path / f"step-{step:09d}.ckpt", move):
+            break
+        clean_up(tmp_path)
+        path, manifest = newest_good(tmp_path, set_aside=False)
+        assert manifest["finished"] == ("again" in load(path))
+        assert {file.suffix for file in tmp_path.iterdir()} == {".ckpt", ".json"}
+        path.unlink()
+    assert move > 6
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     callback = Checkpoints(keep_last=2)
     callback._folder = tmp_path
     for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.2, 0.4], start=1):
-        callback._write(tmp_path / f"step-{step:09d}.ckpt", HostCopy(STATE, {}), {"metrics": {"val/acc": accuracy}})
+        callback._write(tmp_path / f"step-{step:09d}.ckpt", Split(STATE, {}), {"metrics": {"val/acc": accuracy}})
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step-{n:09d}.ckpt" for n in (2, 4, 5)]
     assert callback.best is not None
     assert callback.best[1].name == "step-000000002.ckpt"
     callback._write(
         path := tmp_path / "step-000000006.ckpt",
-        HostCopy(STATE, {}),
+        Split(STATE, {}),
         {"metrics": {"val/acc": 0.9}, "position": {"global_step": 6}},
     )
     assert callback.best == (0.9, path), "of equals, the newest"
@@ -115,13 +136,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
 def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
     callback = Checkpoints(keep_last=1, monitor=None)
     callback._folder = tmp_path
-    callback._write(tmp_path / "step-000000001.ckpt", HostCopy(STATE, {}), {})
+    callback._write(tmp_path / "step-000000001.ckpt", Split(STATE, {}), {})
 
     def broken(path):
         raise ValueError("its checksum is wrong")
 
-    monkeypatch.setattr("project.checkpoints.files.read_manifest", broken)
-    callback._write(tmp_path / "step-000000002.ckpt", HostCopy(STATE, {}), {})
+    monkeypatch.setattr("project.checkpoints.writing.read_manifest", broken)
+    callback._write(tmp_path / "step-000000002.ckpt", Split(STATE, {}), {})
     assert callback.failed is not None
     monkeypatch.undo()
     assert read_manifest(tmp_path / "step-000000001.ckpt")
@@ -129,7 +150,7 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
 
 def test_a_process_that_ends_does_not_wait_for_what_is_being_read(tmp_path, monkeypatch):
     reads, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr("project.checkpoints.files._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
+    monkeypatch.setattr("project.checkpoints.reading._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
     part = {"rank": 0, "host": "h", "bytes": 1, "sha256": ""}
     manifest(path := tmp_path / "step-000000001.ckpt").write_text(json.dumps({"parts": {"whole.pt": part}}))
     others = {*threading.enumerate()}

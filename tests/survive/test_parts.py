@@ -5,17 +5,20 @@ import os
 import pickle
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 
-from project.checkpoints.files import clean_up, newest_good, read_manifest
-from project.checkpoints.files import write as write_file
-from project.checkpoints.reading import SafeCheckpointIO
+from project.checkpoints.reading import SafeCheckpointIO, newest_good, read_manifest
+from project.checkpoints.writing import clean_up
+from project.checkpoints.writing import write as write_file
 from project.errors import UserError
-from tests.survive.parts_world import Strike, World, full_disk, read, same, whole, write
+from tests.survive.parts_world import Strike, World, full_disk, read, whole, write
+from tests.survive.test_checkpoints import cut, flip_a_bit
+from tests.survive.test_resume import same
 
 NAMES = {step: f"step-{step:09d}.ckpt" for step in (1, 2, 3)}
 
@@ -70,28 +73,18 @@ def struck(folder: Path, ranks: int, strike: Strike) -> int:
     return assert_nothing_is_lost(folder / "checkpoints")
 
 
-def test_a_rank_is_killed_at_every_fifth_place(tmp_path):
-    places = strikes(2, tmp_path / "count")[::5]
-    found = [struck(tmp_path / f"{one.rank}-{one.move}", 2, one) for one in places]
-    assert set(found) == {1, 2}  # some fell before the checkpoint was there, and some when it was
-
-
-@pytest.mark.faults
-def test_one_of_two_ranks_is_killed_at_any_place(tmp_path):
-    places = strikes(2, tmp_path / "count")
-    assert {struck(tmp_path / f"{one.rank}-{one.move}", 2, one) for one in places} == {1, 2}
-
-
-@pytest.mark.faults
-def test_one_of_three_ranks_is_killed_at_any_place(tmp_path):
-    places = strikes(3, tmp_path / "count")
-    assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
-
-
-@pytest.mark.faults
-def test_all_are_killed_at_any_place(tmp_path):
-    places = [Strike(one.rank, one.move, all=True) for one in strikes(3, tmp_path / "count")]
-    assert {struck(tmp_path / f"{one.rank}-{one.move}", 3, one) for one in places} == {1, 2}
+@pytest.mark.parametrize(
+    ("ranks", "all_of_them", "every"),
+    [
+        (2, False, 5),
+        pytest.param(3, False, 1, marks=pytest.mark.faults),
+        pytest.param(3, True, 1, marks=pytest.mark.faults),
+    ],
+)
+def test_ranks_are_killed_at_any_place(tmp_path, ranks, all_of_them, every):
+    places = [replace(strike, all=all_of_them) for strike in strikes(ranks, tmp_path / "count")[::every]]
+    steps = {struck(tmp_path / f"{strike.rank}-{strike.move}", ranks, strike) for strike in places}
+    assert steps == {1, 2}  # some fell before the checkpoint was there, and some when it was
 
 
 def test_a_full_disk_of_one_rank_is_every_ranks_failure_and_tried_again(tmp_path):
@@ -105,16 +98,6 @@ def test_a_full_disk_of_one_rank_is_every_ranks_failure_and_tried_again(tmp_path
 
 
 # Damaged -------------------------------------------------------------------------------------------------------------
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def of_another(path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.checkpoints.readable import plain_values
 from project.checkpoints.reading import SafeCheckpointIO
 from project.errors import UserError
+from project.plain_values import plain_values
 from project.trainer import Trainer
 from tests.conftest import TINY, forked
 from tests.survive.test_resume import curves, faults, same
@@ -21,6 +21,7 @@ FIT = (
     *("--data.batch_size=4", "--data.global_batch_size=48"),
     *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=4"),
 )
+WORDS = [word for word in FIT[1:] if "run=" not in word]
 STEPS = 15  # 5 in each epoch
 SHARDED, DDP, EXACT = "--trainer.strategy=sharded", "--trainer.strategy=ddp", "--trainer.exact=true"
 LEARNED = ("state_dict", "optimizer_states", "lr_schedulers", "position")
@@ -62,6 +63,15 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def linked(uninterrupted, tmp_path):
+    """A run of three ranks, which lies in this test's folder, too."""
+    run = uninterrupted(3)
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
+    return run
+
+
 def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
     for name, value in (("NODE_RANK", "0"), ("NNODES", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
@@ -71,36 +81,25 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "where", "step"),
+    ("ranks", "where", "step", "number"),
     [
-        (3, "step", 8),
-        pytest.param(2, "write", 9, marks=pytest.mark.faults),
-        pytest.param(2, "accumulation", 7, marks=pytest.mark.faults),
-        pytest.param(3, "write", 6, marks=pytest.mark.faults),
-        pytest.param(3, "validation", 9, marks=pytest.mark.faults),
+        (3, "step", 8, signal.SIGKILL),
+        pytest.param(3, "step", 7, signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(2, "accumulation", 7, signal.SIGKILL, marks=pytest.mark.faults),
+        pytest.param(3, "write", 6, signal.SIGKILL, marks=pytest.mark.faults),
+        pytest.param(3, "validation", 9, signal.SIGKILL, marks=pytest.mark.faults),
     ],
 )
-def test_killed_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step):
+def test_struck_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, step, number):
     """Within an epoch, too: the samples are those that would have come."""
-    fault = faults({"rank": ranks - 1, "where": where, "step": step})
+    fault = faults({"rank": ranks - 1, "where": where, "step": step, "number": int(number)})
     struck = quick(*FIT, SHARDED, fault, ranks=ranks)
-    assert struck.code != 0
+    assert struck.code == 143 if number == signal.SIGTERM else struck.code != 0, struck.output
     assert checkpoint(tmp_path).is_dir()
     resumed = quick(*FIT, SHARDED, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert "Goes on from" in resumed.output
     assert_same(tmp_path, uninterrupted(ranks))
-
-
-@pytest.mark.faults
-def test_stopped_with_a_signal(uninterrupted, quick, tmp_path):
-    fault = faults({"rank": 1, "where": "step", "step": 7, "number": int(signal.SIGTERM)})
-    stopped = quick(*FIT, SHARDED, fault, ranks=3)
-    assert stopped.code == 143, stopped.output
-    assert "step-00000000" in stopped.output.partition("Stopped by SIGTERM")[2]
-    resumed = quick(*FIT, SHARDED, fault, ranks=3)
-    assert resumed.code == 0, resumed.output
-    assert_same(tmp_path, uninterrupted(3))
 
 
 @pytest.mark.faults
@@ -141,43 +140,35 @@ def test_a_lost_part_is_named_and_the_one_before_is_taken(uninterrupted, quick, 
 
 
 @pytest.mark.faults
-def test_other_verbs_take_a_folder(uninterrupted, quick, tmp_path):
-    run = uninterrupted(3)
-    (tmp_path / "lightning_logs").mkdir()
-    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
-    saved = checkpoint(run)
-    words = [word for word in FIT[1:] if "run=" not in word]
+def test_other_verbs_take_a_folder(linked, quick, tmp_path):
+    saved = checkpoint(linked)
     figures = []
     for ranks, strategy in ((1, DDP), (2, SHARDED), (3, SHARDED)):
-        done = quick("test", *words, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
+        done = quick("test", *WORDS, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
         assert done.code == 0, done.output
         (found,) = (tmp_path / f"lightning_logs/test-{ranks}").glob("test*.json")
         figures.append(json.loads(found.read_text())["metrics"])
     assert figures[0] == figures[1] == figures[2]
 
-    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
+    done = quick("export", *WORDS, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
     assert done.code == 0, done.output
     begun = quick(
-        "fit", *words, f"--model.init_from={saved}", "--model.init_prefix=network.", "--run=begun", "--trainer.max_steps=1"
+        "fit", *WORDS, f"--model.init_from={saved}", "--model.init_prefix=network.", "--run=begun", "--trainer.max_steps=1"
     )
     assert begun.code == 0, begun.output
     assert "tensors begin as in" in begun.output
 
 
 @pytest.mark.faults
-def test_one_file_of_it_goes_on_as_the_folder_does(uninterrupted, quick, tmp_path):
-    run = uninterrupted(3)
-    (tmp_path / "lightning_logs").mkdir()
-    (tmp_path / "lightning_logs/it").symlink_to(run / "lightning_logs/it")
-    words = [word for word in FIT[1:] if "run=" not in word]
-    done = quick("export", *words, "--run=it", "--ckpt_path=last", "--to=checkpoint", "--out=one")
+def test_one_file_of_it_goes_on_as_the_folder_does(linked, quick, tmp_path):
+    done = quick("export", *WORDS, "--run=it", "--ckpt_path=last", "--to=checkpoint", "--out=one")
     assert done.code == 0, done.output
     (file,) = (tmp_path / "one").glob("*.ckpt")
     with plain_values():
-        assert same(torch.load(file, weights_only=True), final(run))
-    for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(run), DDP, 1), ("c", file, SHARDED, 2)):
+        assert same(torch.load(file, weights_only=True), final(linked))
+    for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(linked), DDP, 1), ("c", file, SHARDED, 2)):
         more = (f"--run={name}", f"--resume={source}", strategy, EXACT, "--trainer.max_epochs=4", "--change=trainer.exact")
-        done = quick("fit", *words, *more, ranks=ranks)
+        done = quick("fit", *WORDS, *more, ranks=ranks)
         assert done.code == 0, done.output
     ends = [max((tmp_path / f"lightning_logs/{name}/checkpoints").glob("*.ckpt")) for name in "abc"]
     ours = [SafeCheckpointIO().load_checkpoint(one) for one in ends]

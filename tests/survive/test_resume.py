@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.checkpoints.readable import plain_values
+from project.plain_values import plain_values
 from project.watch.history import OURS
 from tests.conftest import TINY, forked
 
@@ -35,7 +35,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -128,19 +128,8 @@ def test_stopped_in_the_validation_that_ends_an_epoch(quick, tmp_path):
     assert [step for step, _ in curves(tmp_path)["train/loss"]] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.faults
-def test_killed_five_times_in_a_row(uninterrupted, quick, tmp_path):
-    places = [("step", 3), ("accumulation", 4), ("validation", 5), ("write", 9), ("accumulation", 23)]
-    fault = faults(*({"where": where, "step": step} for where, step in places))
-    for _ in places:
-        assert quick(*FIT, fault).code == -signal.SIGKILL
-    assert quick(*FIT, fault).code == 0
-    assert_same_run(tmp_path, uninterrupted(1))
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.faults), 2])
-def test_with_loader_processes(uninterrupted, quick, tmp_path, workers):
-    words = (*FIT, f"--data.num_workers={workers}", faults({"step": 11}))
+def test_with_loader_processes(uninterrupted, quick, tmp_path):
+    words = (*FIT, "--data.num_workers=2", faults({"step": 11}))
     assert quick(*words).code == -signal.SIGKILL
     assert quick(*words).code == 0
     assert_same_run(tmp_path, uninterrupted(1))

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from project import Trainer
-from project.checkpoints.callback import Checkpoints
+from project.checkpoints.callback import Checkpoints, copy_to_host
 from project.errors import UserError
 from project.resume import attributes
+from project.sharded.shards import Split
 from tests.own import Points, Regression
 from tests.survive.test_resume import same
 
@@ -94,12 +95,6 @@ def points(size: int = 24) -> DataLoader[Any]:
     return DataLoader(Points(size), batch_size=4, shuffle=True)
 
 
-def test_a_loader_that_knows_where_it_is_goes_on_there(tmp_path: Path) -> None:
-    fit(tmp_path, Regression(), first := Stream())
-    fit(tmp_path, Regression(), second := Stream(), steps=6, resume=True)
-    assert first.given + second.given == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     counting = Counting()
     trainer = fit(tmp_path, Regression(), points(), callbacks=[counting])
@@ -108,10 +103,8 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     (state,) = [state for name, state in copied["callbacks"].items() if "Counting" in name]
     assert state["counts"].tolist() == [4] * 5
 
-    from project.checkpoints.callback import _copy_to_host
-
     array, tensor = np.zeros(2), torch.zeros(2)
-    copy = _copy_to_host({"array": array, "deep": [{"tensor": tensor}]})
+    copy = copy_to_host(Split({"array": array, "deep": [{"tensor": tensor}]}, {})).marked
     array += 1
     tensor += 1
     assert copy["array"].tolist() == copy["deep"][0]["tensor"].tolist() == [0, 0]
@@ -232,18 +225,6 @@ def test_a_batch_size_that_changes_by_epoch_is_none_of_another_start(tmp_path: P
     resumed.fit_loop.epoch_loop.max_steps = 12
     resumed.fit(Regression(), DataLoader(Points(24), batch_size=8))  # with the same Trainer, from the beginning
     assert "so far" not in caplog.text
-
-
-class RestoredLate(Callback):
-    """As a sharded network is: after its schedule has asked how long the run is, and loaders were made for that."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer._data_connector.start_at(0, 0, [24], within=False, size=None)
-
-
-def test_a_set_that_was_there_before_a_run_is_restored_counts_once(tmp_path: Path) -> None:
-    loaders = fit(tmp_path, Regression(), points(), steps=2, callbacks=[RestoredLate()])._data_connector
-    assert loaders.set_sizes == [24]
 
 
 class Curriculum(LightningDataModule):
