@@ -5,7 +5,6 @@ All ranks call these together. Times are the slowest rank's.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +18,11 @@ _PAIR = 1 << 20  # bytes sent to and fro between two hosts
 _SLOW = 3.0  # times slower than what good links reach
 
 
-@dataclass(frozen=True)
-class NetworkCost:
-    """The cost of a message of so many bytes: latency + bytes / bandwidth."""
-
-    latency: float
-    """Seconds."""
-    bandwidth: float
-    """Bytes a second."""
-
-    def seconds(self, size: float) -> float:
-        return self.latency + size / self.bandwidth
-
-
-def fit(times: dict[int, float]) -> NetworkCost:
-    """Fits the cost to measured times: the smallest message is all latency, the largest shows the bandwidth."""
-    small, large = min(times), max(times)
-    latency = times[small]
-    return NetworkCost(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
+def fitted_seconds(times: dict[int, float], size: float) -> float:
+    """Returns the time of a message of so many bytes, by measured times: the smallest is all latency, the largest shows the
+    bandwidth."""
+    latency, large = times[min(times)], max(times)
+    return latency + (size / large * max(times[large] - latency, 1e-9) if len(times) > 1 else 0.0)
 
 
 def now(device: torch.device) -> float:
