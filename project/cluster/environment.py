@@ -15,7 +15,7 @@ import lightning
 import torch
 
 import project
-from project.cluster.cgroups import memory_left
+from project.cluster.cgroups import field, memory_left
 from project.cluster.code import commit, sources
 from project.cluster.cores import cores
 from project.cluster.place import image
@@ -27,10 +27,6 @@ ALIKE = ("device", "devices", "memory", "driver", "CPU", "cores")
 """Facts that should be: otherwise the fastest wait for the slowest."""
 
 
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _driver() -> str:
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -40,11 +36,7 @@ def _driver() -> str:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return field(Path("/proc/cpuinfo"), "model name") or platform.machine()
 
 
 def hardware(device: torch.device) -> str:
@@ -58,7 +50,7 @@ def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
-        "NCCL": _nccl() if device.type == "cuda" else "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "none",
         "lightning": lightning.__version__,
         "project": project.__version__,
         "commit": commit(),
@@ -94,24 +86,16 @@ def limits(folder: Path) -> dict[str, Any]:
 
 def _available_memory() -> int | None:
     """Returns the bytes of memory that are left on this host, or in the cgroup where that allows less."""
-    amounts = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                amounts.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    if (left := memory_left()) is not None:
-        amounts.append(left)
-    return min(amounts, default=None)
+    left, available = memory_left(), field(Path("/proc/meminfo"), "MemAvailable")  # "123 kB"
+    amounts = [] if left is None else [left]
+    return min([*amounts, int(available.split()[0]) * 1024] if available else amounts, default=None)
 
 
 def odd_ones(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, dict[int, Any]]:
     """Returns the value of most ranks under a name, and the ranks with another one. A version may not know the name."""
-    common = Counter(str(rank_facts.get(name, "none")) for rank_facts in facts).most_common(1)[0][0]
-    return common, {
-        rank: value for rank, rank_facts in enumerate(facts) if str(value := rank_facts.get(name, "none")) != common
-    }
+    values = [rank_facts.get(name, "none") for rank_facts in facts]
+    common = Counter(map(str, values)).most_common(1)[0][0]
+    return common, {rank: value for rank, value in enumerate(values) if str(value) != common}
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -121,7 +105,7 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         by_host.setdefault(hosts[rank], []).append(rank)
     parts = []
     for host, members in by_host.items():
-        shown = " and ".join(filter(None, [", ".join(map(str, members[:-1])), str(members[-1])]))
+        shown = " and ".join(", ".join(map(str, members)).rsplit(", ", 1))
         parts.append(f"rank{'s' if len(members) > 1 else ''} {shown} on {host}")
     return ", ".join(parts)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from project.cluster import environment
+from project.cluster.cgroups import field
 from project.doctor import network
 from project.doctor.examination import Examination
 from project.doctor.findings import Finding, Trouble
@@ -149,15 +150,12 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         run()
         return _resident("VmHWM") - before
-    except OSError:
+    except (OSError, IndexError):
         return 0.0
 
 
 def _resident(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return float(line.split()[1]) * 1024
-    return 0.0
+    return float(field(Path("/proc/self/status"), name).split()[0]) * 1024  # "123 kB"
 
 
 def _round_down(number: int) -> int:
