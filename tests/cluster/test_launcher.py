@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from project.launch import launcher
+from project.launch import torchrun
 from project.launch.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
@@ -66,8 +66,8 @@ def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tm
         {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
         for folder in attempts
     )
-    name, began = detect(first).name, launcher._parent_started()
-    monkeypatch.setattr(launcher, "_parent_started", lambda: began + timedelta(hours=1))
+    name, began = detect(first).name, torchrun._parent_started()
+    monkeypatch.setattr(torchrun, "_parent_started", lambda: began + timedelta(hours=1))
     assert name == f"{began:%Y%m%d-%H%M%S}"
     assert detect(again).name == name
 
