@@ -73,13 +73,17 @@ class ExaminedRun:
         else:
             yield from loaders
 
+    def first_batch(self) -> Any:
+        """Returns the first micro-batch, on the device."""
+        if self._batch is None:
+            self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
+        return self._batch
+
     def compute(self, samples: int) -> None:
         """Puts a micro-batch of so many samples through the network and back."""
         if not self.model.automatic_optimization:
             raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
-        if self._batch is None:
-            self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
-        batch = self._batch
+        batch = self.first_batch()
         if samples != count_samples(batch):
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
         indexed = is_param_in_hook_signature(self.model.training_step, "batch_idx", min_args=2)
