@@ -44,9 +44,9 @@ def hardware(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
 
 
-def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def of_this_rank(device: torch.device, configuration: Mapping[str, object]) -> dict[str, str | int]:
     """Returns the facts about this rank; `configuration` is the resolved one."""
-    facts: dict[str, Any] = {
+    facts: dict[str, str | int] = {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
@@ -74,7 +74,7 @@ def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict
     return facts
 
 
-def limits(folder: Path) -> dict[str, Any]:
+def limits(folder: Path) -> dict[str, int | None]:
     """Returns the limits of a process on this host: a number of files, the rest in bytes."""
     return {
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -91,7 +91,7 @@ def _available_memory() -> int | None:
     return min([*amounts, int(available.split()[0]) * 1024] if available else amounts, default=None)
 
 
-def odd_ones(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, dict[int, Any]]:
+def odd_ones(facts: Sequence[Mapping[str, object]], name: str) -> tuple[str, dict[int, object]]:
     """Returns the value of most ranks under a name, and the ranks with another one. A version may not know the name."""
     values = [rank_facts.get(name, "none") for rank_facts in facts]
     common = Counter(map(str, values)).most_common(1)[0][0]
@@ -110,7 +110,7 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
+def different(facts: Sequence[Mapping[str, object]], hosts: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
     """Returns sentences about what differs between the ranks, each with the ranks that it is about."""
     sentences = {}
     for name in names:
@@ -121,20 +121,20 @@ def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: S
     return sentences
 
 
-def differing_keys(configurations: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, list[int]]:
+def differing_keys(configurations: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> dict[str, list[int]]:
     """Returns the same as `different`, for configurations: by key."""
     levels = [flat(configuration) for configuration in configurations]
     names = list(dict.fromkeys(name for level in levels for name in level))
     return different([{name: level.get(name, "not set") for name in names} for level in levels], hosts, names)
 
 
-def digest(configuration: Any) -> str:
+def digest(configuration: object) -> str:
     """Returns a short hash of a resolved configuration."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def compare(
-    facts: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
+    facts: Mapping[str, object], configuration: Mapping[str, object], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
     """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
     odd = different(gather(facts), hosts, SAME)

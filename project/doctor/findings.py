@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,9 +38,9 @@ class Finding:
     verdict: Verdict
     text: str
     fix: str = ""
-    where: list[dict[str, Any]] = field(default_factory=list)
+    where: list[dict[str, int | str]] = field(default_factory=list)
     """The ranks that it is about, each with its host."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, object] = field(default_factory=dict)
 
 
 def in_bytes(number: float) -> str:

@@ -82,14 +82,14 @@ def limits(this: Examination) -> None:
     if free is not None and free < need:
         text = f"{in_bytes(free)} of disk are left for {run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
         problems.append((this.trouble([0], text), "Free disk, or keep fewer checkpoints."))
-    few = [rank for rank, report in enumerate(reports) if report["open files"] < _FEW_FILES + 4 * run.world_size]
+    few = [rank for rank, report in enumerate(reports) if (report["open files"] or 0) < _FEW_FILES + 4 * run.world_size]
     if few:
         text = f"at most {reports[few[0]]['open files']} open files"
         problems.append((this.trouble(few, text, bad=False), "ulimit -n 65536."))
     batches = run.shared_memory_needed(this.sample_bytes)
     small = [rank for rank, report in enumerate(reports) if (size := report["/dev/shm"]) is not None and size < batches]
     if small:
-        text = f"{in_bytes(reports[small[0]]['/dev/shm'])} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
+        text = f"{in_bytes(reports[small[0]]['/dev/shm'] or 0)} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
         problems.append((this.trouble(small, text), f"/dev/shm: {MORE_SHARED_MEMORY}"))
     crowded = this.gather((run.workers + 1) * run.processes > cores(1) and run.workers > 0)
     if any(crowded):

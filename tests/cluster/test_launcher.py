@@ -22,9 +22,9 @@ SRUN = {
 
 
 def test_python_leaves_it_to_the_yaml():
-    launch = detect({})
-    assert (launch.kind, launch.nodes, launch.processes, launch.world_size) == ("python", None, None, None)
-    assert launch.settle({"devices": 4, "num_nodes": 1}) == ({}, [])
+    for launch in (detect({}), detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"})):
+        assert (launch.kind, launch.nodes, launch.processes, launch.world_size) == ("python", None, None, None)
+        assert launch.settle({"devices": 4, "num_nodes": 1}) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,6 @@ def test_the_launcher_has_its_way_and_says_so():
 def test_what_cannot_work_is_refused(environment, hint):
     with pytest.raises(ValueError, match=hint):
         detect(environment)
-
-
-def test_a_single_task_in_a_job_may_launch_its_own_processes():
-    assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}).kind == "python"
 
 
 def test_nodes_by_hand_need_a_rank_and_a_master(monkeypatch):
