@@ -71,7 +71,7 @@ def memory(device: torch.device) -> Memory:
 class Health:
     """The health of a GPU as NVML reports it: figures, what makes it unfit, and what makes it slower than others."""
 
-    figures: dict[str, Any]
+    figures: dict[str, float | str]
     unfit: list[str]
     slow: list[str]
 
