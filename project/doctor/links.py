@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from project.cluster.interfaces import addresses, is_loopback, resolve, source
+from project.cluster.interfaces import addresses, is_loopback, resolve, source_towards
 from project.doctor import network
 from project.doctor.examination import Examination
 from project.doctor.findings import Trouble, in_bytes
@@ -34,13 +34,12 @@ def _my_network(this: Examination) -> dict[str, Any]:
     doubts = []
     others = [host for host in dict.fromkeys(this.hosts) if host != this.hosts[this.run.rank]]
     towards = this.rendezvous.address if this.run.rank else next(iter(others), this.rendezvous.address)
-    target_addresses = resolve(towards)
-    taken = source(target_addresses[0]) if target_addresses else None
+    taken = source_towards(towards)
     if not this.route.chosen and taken and taken != this.route.address and not is_loopback(taken):
         doubts.append(f"GLOO_SOCKET_IFNAME={this.route}, and packets to {towards} go out from {taken}")
     own = resolve(this.hosts[this.run.rank])
     note = f", though its own name says {own[0]}" if own and is_loopback(own[0]) else ""
-    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: target_addresses}}
+    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: resolve(towards)}}
 
 
 def collectives(this: Examination) -> None:
