@@ -137,10 +137,8 @@ def compare(
     facts: Mapping[str, object], configuration: Mapping[str, object], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
     """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
-    odd = different(gather(facts), hosts, SAME)
-    keys = [sentence for sentence in odd if ": configuration " in sentence]
-    if keys:  # only now the whole of it is sent around
-        for sentence in keys:
-            del odd[sentence]
+    all_facts = gather(facts)
+    odd = different(all_facts, hosts, [name for name in SAME if name != "configuration"])
+    if different(all_facts, hosts, ["configuration"]):  # only now the whole of it is sent around
         odd |= differing_keys(gather(configuration), hosts)
     return odd
