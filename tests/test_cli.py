@@ -243,7 +243,7 @@ def test_bases_come_first_and_are_found_beside_the_config(tmp_path: Path):
 
 
 def test_two_runs_in_the_same_second_have_two_folders(tmp_path):
-    assert len({open_run(tmp_path, None, "x", Launch("python")).folder for _ in range(5)}) == 5
+    assert len({open_run(tmp_path, None, "x", Launch()).folder for _ in range(5)}) == 5
 
 
 def test_version_answers_without_loading_torch():

@@ -1,4 +1,4 @@
-"""Finds the limits of this process's cgroup, as they are visible from here. Standard library only.
+"""Finds the limits of this process's cgroup, as they are visible from here, and reads /proc. Standard library only.
 
 In a container the path in /proc/self/cgroup is often one outside of it, and what is mounted is the container's own part of the
 tree: /proc/self/mountinfo shows which.
@@ -6,6 +6,15 @@ tree: /proc/self/mountinfo shows which.
 
 from contextlib import suppress
 from pathlib import Path
+
+
+def field(file: Path, name: str) -> str:
+    """Returns what follows a name at the beginning of a line of a file like /proc/meminfo; '' where there is none."""
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith(name) and not line[len(name) :][:1].strip(" \t:"):
+                return line[len(name) :].strip(" \t:")
+    return ""
 
 
 def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path, int]]:
@@ -18,18 +27,22 @@ def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path
         mounts = [line.split(" - ", 1) for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:
         return []
+    paths = {name: path for _, names, path in groups for name in names.split(",")}  # version 2 has no name
     cgroup_folders: list[tuple[Path, int]] = []
     for place, system in mounts:
         kind, _, options = system.split(" ", 2)
         if kind == "cgroup2":
-            version, path_in_tree = 2, next((path for _, names, path in groups if names == ""), None)
+            version, path = 2, paths.get("")
         elif kind == "cgroup" and controller in options.rpartition(" ")[2].split(","):
-            version, path_in_tree = 1, next((path for _, names, path in groups if controller in names.split(",")), None)
+            version, path = 1, paths.get(controller)
         else:
             continue
+        if path is None:
+            continue
         root, mounted = (_plain(part) for part in place.split(" ")[3:5])
-        if path_in_tree is not None:
-            cgroup_folders += [(folder, version) for folder in _upwards(Path(mounted), _below(root, path_in_tree))]
+        folder, top = Path(mounted) / _below(root, path), Path(mounted)
+        above = [part for part in (folder, *folder.parents) if part.is_relative_to(top) and part.is_dir()]
+        cgroup_folders += [(part, version) for part in above]
     return cgroup_folders
 
 
@@ -39,32 +52,27 @@ def _below(root: str, path: str) -> str:
     return path[len(inside) :].strip("/") if f"{path}/".startswith(f"{inside}/") and ".." not in path else ""
 
 
-def _upwards(mounted: Path, below: str) -> list[Path]:
-    folder = mounted / below
-    return [path for path in (folder, *folder.parents) if path.is_relative_to(mounted) and path.is_dir()]
-
-
 def _plain(text: str) -> str:
     """Decodes a path of mountinfo, which writes blanks and the like in octal."""
     return text.encode().decode("unicode_escape")
 
 
-def number(file: Path, first: bool = True) -> int | None:
-    """Returns the number in a cgroup's file; None if there is no such file, or no limit ('max', -1, v1's huge number)."""
-    with suppress(OSError, ValueError, IndexError):
-        value = int(file.read_text().split()[0 if first else 1])
-        return value if 0 <= value < 1 << 60 else None
-    return None
+def _two_numbers(*files: Path) -> tuple[int | None, int | None]:
+    """Returns the numbers in a cgroup's files; None where that is no limit ('max', -1, v1's huge number), or a file missing."""
+    texts = list[str]()
+    for file in files:
+        with suppress(OSError):
+            texts += file.read_text().split()
+    first, second = (int(text) if text.isdigit() and int(text) < 1 << 60 else None for text in [*texts, "", ""][:2])
+    return first, second
 
 
 def quota(proc: Path = Path("/proc/self")) -> float | None:
     """Returns the tightest limit of CPU time, in cores."""
     limits = []
     for folder, version in folders("cpu", proc):
-        if version == 2:
-            time, period = number(folder / "cpu.max"), number(folder / "cpu.max", first=False)
-        else:
-            time, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        time, period = _two_numbers(*(folder / name for name in names))
         if time and period:
             limits.append(time / period)
     return min(limits, default=None)
@@ -79,14 +87,7 @@ def memory_left(proc: Path = Path("/proc/self")) -> int | None:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        most, taken = number(folder / limit), number(folder / used)
+        most, taken = _two_numbers(folder / limit, folder / used)
         if most is not None and taken is not None:
-            left.append(max(0, most - taken + _stat(folder / "memory.stat", cache)))
+            left.append(max(0, most - taken + int(field(folder / "memory.stat", cache) or 0)))
     return min(left, default=None)
-
-
-def _stat(file: Path, name: str) -> int:
-    with suppress(OSError, ValueError):
-        words = file.read_text().split()
-        return int(words[words.index(name) + 1])
-    return 0

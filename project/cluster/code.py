@@ -29,19 +29,14 @@ def sources(package: Path = _PACKAGE) -> str:
 @cache
 def commit(package: Path = _PACKAGE) -> str:
     """Returns the commit of a checkout or of an image ('+' for changed files); 'none' for an installed package."""
-    git = ["git", "-C", str(package)]
-    try:
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=5)
-        if top.returncode or Path(top.stdout.strip()) != package.parent:
-            return _noted(package)
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5)
-        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return _noted(package)
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=5)
+        return done.stdout.strip()
 
-def _noted(package: Path) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if git("rev-parse", "--show-toplevel") == str(package.parent):
+            return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     with suppress(OSError, ValueError):
         name, hashed = (package.parent / _NOTE).read_text().split()
         return name if hashed == sources(package) else f"{name}+"

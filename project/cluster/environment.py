@@ -15,7 +15,7 @@ import lightning
 import torch
 
 import project
-from project.cluster.cgroups import memory_left
+from project.cluster.cgroups import field, memory_left
 from project.cluster.code import commit, sources
 from project.cluster.cores import cores
 from project.cluster.place import image
@@ -27,10 +27,6 @@ ALIKE = ("device", "devices", "memory", "driver", "CPU", "cores")
 """Facts that should be: otherwise the fastest wait for the slowest."""
 
 
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _driver() -> str:
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -40,11 +36,7 @@ def _driver() -> str:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return field(Path("/proc/cpuinfo"), "model name") or platform.machine()
 
 
 def hardware(device: torch.device) -> str:
@@ -52,13 +44,13 @@ def hardware(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
 
 
-def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def of_this_rank(device: torch.device, configuration: Mapping[str, object]) -> dict[str, str | int]:
     """Returns the facts about this rank; `configuration` is the resolved one."""
-    facts: dict[str, Any] = {
+    facts: dict[str, str | int] = {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
-        "NCCL": _nccl() if device.type == "cuda" else "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "none",
         "lightning": lightning.__version__,
         "project": project.__version__,
         "commit": commit(),
@@ -82,7 +74,7 @@ def of_this_rank(device: torch.device, configuration: Mapping[str, Any]) -> dict
     return facts
 
 
-def limits(folder: Path) -> dict[str, Any]:
+def limits(folder: Path) -> dict[str, int | None]:
     """Returns the limits of a process on this host: a number of files, the rest in bytes."""
     return {
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -94,24 +86,16 @@ def limits(folder: Path) -> dict[str, Any]:
 
 def _available_memory() -> int | None:
     """Returns the bytes of memory that are left on this host, or in the cgroup where that allows less."""
-    amounts = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                amounts.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    if (left := memory_left()) is not None:
-        amounts.append(left)
-    return min(amounts, default=None)
+    left, available = memory_left(), field(Path("/proc/meminfo"), "MemAvailable")  # "123 kB"
+    amounts = [] if left is None else [left]
+    return min([*amounts, int(available.split()[0]) * 1024] if available else amounts, default=None)
 
 
-def odd_ones(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, dict[int, Any]]:
+def odd_ones(facts: Sequence[Mapping[str, object]], name: str) -> tuple[str, dict[int, object]]:
     """Returns the value of most ranks under a name, and the ranks with another one. A version may not know the name."""
-    common = Counter(str(rank_facts.get(name, "none")) for rank_facts in facts).most_common(1)[0][0]
-    return common, {
-        rank: value for rank, rank_facts in enumerate(facts) if str(value := rank_facts.get(name, "none")) != common
-    }
+    values = [rank_facts.get(name, "none") for rank_facts in facts]
+    common = Counter(map(str, values)).most_common(1)[0][0]
+    return common, {rank: value for rank, value in enumerate(values) if str(value) != common}
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -121,12 +105,12 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         by_host.setdefault(hosts[rank], []).append(rank)
     parts = []
     for host, members in by_host.items():
-        shown = " and ".join(filter(None, [", ".join(map(str, members[:-1])), str(members[-1])]))
+        shown = " and ".join(", ".join(map(str, members)).rsplit(", ", 1))
         parts.append(f"rank{'s' if len(members) > 1 else ''} {shown} on {host}")
     return ", ".join(parts)
 
 
-def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
+def different(facts: Sequence[Mapping[str, object]], hosts: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
     """Returns sentences about what differs between the ranks, each with the ranks that it is about."""
     sentences = {}
     for name in names:
@@ -137,26 +121,24 @@ def different(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], names: S
     return sentences
 
 
-def differing_keys(configurations: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, list[int]]:
+def differing_keys(configurations: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> dict[str, list[int]]:
     """Returns the same as `different`, for configurations: by key."""
     levels = [flat(configuration) for configuration in configurations]
     names = list(dict.fromkeys(name for level in levels for name in level))
     return different([{name: level.get(name, "not set") for name in names} for level in levels], hosts, names)
 
 
-def digest(configuration: Any) -> str:
+def digest(configuration: object) -> str:
     """Returns a short hash of a resolved configuration."""
     return hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def compare(
-    facts: Mapping[str, Any], configuration: Mapping[str, Any], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
+    facts: Mapping[str, object], configuration: Mapping[str, object], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
     """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
-    odd = different(gather(facts), hosts, SAME)
-    keys = [sentence for sentence in odd if ": configuration " in sentence]
-    if keys:  # only now the whole of it is sent around
-        for sentence in keys:
-            del odd[sentence]
+    all_facts = gather(facts)
+    odd = different(all_facts, hosts, [name for name in SAME if name != "configuration"])
+    if different(all_facts, hosts, ["configuration"]):  # only now the whole of it is sent around
         odd |= differing_keys(gather(configuration), hosts)
     return odd

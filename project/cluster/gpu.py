@@ -52,9 +52,8 @@ class Memory:
         """Returns what other processes hold, as text; '' where that is little."""
         if (taken := self.total - self.left) < _CONTEXT:
             return ""
-        known = ", ".join(
-            f"process {pid}" + ("" if held is None else f": {held / 2**30:.1f} GiB") for pid, held in self.holders.items()
-        )
+        sizes = {pid: "" if held is None else f": {held / 2**30:.1f} GiB" for pid, held in self.holders.items()}
+        known = ", ".join(f"process {pid}{size}" for pid, size in sizes.items())
         return f"{taken / 2**30:.1f} GiB of {self.total / 2**30:.1f} GiB are held by others{known and f' ({known})'}"
 
 
@@ -72,7 +71,7 @@ def memory(device: torch.device) -> Memory:
 class Health:
     """The health of a GPU as NVML reports it: figures, what makes it unfit, and what makes it slower than others."""
 
-    figures: dict[str, Any]
+    figures: dict[str, float | str]
     unfit: list[str]
     slow: list[str]
 

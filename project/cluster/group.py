@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,21 +12,20 @@ class Group:
     again."""
 
     def __init__(self) -> None:
-        self._reference: Callable[[], Any] | None = None
+        self._reference: Callable[[], dist.ProcessGroup | None] | None = None
 
     def make(self, timeout: timedelta | None = None, members: list[list[int]] | None = None) -> None:
         """Makes the group. `timeout`: how long it waits for a rank; None: as long as torch waits. `members`: not all ranks at
         once, but each of these groups."""
         if self() is not None:
             return
-        group: Any
         if members is None:
             group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
         self._reference = weakref.ref(group)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> dist.ProcessGroup | None:
         """Returns torch's group; None where there is none yet, or none any more."""
         return None if self._reference is None else self._reference()
 

@@ -11,7 +11,6 @@ import fcntl
 import ipaddress
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -26,14 +25,18 @@ _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
+def _ask(request: int, interface: str) -> bytes:
+    """Returns what the kernel answers to a request about an interface: its name in 16 bytes, and then the answer."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return fcntl.ioctl(asking.fileno(), request, interface[:15].encode().ljust(256, b"\0"))
+
+
 def addresses() -> dict[str, list[str]]:
     """Returns this host's interfaces and their addresses, IPv4 first."""
     interfaces: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name, ours in interfaces.items():
-            with suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                ours.append(socket.inet_ntoa(answer[20:24]))
+    for name, own in interfaces.items():
+        with suppress(OSError):  # it has no IPv4 address
+            own.append(socket.inet_ntoa(_ask(_SIOCGIFADDR, name)[20:24]))
     with suppress(OSError):  # no IPv6 here
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
@@ -46,6 +49,11 @@ def resolve(name: str) -> list[str]:
     with suppress(socket.gaierror):
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
     return []
+
+
+def source_towards(name: str) -> str | None:
+    """Returns this host's address from which packets to a host of that name leave; None if there is no route."""
+    return next((own for address in resolve(name) if (own := source(address))), None)
 
 
 def is_loopback(address: str) -> bool:
@@ -87,7 +95,7 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
         _check(variable, environment.get(variable), ours)
     if given := environment.get(GLOO):
         return Route(given, next(iter(ours[given]), "no address"), chosen=False)
-    own = next((candidate for address in resolve(towards) if (candidate := source(address))), None)
+    own = source_towards(towards)
     if own is None or (name := interface_of(own)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
         raise UserError(
@@ -133,9 +141,9 @@ def own_address() -> str:
 
 def mtu() -> int:
     """Returns the bytes of the longest packet that leaves by that interface."""
-    request = struct.pack("16si240x", os.environ.get(GLOO, "")[:15].encode(), 0)
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        return int(struct.unpack("16si240x", fcntl.ioctl(asking.fileno(), _SIOCGIFMTU, request))[1])
+    # Not from /sys: what is mounted there may be of another network namespace.
+    with suppress(OSError):
+        return int.from_bytes(_ask(_SIOCGIFMTU, os.environ.get(GLOO, ""))[16:20], sys.byteorder)
     return 1500
 
 

@@ -5,15 +5,12 @@ Standard library only.
 """
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Mapping
 
 NODE, IMAGE = "PROJECT_NODE", "PROJECT_IMAGE"
 """Environment variables."""
-
-_WITH_NODE = re.compile(r"(?P<host>\S+) \(on (?P<node>.+)\)(#\d+)?")
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str:
@@ -24,14 +21,12 @@ def host(environment: Mapping[str, str] = os.environ) -> str:
 
 def short(host: str) -> str:
     """Returns the name without its node: for the names of figures."""
-    match = _WITH_NODE.fullmatch(host)
-    return match["host"] if match else host
+    return host.partition(" (on ")[0]
 
 
 def node_of(host: str) -> str:
     """Returns the machine that a host is on, as far as its name tells. A restarted container has another name there."""
-    match = _WITH_NODE.fullmatch(host)
-    return match["node"] if match else host
+    return host.partition(" (on ")[2].rpartition(")")[0] or host
 
 
 MORE_SHARED_MEMORY = (

@@ -7,14 +7,13 @@ so it can be found out which ones arrive.
 
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
 
 ATTEMPT = 3.0  # seconds for one try to connect, and for each answer
 _LOAD = 1 << 15  # bytes that go to and fro: a few of the largest packets, and no more than what fits into a socket's buffer
 _QUICK = 1.5  # seconds for the load where it is known to pass in short packets
-_AT_ONCE = 8  # packet sizes that are tried side by side
 _LEAST = 88  # bytes in a packet: Linux sends no fewer
 _OPTIONS = 12  # bytes of TCP's timestamps, which it counts neither as header nor as data
 _THANKS = b"!"
@@ -107,7 +106,9 @@ def lost(answer: Probe, here: str, other: str) -> str:
 
 def _call(address: str, port: int, seconds: float, size: int | None = None) -> tuple[str, bool, bool]:
     """Returns who answers, whether the load arrives, and whether it comes back. `size` limits the packets, in bytes."""
-    with _socket_for(address, size) as line:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as line:
+        if size is not None:  # also said to the other side, which then sends no longer ones either
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size - _headers(address))
         line.settimeout(ATTEMPT)
         line.connect((address, port))
         name = b""
@@ -120,13 +121,6 @@ def _call(address: str, port: int, seconds: float, size: int | None = None) -> t
             arrived = line.recv(1) == _THANKS
             back = arrived and _take(line) == _LOAD
         return name.decode(errors="replace").strip(), arrived, back
-
-
-def _socket_for(address: str, size: int | None = None) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    if size is not None:  # also said to the other side, which then sends no longer ones either
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size - _headers(address))
-    return made
 
 
 def _headers(address: str) -> int:
@@ -142,19 +136,9 @@ def _limit(address: str, port: int) -> int:
             return _call(address, port, _QUICK, size)[2]
         return False
 
-    with _socket_for(address) as line:
-        line.settimeout(ATTEMPT)
-        line.connect((address, port))
-        least, fails = _headers(address) + _LEAST, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-    fails += _headers(address) + _OPTIONS + 1
+    with socket.create_connection((address, port), ATTEMPT) as line:
+        longest = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) + _OPTIONS
+    least, fails = _headers(address) + _LEAST, _headers(address) + longest + 1
     if not passes(least):
         return 0
-    while fails - least > 1:
-        sizes = sorted({least + (fails - least) * part // (_AT_ONCE + 1) for part in range(1, _AT_ONCE + 1)} - {least})
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for size, arrived in zip(sizes, pool.map(passes, sizes), strict=True):
-                if not arrived:
-                    fails = size
-                    break
-                least = size
-    return least
+    return least + bisect_left(range(least + 1, fails), True, key=lambda size: not passes(size))

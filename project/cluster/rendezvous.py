@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from project.cluster import reachability
-from project.cluster.interfaces import Route, is_loopback, resolve, route, source
+from project.cluster.interfaces import Route, interface_of, is_loopback, resolve, route, source_towards
 from project.cluster.place import host
 from project.errors import TRY_AGAIN, UserError
 from project.untrusted import parse_json, printable
@@ -181,12 +181,12 @@ class Rendezvous:
             )
         self.hosts = _apart(self.exchange([here, _identity()]))
 
-    def _complain(self, text: str) -> None:
+    def _complain(self, text: str) -> NoReturn:
         """Leaves the problem for rank 0 to report, to all ranks."""
         self.store.set("problem", text)
         raise ToldByRankZero(1)
 
-    def end(self, text: str) -> None:
+    def end(self, text: str) -> NoReturn:
         """Ends all ranks; rank 0 reports the problem."""
         self.close()
         if self.rank == 0:
@@ -197,7 +197,7 @@ class Rendezvous:
         """Returns what every rank contributes (anything that JSON can hold), by rank."""
         number, self._round = self._round, self._round + 1
         self.store.set(f"{number}/{self.rank}", json.dumps(value))
-        answer: list[Any] | None
+        answer: list[Any] | None = None
         if self.rank == 0:
             try:
                 self._await(number)
@@ -207,15 +207,13 @@ class Rendezvous:
                 self.close(sum(self.store.check([f"{number}/{rank}"]) for rank in range(self.size)))
                 raise
             self.store.set(f"{number}/all", json.dumps(answer))
-        else:
-            try:
-                self.store.wait([f"{number}/all"], timedelta(seconds=self.seconds + _GRACE))
-                answer = parse_json(self.store.get(f"{number}/all"))
-            except dist.DistError:
-                answer = None
-            if answer is None:
-                self.close()
-                raise ToldByRankZero(1)
+            return answer
+        with suppress(dist.DistError):
+            self.store.wait([f"{number}/all"], timedelta(seconds=self.seconds + _GRACE))
+            answer = parse_json(self.store.get(f"{number}/all"))
+        if answer is None:
+            self.close()
+            raise ToldByRankZero(1)
         return answer
 
     def _await(self, number: int) -> None:
@@ -247,46 +245,34 @@ class Rendezvous:
 
     def _here(self) -> str:
         came = [rank for rank in range(self.size) if self.store.check([f"host/{rank}/1"])]
-        hosts = list(dict.fromkeys(self.store.get(f"host/{rank}/1").decode() for rank in came))
-        return ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+        return _first_of(list(dict.fromkeys(self.store.get(f"host/{rank}/1").decode() for rank in came)))
 
     def _named(self, ranks: Sequence[int]) -> str:
-        names = [f"{self.noun} {rank}" + (f" ({host})" if (host := self.expected(rank)) else "") for rank in ranks[:8]]
-        return ", ".join(names) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return _first_of([f"{self.noun} {rank}" + (f" ({host})" if (host := self.expected(rank)) else "") for rank in ranks])
 
     def _doubt(self) -> str:
-        addresses = resolve(self.address)
-        with socket.socket(socket.AF_INET6 if addresses and ":" in addresses[0] else socket.AF_INET) as probe:
-            try:
-                probe.bind((addresses[0] if addresses else self.address, 0))
-            except OSError:
-                return f" {self.address} ({', '.join(addresses) or 'unknown'}) is not an address of this host."
-        return ""
+        known = resolve(self.address)
+        if known and (is_loopback(known[0]) or interface_of(known[0])):
+            return ""
+        return f" {self.address} ({', '.join(known) or 'unknown'}) is not an address of this host."
 
     def find_route(self) -> Route | None:
         """Returns the interface by which this host reaches the others, all of them tried; None if there are no others."""
         if len(set(self.hosts)) == 1:
             return None
-        own = next((taken for address in resolve(self.address) if (taken := source(address))), None)
-        ways = self.exchange(own)
+        ways = self.exchange(source_towards(self.address))
         towards = self.address
         if self.hosts[self.rank] == self.hosts[0]:  # rank 0's own name may stand for 127.0.1.1 here
             towards = next(way for host, way in zip(self.hosts, ways, strict=True) if host != self.hosts[0])
-        chosen = self._agree(lambda: route(towards))
-        self._check_ways(chosen.address)
-        return chosen
-
-    def _agree(self, find: Callable[[], Route]) -> Route:
-        """Returns what every rank finds for itself; if one rank fails, all end, and rank 0 reports why."""
         chosen, problem = None, None
         try:
-            chosen = find()
+            chosen = route(towards)
         except ValueError as error:
             problem = str(error)
-        problems = list(filter(None, self.exchange(problem)))
-        if problems:
+        if problems := [*filter(None, self.exchange(problem))]:  # if one rank fails, all end
             self.end(problems[0])
         assert chosen is not None
+        self._check_ways(chosen.address)
         return chosen
 
     def leaders(self) -> list[int]:
@@ -295,9 +281,7 @@ class Rendezvous:
 
     def _check_ways(self, address: str) -> None:
         """Checks that every host reaches every other at its address, on any port: the ranks connect there."""
-        failed = self.exchange(self._try_ways(address))
-        problems = [problem for rank_problems in failed for problem in rank_problems]
-        if problems:
+        if problems := [problem for rank_problems in self.exchange(self._try_ways(address)) for problem in rank_problems]:
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
             hint = _PORTS if any(is_port for _, is_port in problems) else reachability.HINT
             self.end(f"{'; '.join(text for text, _ in problems[:4])}{more}. HINT: {hint}")
@@ -305,11 +289,12 @@ class Rendezvous:
     def _try_ways(self, address: str) -> list[tuple[str, bool]]:
         """Returns what blocks the way to the other hosts, and whether it may be a closed port."""
         leaders = self.leaders()
-        leading = self.rank in leaders
-        listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}") if leading else None
+        listener = None
+        if self.rank in leaders:
+            listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}")
         try:
             places = self.exchange([address, listener.port] if listener else None)
-            others = [rank for rank in leaders if rank != self.rank] if leading else []
+            others = [rank for rank in leaders if rank != self.rank and listener]
             with ThreadPoolExecutor(32) as pool:
                 answers = list(pool.map(lambda rank: self._try(rank, *places[rank]), others))
             self.exchange(None)  # all have tried before any listener closes
@@ -328,6 +313,10 @@ class Rendezvous:
         return None if answer.limit is None else (reachability.lost(answer, here, other), False)
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def _identity() -> str:
     """Returns what distinguishes this host from another one of the same name: its boot, and its network."""
     with suppress(OSError):
@@ -337,13 +326,10 @@ def _identity() -> str:
 
 def _apart(members: Sequence[Sequence[str]]) -> list[str]:
     """Returns the ranks' hosts by name; a number distinguishes hosts that share a name."""
-    seen: dict[str, list[str]] = {}
     names = []
     for name, identity in members:
-        known = seen.setdefault(name, [])
-        if identity not in known:
-            known.append(identity)
-        number = known.index(identity)
+        identities = list(dict.fromkeys(other for same, other in members if same == name))
+        number = identities.index(identity)
         names.append(f"{name}#{number + 1}" if number else name)
     return names
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def flat(configuration: Any, prefix: str = "") -> dict[str, Any]:
+def flat(configuration: object, prefix: str = "") -> dict[str, Any]:
     """Returns a nested configuration as one level of dotted names."""
     if not isinstance(configuration, Mapping):
         return {prefix.rstrip("."): configuration}

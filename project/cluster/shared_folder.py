@@ -64,15 +64,13 @@ def _holds(file: Path, text: str) -> bool:
 
 def moved(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Problem | None:
     """Returns a problem if rank 0 has moved to a host without the run's folder: there the run would begin anew."""
-    note = Path(gather(str(folder))[0]) / NOTE
+    note, before = Path(gather(str(folder))[0]) / NOTE, ""
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         if not note.exists():
             write_text(note, hosts[0])
-    try:
+    with suppress(OSError, ValueError):
         before = read_text(note, 1000)
-    except (OSError, ValueError):
-        before = ""
     other = next((host for host in gather(before) if node_of(host) not in ("", node_of(hosts[0]))), None)
     if other is None:
         return None

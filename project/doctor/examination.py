@@ -5,71 +5,22 @@ to do. What raises on one rank becomes a finding about that rank; the others don
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from project.cluster.environment import named
 from project.cluster.interfaces import Route
 from project.cluster.place import host
 from project.cluster.rendezvous import Rendezvous
-from project.doctor.findings import Finding, Trouble, row
-from project.doctor.network import NetworkCost
+from project.doctor.examined import ExaminedRun
+from project.doctor.findings import Finding, Trouble
 
 log = logging.getLogger(__name__)
 
-_PAGES = 1 << 16  # bytes of /dev/shm that a micro-batch takes besides: each of its tensors, and each lock, has pages of its own
-
-
-@dataclass
-class ExaminedRun:
-    """The examined run, as far as the doctor needs to know it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    processes: int
-    """On this host."""
-    device: torch.device
-    folder: Path
-    """The run's folder, the same on all ranks."""
-    shared: bool
-    """Whether all hosts must see it."""
-    environment: dict[str, Any]
-    configuration: Mapping[str, Any]
-    accumulation: int
-    gradient_bytes: int
-    checkpoint_bytes: int
-    checkpoints: int
-    """How many will be kept."""
-    compute: Callable[[int], None]
-    """Puts a micro-batch of so many samples through the network and back."""
-    load: Callable[[], Iterator[int]]
-    """The training loader: yields the samples of each micro-batch."""
-    prepare: Callable[[], None]
-    """Puts the data on this host where it isn't there; called by its first rank."""
-    fingerprint: Callable[[], dict[str, Any]]
-    """Opens the data, and says what it is: counts, and a hash of a few samples."""
-    sizes: Callable[[], tuple[int, int]]
-    """Samples in a micro-batch and processes of its loader, of data that was opened."""
-    micro_batch: int = 1
-    workers: int = 0
-
-    @property
-    def disk_needed(self) -> int:
-        """Returns the bytes of the checkpoints that are on disk at once: those kept, and the one being written."""
-        return self.checkpoint_bytes * (self.checkpoints + 1)
-
-    def shared_memory_needed(self, sample_bytes: int) -> int:
-        """Returns the bytes of /dev/shm on this host: each loader worker is two micro-batches ahead, and one is in use."""
-        if not self.workers:
-            return 0
-        return (self.micro_batch * sample_bytes + _PAGES) * (self.workers * 2 + 1) * self.processes
+Value = TypeVar("Value")
 
 
 class Examination:
@@ -81,35 +32,46 @@ class Examination:
         self.hosts = rendezvous.hosts if rendezvous else [host()]
         # Its own groups, with a deadline: a collective that hangs must not take the default half hour.
         limit = timedelta(seconds=30)
-        self.control: Any = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
-        self.group: Any = dist.new_group(timeout=limit) if rendezvous else None
-        self.network_cost = NetworkCost(0.0, float("inf"))
+        self.control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
+        self.group: dist.ProcessGroup | None = dist.new_group(timeout=limit) if rendezvous else None
+        self.all_reduce: dict[int, float] = {}
+        """Seconds of an all-reduce by the message's bytes, once they are measured."""
         self.sample_bytes, self.has_data = 0, False
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Value) -> list[Value]:
         """Returns what every rank contributes, by rank."""
         if self.control is None:
             return [value]
-        answers: list[Any] = [None] * self.run.world_size
+        answers = [value] * self.run.world_size
         dist.all_gather_object(answers, value, group=self.control)
         return answers
 
-    def measure(self, check: str, measure: Callable[[], Any], fix: str = "", bad: bool = True) -> list[Any] | None:
+    def measure(self, check: str, measure: Callable[[], Value], fix: str = "", bad: bool = True) -> list[Value] | None:
         """Returns the measurements of all ranks; None when one of them failed, which is then a finding."""
+        own, error = list[Value](), ""
         try:
-            own, error = measure(), None
+            own.append(measure())
         except Exception as raised:
             log.debug("doctor: %s", check, exc_info=True)
-            own, error = None, f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
+            error = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
         answers = self.gather((own, error))
-        failed = {rank: text for rank, (_, text) in enumerate(answers) if text}
-        if failed:
-            texts = {text: [rank for rank in failed if failed[rank] == text] for text in failed.values()}
-            troubles = [Trouble(f"{named(ranks, self.hosts)}: {text}", ranks, bad) for text, ranks in texts.items()]
-            self.add(check, troubles, "", fix)
+        errors = [text for _, text in answers]
+        if any(errors):
+            ranks_of = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
+            self.add(check, [self.trouble(ranks, text, bad) for text, ranks in ranks_of.items()], "", fix)
             return None
-        return [value for value, _ in answers]
+        return [value for values, _ in answers for value in values]
 
-    def add(self, check: str, troubles: Sequence[Trouble], good: str, fix: str = "", **figures: Any) -> None:
-        """Adds a row to the table."""
-        self.findings.append(row(check, troubles, self.hosts, good, fix, figures))
+    def trouble(self, ranks: Sequence[int], text: str, bad: bool = True) -> Trouble:
+        """Returns a problem of these ranks, which its text begins with."""
+        return Trouble(f"{named(ranks, self.hosts)}: {text}", list(ranks), bad)
+
+    def add(self, check: str, troubles: Sequence[Trouble], good: str, fix: str = "", **figures: object) -> None:
+        """Adds a row to the table: the troubles and what to do, or, where there are none, what is good."""
+        ranks = sorted({rank for trouble in troubles for rank in trouble.ranks})
+        where: list[dict[str, int | str]] = [{"rank": rank, "host": self.hosts[rank]} for rank in ranks]
+        if not troubles:
+            self.findings.append(Finding(check, "good", good, "", where, figures))
+        else:
+            text, bad = "; ".join(trouble.text for trouble in troubles), any(trouble.bad for trouble in troubles)
+            self.findings.append(Finding(check, "bad" if bad else "warning", text, fix, where, figures))

@@ -21,17 +21,24 @@ from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
 from project.doctor.activations import transferred
-from project.doctor.examination import ExaminedRun
 from project.step.micro_batch import count_samples
 from project.typed import typed
 
+_PAGES = 1 << 16  # bytes of /dev/shm that a micro-batch takes besides: each of its tensors, and each lock, has pages of its own
 
-class _ModelAndData:
-    """The model on its device, and its data. The examination uses a copy: the run begins untouched."""
 
-    def __init__(self, trainer: Trainer, model: LightningModule, data: LightningDataModule) -> None:
-        self.trainer, self.data = trainer, data
+class ExaminedRun:
+    """The examined run, with a copy of its model: the run begins untouched. `processes`: those on this host."""
+
+    def __init__(
+        self, trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
+    ) -> None:
+        self.trainer, self.data, self.folder, self.processes = trainer, data, folder, processes
+        self.rank, self.world_size, self.local_rank = trainer.global_rank, trainer.world_size, trainer.local_rank
         self.device = trainer.strategy.root_device
+        self.shared, self.configuration = typed(trainer).shared_folder, typed(trainer).configuration
+        self.environment = of_this_rank(self.device, self.configuration)
+        self.micro_batch, self.workers = 1, 0  # until the data was opened
         self.model = copy.deepcopy(model, {id(trainer): trainer})  # of the Trainer, which the model knows, no copy is made
         self.model.trainer = trainer
         self.model.configure_model()
@@ -41,26 +48,46 @@ class _ModelAndData:
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
         self._batch: Any = None
+        kept = next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
+        self.checkpoints = (kept.keep_last + 1) if kept else 0
+        self.gradient_bytes = sum(value.nbytes for value in self.model.parameters() if value.requires_grad)
+        weights = sum(value.nbytes for value in self.model.state_dict().values())
+        self.checkpoint_bytes = weights + self.gradient_bytes  # the optimiser keeps as much again
+
+    @property
+    def disk_needed(self) -> int:
+        """Returns the bytes of the checkpoints that are on disk at once: those kept, and the one being written."""
+        return self.checkpoint_bytes * (self.checkpoints + 1)
+
+    def shared_memory_needed(self, sample_bytes: int) -> int:
+        """Returns the bytes of /dev/shm on this host: each loader worker is two micro-batches ahead, and one is in use."""
+        if not self.workers:
+            return 0
+        return (self.micro_batch * sample_bytes + _PAGES) * (self.workers * 2 + 1) * self.processes
 
     def batches(self) -> Iterator[Any]:
+        """Yields the micro-batches of the training loader."""
         loaders = self.data.train_dataloader()
         if isinstance(loaders, (list, tuple, dict)):
             yield from (result[0] for result in CombinedLoader(loaders, "max_size_cycle"))
         else:
             yield from loaders
 
-    def compute(self, samples: int) -> None:
-        if not self.model.automatic_optimization:
-            raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
+    def first_batch(self) -> Any:
+        """Returns the first micro-batch, on the device."""
         if self._batch is None:
             self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
-        many = count_samples(self._batch)
-        batch = self._batch
-        if samples != many:
+        return self._batch
+
+    def compute(self, samples: int) -> None:
+        """Puts a micro-batch of so many samples through the network and back."""
+        if not self.model.automatic_optimization:
+            raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
+        batch = self.first_batch()
+        if samples != count_samples(batch):
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
         indexed = is_param_in_hook_signature(self.model.training_step, "batch_idx", min_args=2)
-        device = self.trainer.strategy.root_device
-        own = [device] if device.type == "cuda" else []  # and not the generators of all GPUs of this host
+        own = [self.device] if self.device.type == "cuda" else []  # and not the generators of all GPUs of this host
         with torch.random.fork_rng(own), self.trainer.precision_plugin.forward_context():
             loss = self.model.training_step(batch, 1) if indexed else self.model.training_step(batch)
             loss = loss["loss"] if isinstance(loss, Mapping) else loss
@@ -69,7 +96,7 @@ class _ModelAndData:
         self.model.zero_grad()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the data's own fingerprint; else the number of training samples, and a hash of a few."""
+        """Opens the data, and returns its own fingerprint; else the number of training samples, and a hash of a few."""
         self.data.setup("fit")
         if isinstance(self.data, ImageData):
             return self.data.fingerprint()
@@ -79,55 +106,22 @@ class _ModelAndData:
         size = size_of(loader.dataset)
         few = Samples(sorted({0, size // 2, size - 1}))  # what the dataset draws at random for them is the same on all hosts
         items = SeededDataset(loader.dataset).__getitems__(few) if size else []
-        digest, bytes_ = hashlib.sha256(), 0
+        digest, sizes = hashlib.sha256(), list[int]()
 
         def note(value: Any) -> None:
-            nonlocal bytes_
             array = np.asarray(value)
-            bytes_ += array.nbytes
+            sizes.append(array.nbytes)
             digest.update(repr(value).encode() if array.dtype == object else array.tobytes())
 
         apply_to_collection(items, (Tensor, np.ndarray, int, float, str, bytes), note)
-        return {"train": {"samples": size, "bytes": bytes_ // max(1, len(items)), "hash": digest.hexdigest()[:12]}}
-
-    def load(self) -> Iterator[int]:
-        for batch in self.batches():
-            yield count_samples(batch)
+        return {"train": {"samples": size, "bytes": sum(sizes) // max(1, len(items)), "hash": digest.hexdigest()[:12]}}
 
     def sizes(self) -> tuple[int, int]:
-        """Returns the samples in a micro-batch, and the loader's processes; called after the data's setup."""
+        """Returns the samples in a micro-batch, and the loader's processes, of data that was opened."""
         if isinstance(self.data, ImageData):
             return self.data.batch_size, self.data.workers
         loader = self.data.train_dataloader()
         return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
-def examined_run(
-    trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
-) -> ExaminedRun:
-    """Returns the facts about a run that the doctor needs. `processes`: those on this host."""
-    configuration = typed(trainer).configuration
-    pair = _ModelAndData(trainer, model, data)
-    kept = next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
-    weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
-    gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
-    return ExaminedRun(
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        local_rank=trainer.local_rank,
-        processes=processes,
-        device=pair.device,
-        folder=folder,
-        shared=typed(trainer).shared_folder,
-        environment=of_this_rank(pair.device, configuration),
-        configuration=configuration,
-        sizes=pair.sizes,
-        accumulation=trainer.accumulate_grad_batches,
-        gradient_bytes=gradients,
-        checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
-        checkpoints=(kept.keep_last + 1) if kept else 0,
-        compute=pair.compute,
-        load=pair.load,
-        prepare=data.prepare_data,
-        fingerprint=pair.fingerprint,
-    )
+examined_run = ExaminedRun

@@ -1,11 +1,11 @@
 """The doctor's findings: a row for each check, shown as a table and written as JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,24 +38,9 @@ class Finding:
     verdict: Verdict
     text: str
     fix: str = ""
-    where: list[dict[str, Any]] = field(default_factory=list)
+    where: list[dict[str, int | str]] = field(default_factory=list)
     """The ranks that it is about, each with its host."""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-def row(
-    check: str, troubles: Sequence[Trouble], hosts: Sequence[str], good: str, fix: str, figures: Mapping[str, Any]
-) -> Finding:
-    verdict: Verdict = "good" if not troubles else "bad" if any(trouble.bad for trouble in troubles) else "warning"
-    ranks = sorted({rank for trouble in troubles for rank in trouble.ranks})
-    return Finding(
-        check,
-        verdict,
-        "; ".join(trouble.text for trouble in troubles) or good,
-        fix if troubles else "",
-        [{"rank": rank, "host": hosts[rank]} for rank in ranks],
-        dict(figures),
-    )
+    figures: dict[str, object] = field(default_factory=dict)
 
 
 def in_bytes(number: float) -> str:
@@ -73,14 +58,10 @@ def verdict(findings: Sequence[Finding]) -> Verdict:
 
 def show(findings: Sequence[Finding], console: Console) -> None:
     """Prints the table: a row for each check."""
-    table = Table("check", "verdict", "what was found", "what to do", title_justify="left", show_lines=False)
+    table = Table("check", "verdict", "what was found", "what to do")
     for finding in findings:
-        table.add_row(
-            finding.check,
-            f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]",
-            escape(printable(finding.text)),
-            escape(printable(finding.fix)),
-        )
+        texts = (escape(printable(text)) for text in (finding.text, finding.fix))
+        table.add_row(finding.check, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", *texts)
     if not console.is_terminal:
         console.width = _WIDE
     console.print(table)

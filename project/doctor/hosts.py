@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from project.cluster import environment, gpu, shared_folder
 from project.cluster.cores import cores
-from project.cluster.environment import named
 from project.cluster.place import MORE_SHARED_MEMORY
 from project.doctor.examination import Examination
 from project.doctor.findings import Finding, Trouble, in_bytes
@@ -18,19 +17,17 @@ _FEW_FILES = 1024
 
 
 def versions(this: Examination) -> None:
-    all_of_them = this.gather(this.run.environment)
     odd = environment.compare(this.run.environment, this.run.configuration, this.hosts, this.gather)
     here = this.run.environment
-    shown = ", ".join(
-        f"{name} {here[name]}" for name in ("Python", "torch", "lightning", "CUDA", "commit", "image") if here[name] != "none"
-    )
+    names = ("Python", "torch", "lightning", "CUDA", "commit", "image")
+    shown = ", ".join(f"{name} {here[name]}" for name in names if here[name] != "none")
     fix = "Install the same versions everywhere (scripts/setup), and start every rank with the same words."
-    this.add("versions", [Trouble(text, ranks) for text, ranks in odd.items()], shown, fix, environments=all_of_them)
+    troubles = [Trouble(text, ranks) for text, ranks in odd.items()]
+    this.add("versions", troubles, shown, fix, environments=this.gather(here))
 
 
 def hardware(this: Examination) -> None:
-    all_of_them = this.gather(this.run.environment)
-    odd = environment.different(all_of_them, this.hosts, environment.ALIKE)
+    odd = environment.different(this.gather(this.run.environment), this.hosts, environment.ALIKE)
     here = this.run.environment
     kind = f"{here['CPU']}, {here['cores']} core(s)"
     if here["devices"]:
@@ -43,22 +40,20 @@ def hardware(this: Examination) -> None:
 def gpus(this: Examination) -> None:
     """Checks what NVIDIA's library reports of each rank's GPU. It knows no Xid that came before: those are in dmesg."""
     if this.run.device.type != "cuda":
-        return None
-    all_of_them = this.gather(_health(this.run.device))
-    known = {rank: health for rank, health in enumerate(all_of_them) if isinstance(health, gpu.Health)}
-    unknown = {rank: health for rank, health in enumerate(all_of_them) if isinstance(health, str)}
+        return
+    reports = dict(enumerate(this.gather(_health(this.run.device))))
+    known = {rank: health for rank, health in reports.items() if isinstance(health, gpu.Health)}
     if not known:
-        return this.findings.append(Finding("GPUs", "skipped", f"not looked at: {unknown[0]}", gpu.EXTRA))
-    troubles = [Trouble(f"{named([rank], this.hosts)}: not looked at: {why}", [rank], False) for rank, why in unknown.items()]
+        this.findings.append(Finding("GPUs", "skipped", f"not looked at: {reports[0]}", gpu.EXTRA))
+        return
+    troubles = [this.trouble([rank], f"not looked at: {why}", bad=False) for rank, why in reports.items() if rank not in known]
     for rank, health in known.items():
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank]) for text in health.unfit]
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in health.slow]
-    first = next(iter(known.values()))
-    shown = ", ".join(f"{name} {value:g}" for name, value in first.figures.items() if not isinstance(value, str))
+        troubles += [this.trouble([rank], text) for text in health.unfit]
+        troubles += [this.trouble([rank], text, bad=False) for text in health.slow]
+    first = next(iter(known.values())).figures
+    shown = ", ".join(f"{name} {value:g}" for name, value in first.items() if not isinstance(value, str))
     fix = "Leave out a GPU with errors, or reset it (nvidia-smi -r); see cooling, power and nvidia-smi -q, and dmesg for Xid."
-    return this.add(
-        "GPUs", troubles, f"fit; the first: {shown}", fix, gpus={rank: health.figures for rank, health in known.items()}
-    )
+    this.add("GPUs", troubles, f"fit; the first: {shown}", fix, gpus={rank: known[rank].figures for rank in known})
 
 
 def _health(device: torch.device) -> gpu.Health | str:
@@ -81,51 +76,44 @@ def run_folder(this: Examination) -> None:
 
 def limits(this: Examination) -> None:
     run = this.run
-    all_limits = this.gather(environment.limits(run.folder))
-    troubles, fixes = [], []
-    need = run.disk_needed
-    free = all_limits[0]["disk"]
+    reports = this.gather(environment.limits(run.folder))
+    problems: list[tuple[Trouble, str]] = []
+    need, free = run.disk_needed, reports[0]["disk"]
     if free is not None and free < need:
-        kept = f"{run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
-        troubles.append(Trouble(f"{named([0], this.hosts)}: {in_bytes(free)} of disk are left for {kept}", [0]))
-        fixes.append("Free disk, or keep fewer checkpoints.")
-    few = [rank for rank, rank_limits in enumerate(all_limits) if rank_limits["open files"] < _FEW_FILES + 4 * run.world_size]
+        text = f"{in_bytes(free)} of disk are left for {run.checkpoints + 1} checkpoints of {in_bytes(run.checkpoint_bytes)}"
+        problems.append((this.trouble([0], text), "Free disk, or keep fewer checkpoints."))
+    few = [rank for rank, report in enumerate(reports) if (report["open files"] or 0) < _FEW_FILES + 4 * run.world_size]
     if few:
-        number = all_limits[few[0]]["open files"]
-        troubles.append(Trouble(f"{named(few, this.hosts)}: at most {number} open files", few, bad=False))
-        fixes.append("ulimit -n 65536.")
+        text = f"at most {reports[few[0]]['open files']} open files"
+        problems.append((this.trouble(few, text, bad=False), "ulimit -n 65536."))
     batches = run.shared_memory_needed(this.sample_bytes)
-    small = [
-        rank
-        for rank, rank_limits in enumerate(all_limits)
-        if rank_limits["/dev/shm"] is not None and rank_limits["/dev/shm"] < batches
-    ]
+    small = [rank for rank, report in enumerate(reports) if (size := report["/dev/shm"]) is not None and size < batches]
     if small:
-        text = f"{in_bytes(all_limits[small[0]]['/dev/shm'])} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
-        troubles.append(Trouble(f"{named(small, this.hosts)}: {text}", small))
-        fixes.append(f"/dev/shm: {MORE_SHARED_MEMORY}")
-    loaded = this.gather((run.workers + 1) * run.processes > cores(1) and run.workers > 0)
-    over = [rank for rank, too_many in enumerate(loaded) if too_many]
-    if over:
+        text = f"{in_bytes(reports[small[0]]['/dev/shm'] or 0)} of /dev/shm, and the loaders' workers take {in_bytes(batches)}"
+        problems.append((this.trouble(small, text), f"/dev/shm: {MORE_SHARED_MEMORY}"))
+    crowded = this.gather((run.workers + 1) * run.processes > cores(1) and run.workers > 0)
+    if any(crowded):
         text = f"{run.processes} process(es) with {run.workers} workers each on {cores(1)} core(s)"
-        troubles.append(Trouble(f"{named(over, this.hosts)}: {text}", over, bad=False))
-        fixes.append("data.num_workers=auto.")
+        ranks = [rank for rank, is_crowded in enumerate(crowded) if is_crowded]
+        problems.append((this.trouble(ranks, text, bad=False), "data.num_workers=auto."))
     good = f"{in_bytes(free)} of disk for {in_bytes(need)} of checkpoints" if free is not None else "the disk is not there yet"
-    this.add("limits", troubles, good, " ".join(fixes), limits=all_limits)
+    troubles, fixes = [trouble for trouble, _ in problems], " ".join(fix for _, fix in problems)
+    this.add("limits", troubles, good, fixes, limits=reports)
 
 
 def clocks(this: Examination) -> None:
     if this.control is None:
-        return this.add("clocks", [], "one process")
+        this.add("clocks", [], "one process")
+        return
     this.gather(None)
     dist.barrier(group=this.control)
     times = this.gather(time.time())
     median = statistics.median_low(times)
-    off = [rank for rank, at in enumerate(times) if abs(at - median) > _SKEW]
+    ahead = {rank: at - median for rank, at in enumerate(times)}
     troubles = [
-        Trouble(f"{named([rank], this.hosts)}: its clock is {times[rank] - median:+.1f} s off", [rank], bad=False)
-        for rank in off
+        this.trouble([rank], f"its clock is {seconds:+.1f} s off", bad=False)
+        for rank, seconds in ahead.items()
+        if abs(seconds) > _SKEW
     ]
-    spread = max(times) - min(times)
-    this.add("clocks", troubles, f"agree to {max(spread, 0.001):.3f} s", "Let NTP (chrony) set the clocks.", times=times)
-    return None
+    spread = max(0.001, max(times) - min(times))
+    this.add("clocks", troubles, f"agree to {spread:.3f} s", "Let NTP (chrony) set the clocks.", times=times)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from project.cluster.environment import named
-from project.cluster.interfaces import addresses, is_loopback, resolve, source
+from project.cluster.interfaces import addresses, is_loopback, resolve, source_towards
 from project.doctor import network
 from project.doctor.examination import Examination
 from project.doctor.findings import Trouble, in_bytes
@@ -19,21 +18,13 @@ _SYNC = 0.3  # share of a step: more than that for gradients is worth a word
 def interfaces(this: Examination) -> None:
     """Shows by which way every host reaches every other; the rendezvous has tested already that they do."""
     if this.rendezvous is None:
-        return this.add("network", [], "one process: none is needed")
-    all_found = this.gather(_my_network(this))
-    troubles = []
-    for rank in this.rendezvous.leaders():
-        report = all_found[rank]
-        troubles += [Trouble(f"{named([rank], this.hosts)}: {text}", [rank], bad=False) for text in report["doubts"]]
-    ways = ", ".join(f"{this.hosts[rank]} by {all_found[rank]['way']}" for rank in this.rendezvous.leaders()[:8])
-    this.add(
-        "network",
-        troubles,
-        f"every host reaches every other; {ways}",
-        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or leave both unset.",
-        network=all_found,
-    )
-    return None
+        this.add("network", [], "one process: none is needed")
+        return
+    reports, leaders = this.gather(_my_network(this)), this.rendezvous.leaders()
+    troubles = [this.trouble([rank], text, bad=False) for rank in leaders for text in reports[rank]["doubts"]]
+    ways = ", ".join(f"{this.hosts[rank]} by {reports[rank]['way']}" for rank in leaders[:8])
+    fix = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or leave both unset."
+    this.add("network", troubles, f"every host reaches every other; {ways}", fix, network=reports)
 
 
 def _my_network(this: Examination) -> dict[str, Any]:
@@ -43,35 +34,25 @@ def _my_network(this: Examination) -> dict[str, Any]:
     doubts = []
     others = [host for host in dict.fromkeys(this.hosts) if host != this.hosts[this.run.rank]]
     towards = this.rendezvous.address if this.run.rank else next(iter(others), this.rendezvous.address)
-    target_addresses = resolve(towards)
-    taken = source(target_addresses[0]) if target_addresses else None
+    taken = source_towards(towards)
     if not this.route.chosen and taken and taken != this.route.address and not is_loopback(taken):
         doubts.append(f"GLOO_SOCKET_IFNAME={this.route}, and packets to {towards} go out from {taken}")
     own = resolve(this.hosts[this.run.rank])
     note = f", though its own name says {own[0]}" if own and is_loopback(own[0]) else ""
-    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: target_addresses}}
+    return {"way": f"{this.route}{note}", "doubts": doubts, "addresses": addresses(), "resolves": {towards: resolve(towards)}}
 
 
 def collectives(this: Examination) -> None:
     if this.rendezvous is None:
-        return this.add("collectives", [], "one process: none are needed")
-    wrong = this.measure(
-        "collectives", partial(_wrong_collectives, this), "Try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1; see --debug true."
-    )
+        this.add("collectives", [], "one process: none are needed")
+        return
+    fix = "Try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1; see --debug true."
+    wrong = this.measure("collectives", partial(_wrong_collectives, this), fix)
     if wrong is None:
-        return None
-    troubles = [
-        Trouble(f"{named([rank], this.hosts)}: wrong result of {', '.join(names)}", [rank])
-        for rank, names in enumerate(wrong)
-        if names
-    ]
-    this.add(
-        "collectives",
-        troubles,
-        "all-reduce, all-gather and broadcast give right results",
-        "Run a memory and link test of that host.",
-    )
-    return None
+        return
+    troubles = [this.trouble([rank], f"wrong result of {', '.join(names)}") for rank, names in enumerate(wrong) if names]
+    good = "all-reduce, all-gather and broadcast give right results"
+    this.add("collectives", troubles, good, "Run a memory and link test of that host.")
 
 
 def _wrong_collectives(this: Examination) -> list[str]:
@@ -98,40 +79,37 @@ def speed(this: Examination) -> None:
     if this.rendezvous is None:
         return
     times = network.all_reduce_times(this.run.device, this.group, this.control)
-    this.network_cost = network.fit(times)
+    this.all_reduce = times
     speeds = {size: network.bus_bandwidth(size, seconds, this.run.world_size) for size, seconds in times.items()}
     largest = max(speeds)
     shown = f"all-reduce: {times[min(times)] * 1e6:,.0f} us latency, {in_bytes(speeds[largest])}/s at {in_bytes(largest)}"
     leaders = this.rendezvous.leaders()
     pairs = network.pair_times(this.run.rank, leaders, this.control, this.gather) if len(leaders) > 1 else {}
     bad, links, typical = network.slow_links(pairs)
-    troubles = [
-        Trouble(
-            f"{this.hosts[rank]}: every link of this host is slow, at most "
-            f"{in_bytes(max(speed for pair, speed in pairs.items() if rank in pair))}/s, elsewhere {in_bytes(typical)}/s",
-            [rank],
-            bad=False,
-        )
-        for rank in bad
-    ]
-    troubles += [
-        Trouble(
-            f"{this.hosts[a]} - {this.hosts[b]}: {in_bytes(pairs[a, b])}/s, elsewhere {in_bytes(typical)}/s",
-            [a, b],
-            bad=False,
-        )
-        for a, b in links
-    ]
-    by_pair = {f"{this.hosts[a]} - {this.hosts[b]}": speed for (a, b), speed in pairs.items()}
+    troubles, elsewhere = list[Trouble](), f"elsewhere {in_bytes(typical)}/s"
+    for rank in bad:
+        most = in_bytes(max(speed for pair, speed in pairs.items() if rank in pair))
+        text = f"{this.hosts[rank]}: every link of this host is slow, at most {most}/s, {elsewhere}"
+        troubles.append(Trouble(text, [rank], bad=False))
+    names = {(a, b): f"{this.hosts[a]} - {this.hosts[b]}" for a, b in pairs}
+    troubles += [Trouble(f"{names[pair]}: {in_bytes(pairs[pair])}/s, {elsewhere}", [*pair], bad=False) for pair in links]
     fix = "Look at its cable, port and driver, or leave the host out."
-    this.add("links", troubles, shown, fix, all_reduce=times, bus_bandwidth=speeds, pairs=by_pair)
+    this.add(
+        "links",
+        troubles,
+        shown,
+        fix,
+        all_reduce=times,
+        bus_bandwidth=speeds,
+        pairs={names[pair]: pairs[pair] for pair in pairs},
+    )
 
 
 def gradient_sync(this: Examination, step: float) -> None:
     if this.rendezvous is None:
         return
-    sync = this.network_cost.seconds(this.run.gradient_bytes)
-    compute = step * this.run.accumulation
+    sync = network.fitted_seconds(this.all_reduce, this.run.gradient_bytes)
+    compute = step * this.run.trainer.accumulate_grad_batches
     share = sync / (sync + compute)
     text = (
         f"{in_bytes(this.run.gradient_bytes)} of gradients a step take {sync * 1e3:,.1f} ms, computing "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -40,7 +40,7 @@ from project.typed import typed
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+Given, Result = ParamSpec("Given"), TypeVar("Result")
 Wanted = int | Literal["auto"]
 
 _ON_HOST = " (host)"  # in the memory of a GPU's host
@@ -124,8 +124,7 @@ class Forecaster:
     def __init__(self, trainer: Trainer, dry: bool) -> None:
         strategy, self.precision, self.device = trainer.strategy, trainer.precision_plugin, trainer.strategy.root_device
         module, self.data = trainer.lightning_module, typed(trainer).datamodule
-        callbacks: list[Any] = typed(trainer).callbacks
-        self.averages = sum(isinstance(callback, WeightAveraging) for callback in callbacks)
+        self.averages = sum(isinstance(callback, WeightAveraging) for callback in typed(trainer).callbacks)
         self.module = copy_like(module, lambda tensor: tensor.detach().to("meta"), self.device)
         self.precision.convert_module(self.module)
         self.blocks = blocks_of(self.module, strategy.blocks if isinstance(strategy, Sharded) else None)
@@ -285,7 +284,7 @@ def report(trainer: Trainer, global_batch: int | None, wanted: Wanted, exact: bo
     log.log(logging.INFO if fits else logging.WARNING, verdict)
 
 
-def on_meta(class_type: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+def on_meta(class_type: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
     """Returns what is made here without memory, if it can be made so; a network that looks at its numbers has some."""
     try:
         with torch.device("meta"):

@@ -5,8 +5,7 @@ All ranks call these together. Times are the slowest rank's.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,16 @@ _PAIR = 1 << 20  # bytes sent to and fro between two hosts
 _SLOW = 3.0  # times slower than what good links reach
 
 
-@dataclass(frozen=True)
-class NetworkCost:
-    """The cost of a message of so many bytes: latency + bytes / bandwidth."""
-
-    latency: float
-    """Seconds."""
-    bandwidth: float
-    """Bytes a second."""
-
-    def seconds(self, size: float) -> float:
-        return self.latency + size / self.bandwidth
+Group: TypeAlias = dist.ProcessGroup | None
+Pair: TypeAlias = tuple[int, int, float]
+"""The first ranks of two hosts, and the bytes a second between them."""
 
 
-def fit(times: dict[int, float]) -> NetworkCost:
-    """Fits the cost to measured times: the smallest message is all latency, the largest shows the bandwidth."""
-    small, large = min(times), max(times)
-    latency = times[small]
-    return NetworkCost(latency, large / max(times[large] - latency, 1e-9) if large > small else float("inf"))
+def fitted_seconds(times: dict[int, float], size: float) -> float:
+    """Returns the time of a message of so many bytes, by measured times: the smallest is all latency, the largest shows the
+    bandwidth."""
+    latency, large = times[min(times)], max(times)
+    return latency + (size / large * max(times[large] - latency, 1e-9) if len(times) > 1 else 0.0)
 
 
 def now(device: torch.device) -> float:
@@ -46,13 +37,13 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def slowest(seconds: float, group: Any) -> float:
+def slowest(seconds: float, group: Group) -> float:
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return float(value)
 
 
-def all_reduce_times(device: torch.device, group: Any, control: Any) -> dict[int, float]:
+def all_reduce_times(device: torch.device, group: Group, control: Group) -> dict[int, float]:
     """Returns the seconds of an all-reduce over all ranks, by the message's bytes. `control`: a group on the CPU."""
     times: dict[int, float] = {}
     for size in _SIZES:
@@ -88,11 +79,11 @@ def rounds(members: Sequence[int], limit: int = 16) -> list[list[tuple[int, int]
 
 
 def pair_times(
-    rank: int, leaders: Sequence[int], group: Any, exchange: Callable[[Any], list[Any]]
+    rank: int, leaders: Sequence[int], group: Group, exchange: Callable[[list[Pair]], list[list[Pair]]]
 ) -> dict[tuple[int, int], float]:
     """Returns the bytes a second between the first ranks of every two hosts."""
     message = torch.zeros(_PAIR // 4)
-    own: list[tuple[int, int, float]] = []
+    own = list[Pair]()
     for pairs in rounds(leaders):
         for a, b in pairs:
             if rank in (a, b):
@@ -103,7 +94,7 @@ def pair_times(
     return {(a, b): speed for rank_speeds in exchange(own) for a, b, speed in rank_speeds}
 
 
-def _to_and_fro(message: Tensor, rank: int, a: int, b: int, group: Any) -> float:
+def _to_and_fro(message: Tensor, rank: int, a: int, b: int, group: Group) -> float:
     """Returns the best time of a few: it shows what a link can do, not what else the hosts were doing."""
     _bounce(message[:1], rank, a, b, group)  # connects the two
     taken = [_bounce(message, rank, a, b, group)]
@@ -117,7 +108,7 @@ def _to_and_fro(message: Tensor, rank: int, a: int, b: int, group: Any) -> float
     return min(taken)
 
 
-def _bounce(message: Tensor, rank: int, a: int, b: int, group: Any) -> float:
+def _bounce(message: Tensor, rank: int, a: int, b: int, group: Group) -> float:
     start = time.perf_counter()
     if rank == a:
         dist.send(message, b, group=group)

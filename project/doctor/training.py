@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from project.cluster import environment
-from project.cluster.environment import named
+from project.cluster.cgroups import field
 from project.doctor import network
 from project.doctor.examination import Examination
 from project.doctor.findings import Finding, Trouble
+from project.step.micro_batch import count_samples
 
 _SECONDS = 2.0  # for each of the timings that take as long as one lets them
 _USABLE = 0.95  # of the free memory of a device
@@ -23,25 +24,24 @@ _SLOW = 1.5  # times the usual: a rank that computes so slowly is named
 def data(this: Examination) -> None:
     fix = "The data must be there on every host: data.source."
     first = this.run.local_rank == 0
-    if this.measure("data", this.run.prepare if first else lambda: None, fix) is None:
-        return None
+    if this.measure("data", this.run.data.prepare_data if first else lambda: None, fix) is None:
+        return
     prints = this.measure("data", this.run.fingerprint, fix)
     sizes = None if prints is None else this.measure("data", this.run.sizes, fix)
     if prints is None or sizes is None:
-        return None
+        return
     this.run.micro_batch, this.run.workers = sizes[this.run.rank]
     this.has_data = True
     if not prints[0]:
-        return this.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
+        this.findings.append(Finding("data", "skipped", "the data says nothing of itself (no fingerprint)"))
+        return
     this.sample_bytes = int(prints[0]["train"]["bytes"])
     seen = [
         {"data": ", ".join(f"{facts['samples']:,} {split} ({facts['hash']})" for split, facts in each.items())}
         for each in prints
     ]
-    odd = environment.different(seen, this.hosts, ["data"])
-    troubles = [Trouble(text, ranks) for text, ranks in odd.items()]
+    troubles = [Trouble(text, ranks) for text, ranks in environment.different(seen, this.hosts, ["data"]).items()]
     this.add("data", troubles, f"the same everywhere: {seen[0]['data']}", "Copy or mount the same data on every host.")
-    return None
 
 
 def compute(this: Examination) -> float | None:
@@ -51,17 +51,18 @@ def compute(this: Examination) -> float | None:
     if taken is None:
         return None
     typical = statistics.median_low(taken)
-    slow = [rank for rank, seconds in enumerate(taken) if seconds > _SLOW * typical]
+    speed = f"{this.run.micro_batch / typical:,.0f}"
     troubles = [
-        Trouble(
-            f"{named([rank], this.hosts)}: {taken[rank] / typical:.1f} times slower than the others "
-            f"({this.run.micro_batch / taken[rank]:,.0f} samples/s, elsewhere {this.run.micro_batch / typical:,.0f})",
+        this.trouble(
             [rank],
+            f"{seconds / typical:.1f} times slower than the others "
+            f"({this.run.micro_batch / seconds:,.0f} samples/s, elsewhere {speed})",
             bad=False,
         )
-        for rank in slow
+        for rank, seconds in enumerate(taken)
+        if seconds > _SLOW * typical
     ]
-    good = f"{this.run.micro_batch / typical:,.0f} samples/s on each rank, equal to {max(taken) / min(taken) - 1:.0%}"
+    good = f"{speed} samples/s on each rank, equal to {max(taken) / min(taken) - 1:.0%}"
     fix = "Is something else running there? Is it throttled (temperature, power, a cgroup's CPU limit)?"
     this.add("compute", troubles, good, fix, seconds=taken)
     return float(max(taken))
@@ -83,16 +84,11 @@ def memory(this: Examination) -> None:
     peaks = this.measure("memory", partial(_peaks, this), "Set data.batch_size lower.")
     if peaks is None:
         return
-    largest = []
-    for fixed, each, free in peaks:
-        largest.append(int((free - fixed) / each) if each > 0 else 0)
+    largest = [int((free - fixed) / each) if each > 0 else 0 for fixed, each, free in peaks]
     fits = min(largest)
     tight = [rank for rank, most in enumerate(largest) if 0 < most < this.run.micro_batch]
-    troubles = (
-        [Trouble(f"{named(tight, this.hosts)}: a micro-batch of {this.run.micro_batch} does not fit, {fits} would", tight)]
-        if tight
-        else []
-    )
+    text = f"a micro-batch of {this.run.micro_batch} does not fit, {fits} would"
+    troubles = [this.trouble(tight, text)] if tight else []
     shown = f"a micro-batch of {this.run.micro_batch} fits"
     if fits > 0:
         shown += f"; the largest that does: about {_round_down(fits):,}"
@@ -114,34 +110,30 @@ def _peaks(this: Examination) -> tuple[float, float, float]:
 
 
 def loader(this: Examination, step: float | None) -> None:
-    speeds = this.measure(
-        "loader", partial(_time_loader, this), "The loader must run on every host: data.source, data.num_workers."
-    )
+    fix = "The loader must run on every host: data.source, data.num_workers."
+    speeds = this.measure("loader", partial(_time_loader, this), fix)
     if speeds is None:
         return
+    good = f"{min(speeds):,.0f} samples/s on the slowest rank"
     if step is None:
-        this.add("loader", [], f"{min(speeds):,.0f} samples/s on the slowest rank", speeds=speeds)
+        this.add("loader", [], good, speeds=speeds)
         return
     needed = this.run.micro_batch / step
-    slow = [rank for rank, speed in enumerate(speeds) if speed < needed]
     troubles = [
-        Trouble(
-            f"{named([rank], this.hosts)}: {speeds[rank]:,.0f} samples/s, and the device takes {needed:,.0f}",
-            [rank],
-            bad=False,
-        )
-        for rank in slow
+        this.trouble([rank], f"{speed:,.0f} samples/s, and the device takes {needed:,.0f}", bad=False)
+        for rank, speed in enumerate(speeds)
+        if speed < needed
     ]
-    good = f"{min(speeds):,.0f} samples/s on the slowest rank, {min(speeds) / needed:,.1f} times what the device takes"
+    good += f", {min(speeds) / needed:,.1f} times what the device takes"
     this.add("loader", troubles, good, "More data.num_workers (and cores), or data on a faster disk.", speeds=speeds)
 
 
 def _time_loader(this: Examination) -> float:
-    batches = this.run.load()
+    batches = this.run.batches()
     next(batches)  # workers start
     samples, start = 0, time.perf_counter()
-    for count in batches:
-        samples += count
+    for batch in batches:
+        samples += count_samples(batch)
         if time.perf_counter() - start > _SECONDS:
             break
     return samples / (time.perf_counter() - start) if samples else float("inf")
@@ -158,15 +150,12 @@ def _peak(run: Callable[[], None], device: torch.device) -> float:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         run()
         return _resident("VmHWM") - before
-    except OSError:
+    except (OSError, IndexError):
         return 0.0
 
 
 def _resident(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return float(line.split()[1]) * 1024
-    return 0.0
+    return float(field(Path("/proc/self/status"), name).split()[0]) * 1024  # "123 kB"
 
 
 def _round_down(number: int) -> int:

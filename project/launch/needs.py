@@ -4,10 +4,11 @@ import logging
 import math
 from dataclasses import dataclass
 
-import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from project.doctor.examination import ExaminedRun
+from project.doctor.activations import activations, copy_like, fake
+from project.doctor.examined import ExaminedRun
 from project.doctor.findings import in_bytes
 from project.launch.manifest import Wanted
 
@@ -76,16 +77,10 @@ def _rounded(number: float) -> int:
 
 def _activations(run: ExaminedRun) -> int:
     """Returns the bytes that a micro-batch keeps between the forward and the backward pass."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            run.compute(run.micro_batch)
+        batch = apply_to_collection(run.first_batch(), Tensor, fake, run.device)
+        module = copy_like(run.model, lambda tensor: fake(tensor, run.device), run.device)
+        return activations(module, (), batch, run.trainer.precision_plugin)[0]
     except Exception as error:  # a module that takes its steps by itself, say
         log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", error)
-    return sum(kept.values())
+        return 0

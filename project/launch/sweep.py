@@ -45,8 +45,8 @@ class Sweep:
     """The content of a sweep's file; the keys of all its trials, in their order."""
 
     file: str
-    trials: list[dict[str, Any]]
-    extremes: dict[str, list[Any]]
+    trials: list[dict[str, object]]
+    extremes: dict[str, list[object]]
     """The values of each key that tell whether it can have them all."""
     metric: str
     """Empty where the file names none."""
@@ -64,7 +64,7 @@ class Sweep:
         return [flag(key, value) for key, value in self.trials[number - 1].items()]
 
 
-def flag(key: str, value: Any) -> str:
+def flag(key: str, value: object) -> str:
     """Returns a key and its value as a flag of the command line."""
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
@@ -136,7 +136,7 @@ def _check(key: str, value: Any) -> None:
         raise UserError(f"{key}: {way} takes {_DRAWN[way]}, and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not")
 
 
-def _draw(rng: random.Random, drawn: dict[str, list[Any]]) -> Any:
+def _draw(rng: random.Random, drawn: dict[str, list[Any]]) -> object:
     """Returns a value, rounded so that it can be read, and typed."""
     ((way, ends),) = drawn.items()
     if way == "choice":

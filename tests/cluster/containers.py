@@ -153,10 +153,11 @@ class Container:
     user: int = 1000
     group: int = 0
     shm: str = "64m"
-    cores: float | None = None
+    cores: float = 1.0
     env: dict[str, str] = field(default_factory=dict)
     hostname: str = "4f1c9a7b2d3e"
-    writable: Sequence[str] = ("/app/lightning_logs",)
+    writable: bool = True
+    """Whether it may write to /app/lightning_logs."""
 
     _numbers = count(1)
 
@@ -164,7 +165,7 @@ class Container:
         """As PID 1 of a container, with a network of its own that leads nowhere."""
         bundle = self.folder / f"bundle-{next(self._numbers)}"
         bundle.mkdir(parents=True)
-        (bundle / "config.json").write_text(json.dumps(self._spec(words, env)))
+        (bundle / "config.json").write_text(json.dumps(self._spec(bundle, words, env)))
         name = f"project-test-{os.getpid()}-{bundle.name}"
         started = ["runc", "--root", str(self.folder / "runc"), "run", "--bundle", str(bundle), name]
         with (bundle / "output.txt").open("w") as output:
@@ -174,42 +175,30 @@ class Container:
     def run(self, *words: str, **env: str) -> Run:
         return self.start(*words, **env).wait()
 
-    def _spec(self, words: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
-        known = dict(one.split("=", 1) for one in self.config["Env"]) | self.env | env
+    def _spec(self, bundle: Path, words: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
+        """What `runc spec` has, with these words, this user, and what is mounted."""
+        command("runc", "spec", "--bundle", str(bundle))
+        spec: dict[str, Any] = json.loads((bundle / "config.json").read_text())
+        known = dict(variable.split("=", 1) for variable in self.config["Env"]) | self.env | env
+        spec["process"] |= {
+            "terminal": False,
+            "user": {"uid": self.user, "gid": self.group},
+            "args": list(words),
+            "env": [f"{name}={value}" for name, value in known.items()],
+            "cwd": self.config["WorkingDir"],
+            "capabilities": {},
+        }
         runs = self.folder / "lightning_logs"
         runs.mkdir(exist_ok=True)
         bound = [(str(self.packages), PACKAGES, "ro")]
-        if "/app/lightning_logs" in self.writable:
+        if self.writable:
             os.chown(runs, self.user, self.group)
             bound.append((str(runs), "/app/lightning_logs", "rw"))
-        memory = [("/dev", "mode=755", "size=64k"), ("/dev/shm", "mode=1777", f"size={self.shm}")]
-        if "/tmp" not in self.writable:
-            memory.append(("/tmp", "mode=1777"))  # type: ignore[arg-type]
-        mounts = [{"destination": "/proc", "type": "proc", "source": "proc"}]
-        mounts.append({"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]})
-        mounts += [
-            {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": list(options)} for place, *options in memory
-        ]
-        mounts += [
+        spec["mounts"] += [
             {"destination": to, "type": "bind", "source": source, "options": ["rbind", how]} for source, to, how in bound
         ]
-        mounts.append({"destination": "/sys/fs/cgroup", "type": "cgroup", "source": "cgroup", "options": ["ro"]})
-        resources = {"cpu": {"quota": int(self.cores * 100_000), "period": 100_000}} if self.cores else {}
-        return {
-            "ociVersion": "1.0.2",
-            "process": {
-                "user": {"uid": self.user, "gid": self.group},
-                "args": list(words),
-                "env": [f"{name}={value}" for name, value in known.items()],
-                "cwd": self.config["WorkingDir"],
-                "noNewPrivileges": True,
-                "capabilities": {},
-            },
-            "root": {"path": str(self.root), "readonly": True},
-            "hostname": self.hostname,
-            "mounts": mounts,
-            "linux": {
-                "namespaces": [{"type": one} for one in ("pid", "ipc", "uts", "mount", "network")],
-                "resources": resources,
-            },
-        }
+        spec["mounts"].append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["mode=1777"]})
+        (shm,) = [mount for mount in spec["mounts"] if mount["destination"] == "/dev/shm"]
+        shm["options"] = ["mode=1777", f"size={self.shm}"]
+        spec["linux"]["resources"] = {"cpu": {"quota": int(self.cores * 100_000), "period": 100_000}}
+        return spec | {"root": {"path": str(self.root), "readonly": True}, "hostname": self.hostname}

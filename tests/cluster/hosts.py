@@ -9,7 +9,7 @@ The bridge is in a namespace, too: nothing is changed outside. Two test runs sid
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Host:
         subprocess.run(["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
 
 
-class Hosts(Sequence[Host]):
+class Hosts(list[Host]):
     """h1, h2, ... on 10.77.0.0/24."""
 
     _made = 0
@@ -112,8 +112,8 @@ class Hosts(Sequence[Host]):
         prefix = f"{_PREFIX}{os.getpid()}-{Hosts._made}-"
         self.switch = f"{prefix}switch"
         hosts_file = folder / "hosts"
-        self._hosts = [Host(f"h{i}", f"10.77.0.{i}", f"{prefix}h{i}", self.switch, hosts_file) for i in range(1, count + 1)]
-        hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{one.address} {one.name}\n" for one in self._hosts))
+        super().__init__(Host(f"h{i}", f"10.77.0.{i}", f"{prefix}h{i}", self.switch, hosts_file) for i in range(1, count + 1))
+        hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self))
 
     def __enter__(self) -> "Hosts":
         try:
@@ -129,7 +129,7 @@ class Hosts(Sequence[Host]):
             missing(f"this machine allows no network namespaces: {made.stderr.strip()}")
         command("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
         command("ip", "-n", self.switch, "link", "set", "br0", "up")
-        for one in self._hosts:
+        for one in self:
             command("ip", "netns", "add", one.namespace)
             port = f"to-{one.name}"
             link = f"link add eth0 type veth peer name {port} netns {self.switch}"
@@ -140,30 +140,21 @@ class Hosts(Sequence[Host]):
                 command("ip", "-n", one.namespace, "link", "set", interface, "up")
 
     def __exit__(self, *_: object) -> None:
-        for one in self._hosts:
+        for one in self:
             one.kill()
-        for namespace in (*(one.namespace for one in self._hosts), self.switch):
+        for namespace in (*(one.namespace for one in self), self.switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
     def unbundle(self) -> None:
         """Connections that are made from now on send packets as a wire carries them, and not 64 KiB at once."""
-        for one in self._hosts:
+        for one in self:
             one.bundle(1)
 
     def kill(self) -> None:
         """Ends all that runs on any of them, and mends what was broken."""
-        for one in self._hosts:
+        for one in self:
             one.kill()
             one.heal()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._hosts[index]
-
-    def __len__(self) -> int:
-        return len(self._hosts)
-
-    def __iter__(self) -> Iterator[Host]:
-        return iter(self._hosts)
 
 
 def _sweep() -> None:

@@ -121,6 +121,10 @@ class Slurm:
             for file in (self.folder / "daemons.txt", *sorted(self.folder.glob("slurm*.log")))
         )
 
+    def why(self, job: str, log: Path) -> str:
+        """Returns what is known of a job: for the message of a test that waits for it."""
+        return f"{self.job(job)}\n{log.read_text() if log.exists() else ''}\n{self.logs()}"
+
     def run(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, check: bool = True) -> str:
         """What a command (srun, scontrol, ...) prints, run on the first host."""
         process = self.hosts[0].start(words, subprocess.PIPE, cwd or self.folder, {**(env or {}), **self._environment})

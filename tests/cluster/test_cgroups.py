@@ -1,4 +1,4 @@
-"""The limits of a cgroup, as they are seen on a host and in containers of every kind."""
+"""The limits of a cgroup, as they are seen on a host and in containers of every kind, and the cores that a process has."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from project.cluster import cgroups
+from project.cluster import cgroups, cores
 from tests.cluster.machine import missing
 from tests.conftest import environment
 
@@ -130,3 +130,16 @@ def test_a_real_limit(tmp_path):
         assert done.stdout == "1.5 1 1\n"
     finally:
         group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "quota", "expected"),
+    [(None, None, {1: 16, 4: 4, 100: 1}), ("6", None, {1: 6, 4: 4}), ("6", 2.5, {1: 2, 2: 1})],
+)
+def test_processes_share_what_affinity_slurm_and_cgroups_allow(monkeypatch, tasks, quota, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(cores, "quota", lambda: quota)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if tasks:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", tasks)
+    assert {processes: cores.cores(processes) for processes in expected} == expected

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def files(image: Image, built: str) -> tuple[Path, dict[str, Any]]:
 @pytest.fixture
 def container(image: Image, files: tuple[Path, dict[str, Any]], tmp_path: Path) -> Container:
     """One core, 64 MB of /dev/shm."""
-    return Container(*files, image.packages, tmp_path, cores=1.0)
+    return Container(*files, image.packages, tmp_path)
 
 
 def test_a_change_of_code_makes_a_small_layer(image, built, checkout):
@@ -111,7 +112,7 @@ def test_the_doctor_and_two_steps_by_another_user_on_a_read_only_root(container)
 
 
 def test_runs_that_cannot_be_written_are_one_message(container):
-    container.writable = ()
+    container.writable = False
     run = container.run("python", "-m", "project", "fit", *TRAINED)
     assert run.code == 1
     (line,) = run.output.splitlines()
@@ -169,8 +170,7 @@ def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm
     job = slurm.run("env", found, "sbatch", "--parsable", *words, cwd=place, env=settings).split()[-1]
     log = place / f"slurm-{job}.log"
 
-    def why() -> str:
-        return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
+    why = partial(slurm.why, job, log)
 
     def starts() -> list[dict[str, object]]:
         files = list((place / "lightning_logs").glob("*/life.jsonl"))

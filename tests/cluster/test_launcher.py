@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from project.launch import launcher
+from project.launch import torchrun
 from project.launch.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
@@ -22,9 +22,9 @@ SRUN = {
 
 
 def test_python_leaves_it_to_the_yaml():
-    launch = detect({})
-    assert (launch.kind, launch.nodes, launch.processes, launch.world_size) == ("python", None, None, None)
-    assert launch.settle({"devices": 4, "num_nodes": 1}) == ({}, [])
+    for launch in (detect({}), detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"})):
+        assert (launch.kind, launch.nodes, launch.processes, launch.world_size) == ("python", None, None, None)
+        assert launch.settle({"devices": 4, "num_nodes": 1}) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tm
         {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
         for folder in attempts
     )
-    name, began = detect(first).name, launcher._parent_started()
-    monkeypatch.setattr(launcher, "_parent_started", lambda: began + timedelta(hours=1))
+    name, began = detect(first).name, torchrun._parent_started()
+    monkeypatch.setattr(torchrun, "_parent_started", lambda: began + timedelta(hours=1))
     assert name == f"{began:%Y%m%d-%H%M%S}"
     assert detect(again).name == name
 
@@ -117,10 +117,6 @@ def test_the_launcher_has_its_way_and_says_so():
 def test_what_cannot_work_is_refused(environment, hint):
     with pytest.raises(ValueError, match=hint):
         detect(environment)
-
-
-def test_a_single_task_in_a_job_may_launch_its_own_processes():
-    assert detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}).kind == "python"
 
 
 def test_nodes_by_hand_need_a_rank_and_a_master(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from project.cluster import code, place
 from project.cluster.environment import SAME, different
 from project.cluster.rendezvous import _apart
-from project.cluster.shared_folder import moved
+from project.cluster.shared_folder import file_problem, moved
 from project.watch.stragglers import Stragglers, Times
 from tests.conftest import TINY
 
@@ -46,6 +46,18 @@ def test_rank_0_stays_on_its_machine(tmp_path, before, now, fine):
     (tmp_path / ".rank-0").write_text(before)
     problem = moved(tmp_path, 0, [now], lambda mine: [mine])
     assert (problem is None) == fine, problem
+    assert fine or problem[0].startswith(f"Only {before} has this run's folder")
+
+
+def test_a_checkpoint_that_one_host_does_not_see_or_has_otherwise(tmp_path):
+    hosts, path = ["h1", "h2", "h3"], tmp_path / "step-1.ckpt"
+    path.write_bytes(b"weights")
+    assert file_problem(path, hosts, lambda mine: [mine, mine, mine]) is None
+    assert file_problem(path, hosts, lambda mine: [mine, mine, None]).startswith("rank 2 on h3 can't see")
+    ours = []
+    file_problem(path, hosts, lambda mine: ours.append(mine) or [mine])
+    path.write_bytes(b"another")
+    assert "rank 1 on h2" in file_problem(path, hosts, lambda mine: [mine, *ours, mine])
 
 
 def test_ranks_on_different_images_differ_by_name():

@@ -1,16 +1,13 @@
-"""Real processes: the same run on one and on two, under plain Python, torchrun and two nodes on loopback."""
+"""Real processes: the same run on one and on two, under plain Python and torchrun."""
 
 import json
 import socket
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.cluster.machine import wait_until
-from tests.conftest import TINY, environment, forked
+from tests.conftest import TINY, forked
 
 FIT = (
     "fit",
@@ -69,41 +66,10 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 
-@pytest.mark.faults
-def test_two_nodes_on_loopback(cli, tmp_path):
-    port = str(find_free_network_port())
-    nodes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-                *(f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "project", *FIT),
-            ],
-            cwd=tmp_path,
-            # The agent whose store the other one has closed says so at length; launch.sh sets this, too.
-            env=environment(GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert "2 hosts x 1 process x micro-batch 8 x accumulation 2 = global batch 32" in outputs[0]
-    assert outputs[1].strip() == ""  # rank 0 speaks, and it is on the other node
-
-
 def test_independent_copies_are_refused(cli):
     run = cli(*FIT, "--trainer.strategy=single_device", torchrun=2)
     assert run.code != 0
     assert "HINT: set trainer.strategy=ddp" in run.output
-
-
-@pytest.mark.faults
-def test_what_torchrun_says_goes_and_is_said_once(cli):
-    run = cli(*FIT, "--trainer.devices=4", "--trainer.max_steps=1", torchrun=2)
-    assert run.code == 0, run.output
-    assert run.output.count("trainer.devices=2, from torchrun, instead of the configuration's 4") == 1
 
 
 def test_fewer_validation_samples_than_ranks(quick):

@@ -1,9 +1,9 @@
 """A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
 
-import json
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,18 +28,6 @@ def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
     # The nodes' names resolve nowhere.
     assert output.count("MASTER_ADDR=10.77.0.1: the name n1 does not resolve") == 1
     assert_same_curve(tmp_path, alone)
-
-
-@pytest.mark.faults
-def test_the_doctor_asks_the_nodes_of_a_job(slurm, tmp_path):
-    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", "doctor", *FIT[1:]]
-    output = slurm.run(*command, "--fast=true", "--run=it", cwd=tmp_path, env=settings())
-    assert output.count("what was found") == 1, output
-    found = json.loads((tmp_path / "lightning_logs/it/doctor.json").read_text())
-    assert found["verdict"] != "bad", found
-    (network,) = [one for one in found["findings"] if one["check"] == "network"]
-    assert "every host reaches every other" in network["text"]
-    assert "h1 by eth0 (10.77.0.1)" in network["text"]
 
 
 @pytest.mark.faults
@@ -116,8 +104,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
         shown = slurm.job(job)
         return shown["JobState"], shown["Restarts"], shown["NodeList"]
 
-    def why() -> str:
-        return f"{state()} at step {step(tmp_path)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
+    why = partial(slurm.why, job, log)
 
     def trains(restarts: int, nodes: str = "n[1-2]", after: str = "") -> None:
         """After so many restarts it runs, and comes two steps further."""
@@ -153,9 +140,7 @@ def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm
     job = slurm.submit("--time=1", "--signal=USR1@10", *script, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
-    def why() -> str:
-        return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
-
+    why = partial(slurm.why, job, log)
     wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", 150, why)
     (tmp_path / "hurry").touch()
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
@@ -171,9 +156,7 @@ def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_pa
     job = slurm.submit(str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2), cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
-    def why() -> str:
-        return f"{slurm.job(job)}\n{log.read_text() if log.exists() else ''}\n{slurm.logs()}"
-
+    why = partial(slurm.why, job, log)
     for start in range(1, 4):
         wait_until(lambda start=start: log.exists() and log.read_text().count("Run: ") == start, 120, why)
         slurm.run("scancel", "--signal=USR1", job)

@@ -42,6 +42,11 @@ def results(running, folder, seconds=180):
     return codes, {one["check"]: one for one in found}
 
 
+def on(hosts, folder, *words):
+    """Starts it on all of these hosts; the exit codes and the doctor's findings."""
+    return results([start(host, folder, *words, nodes=len(hosts)) for host in hosts], folder)
+
+
 def another_torch(folder: Path) -> str:
     """A PYTHONPATH on which torch says that it is 2.0.9."""
     shim = folder / "shim"
@@ -129,8 +134,7 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     stop = {"class_path": "tests.probes.Fault", "init_args": {"step": 25, "number": int(signal.SIGTERM)}}
     words = (*FIT, "--run=it", "--trainer.shared_folder=false", f"--trainer.callbacks={json.dumps([stop])}")
     for expected in (143, 0):
-        running = [start(host, tmp_path, *words, nodes=2) for host in (hosts[0], apart)]
-        assert results(running, tmp_path)[0] == [expected] * 2, said(tmp_path, "h1") + said(tmp_path, "h2")
+        assert on([hosts[0], apart], tmp_path, *words)[0] == [expected] * 2, said(tmp_path, "h1") + said(tmp_path, "h2")
     assert "Goes on from" in said(tmp_path, "h1")
     assert not list((tmp_path / "own").rglob("*.ckpt"))
     assert_same_curve(tmp_path, alone)
@@ -141,8 +145,7 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
 def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     """h3's link is shaped; the hosts' own names lead to 127.0.1.1, as Debian has it."""
     hosts[2].slow("100mbit")
-    running = [start(host.named_by_debian(), tmp_path, *DOCTOR, nodes=3) for host in hosts]
-    codes, found = results(running, tmp_path)
+    codes, found = on([host.named_by_debian() for host in hosts], tmp_path, *DOCTOR)
     assert codes == [0, 0, 0], said(tmp_path, "h1")
     assert found["links"]["verdict"] == "warning"
     assert "h3: every link of this host is slow" in found["links"]["text"]
@@ -193,8 +196,7 @@ def test_who_is_missing_and_who_is_cut_off(hosts, tmp_path):
 def test_a_firewall_between_two_hosts(hosts, tmp_path):
     """The master port is open, and the ports on which the ranks talk are not."""
     hosts[1].close("1024-65535")
-    running = [start(host, tmp_path, *DOCTOR, FAST, nodes=2) for host in hosts[:2]]
-    codes, found = results(running, tmp_path)
+    codes, found = on(hosts[:2], tmp_path, *DOCTOR, FAST)
     assert codes == [1, 1]
     assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
 
@@ -210,8 +212,7 @@ def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
     hosts[deaf].swallow(600)
     words = (*DOCTOR, FAST) if deaf == 0 else ("fit", *DOCTOR[1:])
     began = time.monotonic()
-    running = [start(host, tmp_path, *words, nodes=2) for host in hosts[:2]]
-    codes, found = results(running, tmp_path)
+    codes, found = on(hosts[:2], tmp_path, *words)
     took("packets over 600 bytes get lost: both have ended after", time.monotonic() - began)
     assert codes == [1, 1]
     for host in ("h1", "h2"):
@@ -225,8 +226,7 @@ def test_packets_that_are_too_long_between_two_others(hosts, tmp_path):
     """Rank 0 hears both of them."""
     hosts.unbundle()
     hosts[2].swallow(1000, hosts[1])
-    running = [start(host, tmp_path, "fit", *DOCTOR[1:], nodes=3) for host in hosts]
-    codes, _ = results(running, tmp_path)
+    codes, _ = on(hosts, tmp_path, "fit", *DOCTOR[1:])
     assert codes == [1, 1, 1]
     assert "Packets over 1000 bytes from h2 don't arrive at h3" in said(tmp_path, "h1")
 
@@ -266,12 +266,8 @@ def test_a_damaged_checkpoint_is_found_when_the_hosts_have_met(hosts, tmp_path, 
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-
-    def codes():
-        running = [start(host, tmp_path, *words, "--trainer.max_steps=6", nodes=2) for host in hosts[:2]]
-        return [run.wait(90) for run in running]
-
-    assert codes() == [75, 75], said(tmp_path, "h1")
+    again = (hosts[:2], tmp_path, *words, "--trainer.max_steps=6")
+    assert on(*again)[0] == [75, 75], said(tmp_path, "h1")
     assert "another checksum than its manifest says. It is set aside" in said(tmp_path, "h1")
-    assert codes() == [0, 0], said(tmp_path, "h1")
+    assert on(*again)[0] == [0, 0], said(tmp_path, "h1")
     assert "step-000000002.ckpt" in said(tmp_path, "h1")

@@ -1,4 +1,4 @@
-"""What is made of measured times."""
+"""The results that follow from measured times."""
 
 from itertools import combinations
 
@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from project.doctor.network import bus_bandwidth, fit, rounds, slow_links
+from project.doctor.network import bus_bandwidth, fitted_seconds, rounds, slow_links
 
 
 @given(st.integers(2, 12))
 def test_every_two_meet_once_and_nobody_is_in_two_pairs_at_once(count):
     made = rounds(range(count))
-    pairs = [tuple(sorted(pair)) for one in made for pair in one]
-    assert sorted(pairs) == list(combinations(range(count), 2))
-    for one in made:
-        members = [member for pair in one for member in pair]
+    assert sorted(tuple(sorted(pair)) for pairs in made for pair in pairs) == list(combinations(range(count), 2))
+    for pairs in made:
+        members = [member for pair in pairs for member in pair]
         assert len(members) == len(set(members))
 
 
@@ -23,27 +22,27 @@ def test_a_large_cluster_is_measured_in_part():
     assert len(rounds(range(100))) == 16
 
 
-def test_a_slow_host_is_told_from_a_slow_link():
-    speeds = dict.fromkeys(combinations(range(5), 2), 100.0)
-    assert slow_links(speeds)[:2] == ([], [])
-    assert slow_links({**speeds, (1, 3): 10.0})[:2] == ([], [(1, 3)])
-    assert slow_links({**speeds, **{pair: 10.0 for pair in speeds if 2 in pair}})[:2] == ([2], [])
+ALIKE = dict.fromkeys(combinations(range(5), 2), 100.0)
 
 
-def test_two_of_three_slow_links_are_one_slow_host():
-    assert slow_links({(0, 1): 100.0, (0, 2): 10.0, (1, 2): 12.0})[0] == [2]
+@pytest.mark.parametrize(
+    ("speeds", "hosts", "links"),
+    [
+        (ALIKE, [], []),
+        ({**ALIKE, (1, 3): 10.0}, [], [(1, 3)]),
+        ({**ALIKE, **{pair: 10.0 for pair in ALIKE if 2 in pair}}, [2], []),
+        ({(0, 1): 100.0, (0, 2): 10.0, (1, 2): 12.0}, [2], []),  # two of three slow links are one slow host
+        ({(0, 1): 1.0}, [], []),  # nothing to be compared with
+        ({}, [], []),
+    ],
+)
+def test_a_slow_host_is_told_from_a_slow_link(speeds, hosts, links):
+    assert slow_links(speeds)[:2] == (hosts, links)
 
 
-def test_one_link_has_nothing_to_be_compared_with():
-    assert slow_links({(0, 1): 1.0})[:2] == ([], [])
-    assert slow_links({})[:2] == ([], [])
-
-
-def test_the_model_goes_through_the_smallest_and_the_largest_message():
-    model = fit({4096: 1e-3, 1 << 20: 1.1e-2})
-    assert model.latency == 1e-3
-    assert model.seconds(1 << 20) == pytest.approx(1.1e-2)
-
-
-def test_the_bus_bandwidth_of_two_ranks_is_what_one_of_them_sends():
-    assert bus_bandwidth(1000, 1.0, 2) == 1000
+def test_the_cost_goes_through_the_smallest_and_the_largest_message():
+    times = {4096: 1e-3, 1 << 20: 1.1e-2}
+    assert fitted_seconds(times, 1 << 20) == pytest.approx(1.1e-2)
+    assert fitted_seconds(times, 1 << 21) == pytest.approx(2.1e-2)
+    assert fitted_seconds({4096: 1e-3}, 1 << 20) == 1e-3
+    assert bus_bandwidth(1000, 1.0, 2) == 1000  # what one of two ranks sends

