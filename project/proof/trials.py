@@ -5,18 +5,17 @@ This one has loaded all libraries, and started no thread: who has threads must n
 
 import json
 import os
-import pickle
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ class Row:
     result: str
     """'the same', 'differs', 'fails' or 'not tried'."""
     seconds: float = 0.0
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
     what: str = ""
     lines: list[str] = field(default_factory=list)
@@ -82,7 +81,7 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
     return [process.exitcode or 0 for process in processes]
 
 
-def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew: bool) -> None:
+def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], anew: bool) -> None:
     end_with_parent()
     with output(order.folder).open("a") as file:
         os.dup2(file.fileno(), 1)
@@ -93,7 +92,7 @@ def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew:
     os.environ.update({**environment, MARK: json.dumps(asdict(order))})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if anew:
+    if anew:  # in a new Python, where objects lie elsewhere in memory, and strings may have other hashes
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which finds what this process has found
         os.execv(sys.executable, [sys.executable, "-m", "project", *words])
     sys.stdin = open(os.devnull)  # noqa: SIM115
@@ -122,36 +121,38 @@ class Trials:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._going = dict[str, tuple[int, Any]]()
+        self._running = dict[str, tuple[int, ForkProcess]]()
+        """Processes, by the trial's name, each with its number of ranks."""
 
     def __enter__(self) -> "Trials":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _, process in self._going.values():
+        for _, process in self._running.values():
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.ident or 0, signal.SIGKILL)
             except ProcessLookupError:
                 process.kill()
             process.join()
 
-    def _start(self, name: str, ranks: int, work: Callable[..., object], *arguments: Any) -> None:
+    def _start(self, name: str, ranks: int, work: Callable[..., object], *arguments: object) -> None:
         process = _FORK.Process(target=_lead, args=(work, *arguments))
         process.start()
-        self._going[name] = ranks, process
+        self._running[name] = ranks, process
 
     def _ended(self) -> set[str]:
         """Waits a moment, and returns the names of those that have ended."""
-        wait([process.sentinel for _, process in self._going.values()], _PAUSE)
-        names = {name for name, (_, process) in self._going.items() if process.exitcode is not None}
-        self._going = {name: of for name, of in self._going.items() if name not in names}
+        wait([process.sentinel for _, process in self._running.values()], _PAUSE)
+        names = {name for name, (_, process) in self._running.items() if process.exitcode is not None}
+        for name in names:
+            del self._running[name]
         return names
 
     def look(self, words: Sequence[str]) -> Path:
         """Trains to the first micro-batch, and returns the folder of its facts."""
         folder = self.root / "look"
         self._start("look", 1, launch, words, Order(str(folder), "look"))
-        while self._going:
+        while self._running:
             self._ended()
         if not (folder / "facts.json").is_file():
             raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
@@ -159,30 +160,29 @@ class Trials:
 
     def rows(self, plan: Plan) -> Iterator[Row]:
         """Yields a row for each trial in turn. The first run must work by itself."""
-        waiting, done = [Trial(FIRST, ""), *(trial for trial in plan.trials if not trial.skipped)], set[str]()
-        free = max(1, int(cores()))
-        for trial in (waiting[0], *plan.trials):
+        first, free, done = Trial(FIRST, "", like=""), max(1, int(cores())), {""}
+        waiting = [first, *(trial for trial in plan.trials if not trial.skipped)]
+        for trial in (first, *plan.trials):
             if trial.skipped:
                 yield Row(f"{trial.title}: {trial.skipped}", "not tried")
                 continue
             while trial.name not in done:
-                for candidate in [
-                    waiting_trial for waiting_trial in waiting if waiting_trial.name == FIRST or waiting_trial.like in done
-                ]:
-                    if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(candidate.ranks) <= free:
+                for candidate in [entry for entry in waiting if entry.like in done]:
+                    busy, ranks = sum(ranks for ranks, _ in self._running.values()), max(candidate.ranks)
+                    if not busy or busy + ranks <= free:
                         waiting.remove(candidate)
-                        self._start(candidate.name, max(candidate.ranks), _train, self.root, plan, candidate)
+                        self._start(candidate.name, ranks, _train, self.root, plan, candidate)
                 done |= self._ended()
-            path = self.root / trial.name / "row.pickle"
-            what = "it could not be compared"
-            row = pickle.loads(path.read_bytes()) if path.is_file() else Row(trial.title, "fails", what=what)
-            if trial.name != FIRST:
+            path = self.root / trial.name / "row.json"
+            failed = {"title": trial.title, "result": "fails", "what": "it could not be compared"}
+            row = Row(**(json.loads(path.read_text()) if path.is_file() else failed))
+            if trial is not first:
                 yield row
             elif not row.holds:
                 raise UserError("\n  ".join(["The shortened run fails by itself:", *row.lines]))
 
 
-def _lead(work: Callable[..., object], *arguments: Any) -> None:
+def _lead(work: Callable[..., object], *arguments: object) -> None:
     """Runs the work in a process group of its own: whoever ends the group ends all that the work started."""
     os.setpgid(0, 0)
     end_with_parent()
@@ -192,15 +192,16 @@ def _lead(work: Callable[..., object], *arguments: Any) -> None:
 
 
 def _train(root: Path, plan: Plan, trial: Trial) -> None:
-    """Trains, compares, and writes row.pickle."""
+    """Trains, compares, and writes row.json."""
     began, folder = time.monotonic(), root / trial.name
     row = Row(trial.title, "the same")
     words = [*plan.words, *trial.words]
     if trial.name == "again":
         words.append(f"--resume={min((root / FIRST / RUN / 'checkpoints').glob('step-*.ckpt'))}")
-    for at, ranks in enumerate(trial.ranks):
-        kill = trial.kill if at + 1 < len(trial.ranks) else ""
-        codes = launch([*words, *plan.on.get(ranks, ())], Order(str(folder), kill, plan.steps, plan.samples), ranks, trial.anew)
+    for at, ranks in enumerate(trial.ranks, 1):
+        kill = trial.kill if at < len(trial.ranks) else ""
+        order = Order(str(folder), kill, plan.steps, plan.samples)
+        codes = launch([*words, *plan.on.get(ranks, ())], order, ranks, anew=trial.name == "twice")
         if (-signal.SIGKILL in codes) if kill else not any(codes):
             continue
         code = next((code for code in codes if code), 0)
@@ -214,4 +215,4 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
                 row.result, row.step = "differs", first.step
                 row.what = f"the first difference is in step {first.step}, in the {first}"
     row.seconds = time.monotonic() - began
-    (folder / "row.pickle").write_bytes(pickle.dumps(row))
+    (folder / "row.json").write_text(json.dumps(vars(row)))
