@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from project.proof.plan import RUN, TRIALS, Plan, alone, shortened
 from project.untrusted import read_yaml
 
 if TYPE_CHECKING:
-    from project.proof.trials import Row, Trials
+    from project.proof.trials import Row
 
 _ABOUT = """Shows that the promise holds for a YAML: the same bits after kills, with trainer.exact on any number of ranks, too.
 A shortened run is trained several times in a temporary
@@ -68,16 +69,17 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     settings = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
     base = [*without(argv, "--run", "--resume"), *alone(words, settings)]
     import project.cli.main  # noqa: F401, because all that the trials need is loaded once
-    from project.proof.trials import Trials
+    from project.proof import trials
 
     began, rows = time.monotonic(), []
-    with Trials(root) as trials:
-        plan = _plan(trials, base, settings)
-        like = {trial.like for trial in plan.trials if trial.name in only}
-        plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
-        print(plan.summary, flush=True)
-        width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
-        for row in trials.rows(plan):
+    folder = trials.look(root, [*base, *_look(base, settings)])
+    plan = shortened(base, json.loads((folder / "facts.json").read_text()), read_yaml(folder / RUN / "config.yaml"))
+    like = {trial.like for trial in plan.trials if trial.name in only}
+    plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
+    print(plan.summary, flush=True)
+    width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
+    with closing(trials.rows(root, plan)) as results:
+        for row in results:
             rows.append(row)
             took = f"{row.seconds:5.0f} s" if row.seconds else ""
             print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
@@ -92,14 +94,13 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     return int(failed)
 
 
-def _plan(trials: "Trials", base: list[str], settings: Mapping[str, object]) -> Plan:
-    """Looks at the first micro-batch, and shortens the run."""
-    words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
-    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() != "true":  # which needs a global batch
-        section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
-        words += [f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
-    folder = trials.look(words)
-    return shortened(base, json.loads((folder / "facts.json").read_text()), read_yaml(folder / RUN / "config.yaml"))
+def _look(base: list[str], settings: Mapping[str, object]) -> list[str]:
+    """Returns the words with which a run takes its first micro-batch, whatever its batches are."""
+    words = ["--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
+    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() == "true":  # which needs a global batch
+        return words
+    section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
+    return [*words, f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
 
 
 def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def flat(configuration: Any, prefix: str = "") -> dict[str, Any]:
+def flat(configuration: object, prefix: str = "") -> dict[str, Any]:
     """Returns a nested configuration as one level of dotted names."""
     if not isinstance(configuration, Mapping):
         return {prefix.rstrip("."): configuration}
     return {name: value for key, part in configuration.items() for name, value in flat(part, f"{prefix}{key}.").items()}
 
 
-def differing(configurations: Sequence[Any]) -> dict[str, list[Any]]:
+def differing(configurations: Sequence[object]) -> dict[str, list[Any]]:
     """Returns the settings that are not the same in all configurations, by their dotted names."""
     levels = [flat(configuration) for configuration in configurations]
     names = dict.fromkeys(name for level in levels for name in level)

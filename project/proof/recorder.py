@@ -72,7 +72,7 @@ class Recorder(Callback):
             if isinstance(callback, Fingerprints):
                 callback.outputs_every = 1
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._step = trainer.global_step
         self._write("samples", self._step, digests(batch))
         if trainer.is_global_zero and batch_idx % trainer.accumulate_grad_batches == 0:
@@ -81,7 +81,7 @@ class Recorder(Callback):
             self._write("buffers", self._step, [*_buffers(pl_module)])
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         (epoch, step, number), loss = micro_batch(trainer).key, loss_at_hand(trainer)
         if loss is not None and loss.numel() == 1:
@@ -101,7 +101,13 @@ class Recorder(Callback):
             self._write("validates", trainer.global_step)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if trainer.sanity_checking:
             return

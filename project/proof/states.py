@@ -136,11 +136,11 @@ def _name(keys: Keys) -> str:
 def alike(value: object, other: object) -> bool:
     """Returns whether two values have the same bits; NaN is NaN."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        if value.dtype != other.dtype or value.shape != other.shape:
+        if (value.dtype, value.shape, value.layout) != (other.dtype, other.shape, other.layout):
             return False
-        if value.is_sparse or value.is_quantized:
+        if value.is_quantized:
             return torch.equal(value, other)
-        bits, other_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other))
+        bits, other_bits = (tensor.to_dense().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other))
         return torch.equal(bits, other_bits)
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
         return (value.dtype, value.shape, value.tobytes()) == (other.dtype, other.shape, other.tobytes())

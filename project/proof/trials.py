@@ -34,6 +34,7 @@ _PAUSE = 0.1
 _GRACE = 30.0  # seconds that the other ranks have when one has failed
 _LEFT = 8.0  # when one was killed
 _FORK = get_context("fork")
+_OUTPUT = "output.txt"  # of all ranks
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Row:
 def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = False) -> list[int]:
     """Runs `python -m project WORDS` on so many ranks, and returns their exit codes."""
     Path(order.folder).mkdir(exist_ok=True)
-    output(order.folder).write_text("")
+    Path(order.folder, _OUTPUT).write_text("")
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
     words = (*words, f"--trainer.default_root_dir={order.folder}", f"--trainer.devices={ranks}")
@@ -83,7 +84,7 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
 
 def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], anew: bool) -> None:
     end_with_parent()
-    with output(order.folder).open("a") as file:
+    with Path(order.folder, _OUTPUT).open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -100,14 +101,9 @@ def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], an
     resolve_name(PROGRAM)()
 
 
-def output(folder: str | Path) -> Path:
-    """Returns the file with the output of the ranks."""
-    return Path(folder) / "output.txt"
-
-
 def failure(folder: Path) -> list[str]:
     """Returns the error lines of a trial that failed."""
-    lines = [line for line in output(folder).read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in (folder / _OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
     shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
     return list(shown)
@@ -116,74 +112,67 @@ def failure(folder: Path) -> list[str]:
 # Trials --------------------------------------------------------------------------------------------------------------
 
 
-class Trials:
-    """A context of processes of trials, which fork their ranks, and compare. All of them end with the context."""
+def look(root: Path, words: Sequence[str]) -> Path:
+    """Trains to the first micro-batch, and returns the folder of its facts."""
+    folder = root / "look"
+    process = _start(launch, words, Order(str(folder), "look"))
+    try:
+        process.join()
+    finally:
+        _end(process)
+    if not (folder / "facts.json").is_file():
+        raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
+    return folder
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._running = dict[str, tuple[int, ForkProcess]]()
-        """Processes, by the trial's name, each with its number of ranks."""
 
-    def __enter__(self) -> "Trials":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _, process in self._running.values():
-            try:
-                os.killpg(process.ident or 0, signal.SIGKILL)
-            except ProcessLookupError:
-                process.kill()
-            process.join()
-
-    def _start(self, name: str, ranks: int, work: Callable[..., object], *arguments: object) -> None:
-        process = _FORK.Process(target=_lead, args=(work, *arguments))
-        process.start()
-        self._running[name] = ranks, process
-
-    def _ended(self) -> set[str]:
-        """Waits a moment, and returns the names of those that have ended."""
-        wait([process.sentinel for _, process in self._running.values()], _PAUSE)
-        names = {name for name, (_, process) in self._running.items() if process.exitcode is not None}
-        for name in names:
-            del self._running[name]
-        return names
-
-    def look(self, words: Sequence[str]) -> Path:
-        """Trains to the first micro-batch, and returns the folder of its facts."""
-        folder = self.root / "look"
-        self._start("look", 1, launch, words, Order(str(folder), "look"))
-        while self._running:
-            self._ended()
-        if not (folder / "facts.json").is_file():
-            raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
-        return folder
-
-    def rows(self, plan: Plan) -> Iterator[Row]:
-        """Yields a row for each trial in turn. The first run must work by itself."""
-        first, free, done = Trial(FIRST, "", like=""), max(1, int(cores())), {""}
-        waiting = [first, *(trial for trial in plan.trials if not trial.skipped)]
+def rows(root: Path, plan: Plan) -> Iterator[Row]:
+    """Yields a row for each trial in turn. The first run must work by itself. When it is closed, all trials end."""
+    first, free, done = Trial(FIRST, "", like=""), max(1, int(cores())), {""}
+    waiting = [first, *(trial for trial in plan.trials if not trial.skipped)]
+    running: dict[Trial, ForkProcess] = {}
+    try:
         for trial in (first, *plan.trials):
             if trial.skipped:
                 yield Row(f"{trial.title}: {trial.skipped}", "not tried")
                 continue
             while trial.name not in done:
                 for candidate in [entry for entry in waiting if entry.like in done]:
-                    busy, ranks = sum(ranks for ranks, _ in self._running.values()), max(candidate.ranks)
-                    if not busy or busy + ranks <= free:
+                    if not running or sum(max(entry.ranks) for entry in (*running, candidate)) <= free:
                         waiting.remove(candidate)
-                        self._start(candidate.name, ranks, _train, self.root, plan, candidate)
-                done |= self._ended()
-            path = self.root / trial.name / "row.json"
+                        running[candidate] = _start(_train, root, plan, candidate)
+                wait([process.sentinel for process in running.values()], _PAUSE)
+                for ended in [entry for entry, process in running.items() if process.exitcode is not None]:
+                    del running[ended]
+                    done.add(ended.name)
+            path = root / trial.name / "row.json"
             failed = {"title": trial.title, "result": "fails", "what": "it could not be compared"}
             row = Row(**(json.loads(path.read_text()) if path.is_file() else failed))
             if trial is not first:
                 yield row
             elif not row.holds:
                 raise UserError("\n  ".join(["The shortened run fails by itself:", *row.lines]))
+    finally:
+        for process in running.values():
+            _end(process)
+
+
+def _start(work: Callable[..., object], *arguments: object) -> ForkProcess:
+    """Starts the leader of a process group, which forks the ranks of a trial, and compares."""
+    process = _FORK.Process(target=_lead, args=(work, *arguments))
+    process.start()
+    return process
+
+
+def _end(process: ForkProcess) -> None:
+    """Kills a process that leads a group, and all that it started."""
+    try:
+        os.killpg(process.ident or 0, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
 
 
 def _lead(work: Callable[..., object], *arguments: object) -> None:
-    """Runs the work in a process group of its own: whoever ends the group ends all that the work started."""
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
