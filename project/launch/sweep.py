@@ -113,7 +113,7 @@ def _sweep(file: str, content: object) -> Sweep:
     return Sweep(file, trials, extremes, content.get("metric") or "", mode, together, stop_early)
 
 
-def _check(key: str, value: object) -> None:
+def _check(key: str, value: Any) -> None:
     """Refuses a key, or values of it, that can't be."""
     if key.split(".")[0] in _TAKEN:
         raise UserError(f"{key} can't be tried: each trial has its own, or all have the same.")

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -96,7 +96,6 @@ def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], an
     if anew:  # in a new Python, where objects lie elsewhere in memory, and strings may have other hashes
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which finds what this process has found
         os.execv(sys.executable, [sys.executable, "-m", "project", *words])
-    sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.argv = ["project", *words]
     resolve_name(PROGRAM)()
 
@@ -125,7 +124,7 @@ def look(root: Path, words: Sequence[str]) -> Path:
     return folder
 
 
-def rows(root: Path, plan: Plan) -> Iterator[Row]:
+def rows(root: Path, plan: Plan) -> Generator[Row, None, None]:
     """Yields a row for each trial in turn. The first run must work by itself. When it is closed, all trials end."""
     first, free, done = Trial(FIRST, "", like=""), max(1, int(cores())), {""}
     waiting = [first, *(trial for trial in plan.trials if not trial.skipped)]
