@@ -34,7 +34,7 @@ def take_functions() -> None:
 
 
 def _is_the_class(original: Original, value: object, *args: object) -> bool:
-    return inspect.isfunction(value) or original(value, *args)
+    return inspect.isfunction(value) or bool(original(value, *args))
 
 
 def _with_what_comes_later(original: Original, wanted: Any, spec: Namespace) -> tuple[Namespace, set[int] | None]:

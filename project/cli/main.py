@@ -82,7 +82,7 @@ class ProjectCLI(LightningCLI):
     """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        def add(name: str, kind: object, default: object, text: str, **more: object) -> None:
+        def add(name: str, kind: object, default: object, text: str, **more: Any) -> None:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
 
         add("seed_everything", int, 0, "The seed of everything that is left to chance.")
