@@ -20,7 +20,7 @@ LEAST = {
 }
 
 
-def refuse_odd_numbers(settings: Mapping[str, Any]) -> None:
+def refuse_odd_numbers(settings: Mapping[str, object]) -> None:
     """Raises a UserError where Lightning would take a number for something else."""
     for name, least in LEAST.items():
         value = settings.get(name)
@@ -55,7 +55,7 @@ def with_environment(init: Callable[..., None]) -> Callable[..., None]:
     return filled
 
 
-def culprit(given: Mapping[str, Any], error: str) -> str:
+def culprit(given: Mapping[str, object], error: str) -> str:
     """Returns the argument that Lightning's error is about, by its value; empty where that is not clear."""
     if "Timer(duration" in error:
         return f"trainer.max_time={given['max_time']}: "

@@ -22,14 +22,14 @@ EVALUATING = ("validate", "test", "predict", "export")  # they look at weights t
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Each `--config X` becomes `--config BASE --config X`, for the configs that X names as its base, theirs first."""
+    """Replaces `--config X` by `--config BASE --config X`, for the configs that X names as its base, theirs first."""
     expanded: list[str] = []
     words = iter(argv)
     for argument in words:
-        if argument in ("-c", "--config"):
-            expanded += [flag for path in _stack(next(words, "")) for flag in ("--config", str(path))]
-        elif argument.startswith("--config="):
-            expanded += [flag for path in _stack(argument.partition("=")[2]) for flag in ("--config", str(path))]
+        flag, equals, name = argument.partition("=")
+        if flag in ("-c", "--config"):
+            paths = _stack(name if equals else next(words, ""))
+            expanded += [part for path in paths for part in ("--config", str(path))]
         else:
             expanded.append(argument)
     return expanded
@@ -65,25 +65,21 @@ def find(name: str, asking: Path | None) -> Path:
     for place in places:
         if place.is_file():
             return place.resolve()
-    raise UserError(
-        f"There is no config {name!r}"
-        + (
-            f", which {asking} names as its base."
-            if asking
-            else ". HINT: those that come with the project are called configs/*.yaml."
-        )
+    more = (
+        f", which {asking} names as its base."
+        if asking
+        else ". HINT: those that come with the project are called configs/*.yaml."
     )
+    raise UserError(f"There is no config {name!r}{more}")
 
 
 def option(argv: list[str], *names: str) -> str | None:
     """Returns the value of a flag on a command line, the last one."""
     value = None
     for argument, following in pairwise([*argv, ""]):
-        for name in names:
-            if argument == name:
-                value = following
-            elif argument.startswith(name + "="):
-                value = argument.partition("=")[2]
+        name, equals, given = argument.partition("=")
+        if name in names:
+            value = given if equals else following
     return value
 
 
@@ -91,17 +87,22 @@ def without(argv: list[str], *names: str) -> list[str]:
     """Returns a command line without these flags and their values."""
     kept, words = [], iter(argv)
     for argument in words:
-        if argument in names:
-            next(words, None)
-        elif not argument.startswith(tuple(f"{name}=" for name in names)):
+        name, equals, _ = argument.partition("=")
+        if name not in names:
             kept.append(argument)
+        elif not equals:
+            next(words, None)
     return kept
 
 
 def documents(argv: list[str]) -> list[dict[str, Any]]:
     """Reads the configs of a command line, one after the other; of one that `expand` has returned."""
-    configs = [following for argument, following in pairwise(argv) if argument == "--config"]
-    return [read_yaml(Path(config)) or {} for config in configs]
+    return [read_yaml(config) or {} for config in named_configs(argv)]
+
+
+def named_configs(argv: list[str]) -> list[Path]:
+    """Returns the configs of a command line that `expand` has returned, bases first."""
+    return [Path(following) for argument, following in pairwise(argv) if argument == "--config"]
 
 
 def checked(name: str) -> str:
@@ -145,14 +146,11 @@ def strangers(config: Path) -> str | None:
 
 def run_folder(name: str, file: str) -> Path:
     """Returns the folder of a run, by its name or its path; one that has left this file, if there are several."""
-    path = Path(name)
-    places = [path, Path(RUNS) / name]
-    for place in (
-        *(candidate for candidate in places if (candidate / file).is_file()),
-        *(candidate for candidate in places if candidate.is_dir()),
-    ):
-        return place
-    if len(path.parts) == 1:
+    places = [Path(name), Path(RUNS) / name]
+    places = [place for place in places if (place / file).is_file()] + [place for place in places if place.is_dir()]
+    if places:
+        return places[0]
+    if len(Path(name).parts) == 1:
         checked(name)
     known = sorted(entry.parent.name for entry in Path(RUNS).glob(f"*/{file}"))
     listing = f"there are: {', '.join(known[:_NAMED])}" if known else f"there is none in {Path(RUNS).absolute()}"

@@ -6,9 +6,11 @@ others receive its decision.
 
 import fcntl
 import logging
+import math
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,7 @@ from project.checkpoints.reading import (
     read_manifest,
     step_of,
 )
-from project.cluster.settings import flat
+from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.launch.launcher import Launch
@@ -54,19 +56,9 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("accelerator strategy devices num_nodes accumulate_grad_batches join_timeout default_root_dir"),
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
         *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
-        *(
-            "data.num_workers",
-            "data.resident",
-            "data.on_error",
-            "model.channels_last",
-            "model.compile",
-            "checkpoints",
-            "watchdog",
-            "profile",
-            "dashboard",
-        ),
-        "data.init_args.num_workers",
-        *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only", "data.source.init_args.download"),
+        *("data.num_workers", "data.init_args.num_workers", "data.resident", "data.on_error", "data.source.init_args.download"),
+        *("model.channels_last", "model.compile", "checkpoints", "watchdog", "profile", "dashboard"),
+        *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only"),
     ],
     # What may, and need not, have a say in the result.
     "said": ["trainer.callbacks"],
@@ -92,9 +84,9 @@ key; 'never': it's another run."""
 
 def kind_of(key: str) -> Kind:
     """Returns the kind of a configuration's key; 'word' for one that is not in the table."""
-    parts = key.split(".")
-    fitting = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((KINDS[name] for name in fitting if name in KINDS), "word")
+    while key and key not in KINDS:
+        key = key.rpartition(".")[0]
+    return KINDS.get(key, "word")
 
 
 def within(key: str, keys: list[str]) -> bool:
@@ -133,7 +125,7 @@ class Run:
             ) from None
 
     def begin(
-        self, config: dict[str, Any], resume: str, change: str | None, start: str | None, content: bool = True
+        self, config: Mapping[str, object], resume: str, change: str | None, start: str | None, content: bool = True
     ) -> tuple[Path, dict[str, Any]] | None:
         """Returns the checkpoint to resume from and its manifest, or None to begin at the beginning.
 
@@ -158,8 +150,10 @@ class Run:
             if checkpoint[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}
             self._compare(checkpoint[1], config, words)
-            if resume != "auto":
-                self._set_aside_later(checkpoint[0])
+            later = [path for path in checkpoints_in(checkpoints) if path.name > checkpoint[0].name] if resume != "auto" else []
+            for path in later:  # or the next 'auto' would go on from there
+                log.info("%s is of a later step and is set aside.", path)
+                put_aside(path, ".later")
         return checkpoint
 
     def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
@@ -172,13 +166,7 @@ class Run:
         except (ValueError, OSError) as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
-    def _set_aside_later(self, path: Path) -> None:
-        for newer in checkpoints_in(self.folder / "checkpoints"):
-            if newer.name > path.name:  # or the next 'auto' would go on from there
-                log.info("%s is of a later step and is set aside.", newer)
-                put_aside(newer, ".later")
-
-    def _compare(self, manifest: Mapping[str, Any], config: dict[str, Any], words: list[str]) -> None:
+    def _compare(self, manifest: Mapping[str, Any], config: Mapping[str, object], words: list[str]) -> None:
         """Reports what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
 
         Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.
@@ -187,22 +175,22 @@ class Run:
         if before is None:
             return
         changes = differences(masked(before), masked(config))
+        texts = {key: f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()}
         never = [key for key in changes if kind_of(key) == "never"]
-        unsaid = [key for key in changes if kind_of(key) == "word" and not within(key, words)]
-        if never:
-            raise UserError(
-                f"The run {self.folder.name} was trained with another configuration: {_text(changes, never)}. That makes it "
-                "another run. HINT: choose another --run, or go back to the old value."
+        named = [key for key in changes if kind_of(key) == "word"]
+        unnamed = [key for key in named if not within(key, words)]
+        if never or unnamed:
+            hint = (
+                "That makes it another run. HINT: choose another --run, or go back to the old value."
+                if never
+                else f"HINT: if it is to go on so, say --change {','.join([*words, *unnamed])}; otherwise go back to the old "
+                "value, or choose another --run."
             )
-        if unsaid:
-            raise UserError(
-                f"The run {self.folder.name} was trained with another configuration: {_text(changes, unsaid)}. HINT: if it is "
-                f"to go on so, say --change {','.join([*words, *unsaid])}; otherwise go back to the old value, or choose "
-                "another --run."
-            )
+            what = "; ".join(texts[key] for key in never or unnamed)
+            raise UserError(f"The run {self.folder.name} was trained with another configuration: {what}. {hint}")
         if changes:
-            log.warning("The configuration of the run has changed: %s", _text(changes, list(changes)))
-        if any(kind_of(key) == "word" for key in changes):
+            log.warning("The configuration of the run has changed: %s", "; ".join(texts.values()))
+        if named:
             self._keep_config(manifest["position"]["global_step"])
 
     def _keep_config(self, step: int) -> None:
@@ -229,10 +217,6 @@ def _words(change: str | None) -> list[str]:
     return words
 
 
-def _text(changes: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
-    return "; ".join(f"{key}: {changes[key][0]!r} -> {changes[key][1]!r}" for key in keys)
-
-
 def saved_config(folder: Path) -> dict[str, Any] | None:
     """Returns a run's config.yaml, where it can be read."""
     try:
@@ -248,20 +232,17 @@ def _argument(key: str) -> str:
     return ".".join(parts[:2]) if parts[0] in ("trainer", "model", "data", "checkpoints", "watchdog") else parts[0]
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Returns what differs between two configurations and has a say in the result, by key."""
-    old, new = flat(before), flat(now)
-    known = {_argument(key) for key in old}  # another version of the project may have had fewer
+    known = {_argument(key) for key in flat(before)}  # another version of the project may have had fewer
     changed = {
-        key: (old.get(key), new.get(key))
-        for key in {**old, **new}
-        if old.get(key) != new.get(key) and kind_of(key) != "free" and _argument(key) in known
+        key: (old, new)
+        for key, (old, new) in differing([before, now]).items()
+        if kind_of(key) != "free" and _argument(key) in known
     }
     if changed.get("ckpt_path", (None, ""))[1] is None:
         del changed["ckpt_path"]  # said at the beginning, and no more needed
-    classes = [key.removesuffix("class_path") for key in changed if key.endswith(".class_path")]
-    # Of another class, all arguments are others.
-    return {key: both for key, both in changed.items() if not any(key.startswith(f"{prefix}init_args.") for prefix in classes)}
+    return of_the_same_classes(changed)
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
@@ -299,18 +280,17 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def _new_folder(place: Path, kind: str) -> Path:
-    stem = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = place / (stem := f"{kind}-{datetime.now():%Y%m%d-%H%M%S}")
     number = 1
-    while True:
-        folder = place / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)  # making it is what takes the name
-        except FileExistsError:
-            number += 1
-        except OSError:
-            return folder  # `Run` says what is wrong
-        else:
-            return folder
+    with suppress(OSError):  # `Run` says what is wrong
+        while True:
+            try:
+                folder.mkdir(parents=True)  # making it is what takes the name
+                break
+            except FileExistsError:
+                number += 1
+                folder = place / f"{stem}-{number}"
+    return folder
 
 
 # A run's weights -----------------------------------------------------------------------------------------------------
@@ -322,28 +302,25 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     It is verified as for a resume, and nothing is touched: the run may be in training.
     """
     newest = checkpoints_in(folder / "checkpoints")[::-1]
-    rated: list[tuple[float, Path]] = []
-    monitor, mode = chosen_metric(monitor, mode, {str(name) for path in newest for name in _metrics(path)})
-    if which != "last":
-        for path in newest:
-            value = _metrics(path).get(monitor)
-            if value is not None and value == value:
-                rated.append((value, path))
-        rated.sort(key=lambda pair: pair[0], reverse=mode == "max")  # of equals, the newest
-        if which == "best" and not rated:
-            known = sorted({str(name) for path in newest for name in _metrics(path)})
-            raise UserError(
-                f"No checkpoint of the run {folder.name} has the metric {monitor!r} (there are: {', '.join(known) or 'none'}), "
-                "by which the best is found. HINT: set checkpoints.monitor, or --ckpt_path last."
-            )
-    best = [path for _, path in rated]
+    metrics = {path: _metrics(path) for path in newest}
+    known = {name for values in metrics.values() for name in values}
+    monitor, mode = chosen_metric(monitor, mode, known)
+    values = {path: metrics[path].get(monitor or "", math.nan) for path in newest}
+    rated = [path for path in newest if which != "last" and not math.isnan(values[path])]
+    best = sorted(rated, key=lambda path: values[path], reverse=mode == "max")  # of equals, the newest
+    if which == "best" and not best:
+        names = ", ".join(sorted(known)) or "none"
+        raise UserError(
+            f"No checkpoint of the run {folder.name} has the metric {monitor!r} (there are: {names}), by which the best is "
+            "found. HINT: set checkpoints.monitor, or --ckpt_path last."
+        )
     for path in dict.fromkeys(best + ([] if which == "best" else newest)):
         try:
             read_manifest(path)
         except (ValueError, OSError) as error:
             log.warning("Checkpoint %s is not used: %s.", path, error)
             continue
-        why = f"the best by {monitor}: {_metrics(path)[monitor]:.4f}" if path in best else "the newest"
+        why = f"the best by {monitor}: {values[path]:.4f}" if path in best else "the newest"
         log.info("Weights of %s, step %d (%s)", path, step_of(path), why)
         return path
     raise UserError(
@@ -352,8 +329,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     )
 
 
-def _metrics(path: Path) -> dict[str | None, float]:
-    try:
+def _metrics(path: Path) -> dict[str, float]:
+    with suppress(OSError, ValueError):
         return dict(manifest_at(path).get("metrics", {}))
-    except (OSError, ValueError):
-        return {}
+    return {}

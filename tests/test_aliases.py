@@ -17,7 +17,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     yield
-    for name in [one for one in sys.modules if one.partition(".")[0] == "pytorch_lightning"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pytorch_lightning"]:
         del sys.modules[name]
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import project.cli.main
-from project.cli.complaints import complaint
+from project.cli.complaints import condensed
 from tests.conftest import ROOT, forked
 
 DDP = str(ROOT / "configs/ddp.yaml")
@@ -107,25 +107,26 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path):
         assert wanted in line, case
 
 
-VALUE = """Parser key "a.b":
-  Subtypes: [<class 'int'>]
-  Errors:
-    - Expected a <class 'int'>
-  Given value: x"""
-ARGUMENT = """Parser key "a":
-  Problem with given class_path 'm.C':
-    Parser key "n":
-      Expected a <class 'int'>. Got value: y"""
-CLASS = """Parser key "a":
-  Problem with given class_path 'm.C':
-    module 'm' has no attribute 'C'"""
-
-
-def test_the_innermost_complaint_is_what_counts():
-    """Of a value that its type's own words contain, too."""
-    assert str(complaint(VALUE)) == "Expected an int, and it is x"
-    assert str(complaint(ARGUMENT)) == "init_args.n: Expected an int, and it is y"
-    assert str(complaint(CLASS)) == "m.C: module 'm' has no attribute 'C'"
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (
+            ("a.b", "Subtypes: [<class 'int'>]", "Errors:", "  - Expected a <class 'int'>", "Given value: x"),
+            "Expected an int, and it is x",
+        ),
+        (
+            ("a", "Problem with given class_path 'm.C':", '  Parser key "n":', "    Expected a <class 'int'>. Got value: y"),
+            "init_args.n: Expected an int, and it is y",
+        ),
+        (
+            ("a", "Problem with given class_path 'm.C':", "  module 'm' has no attribute 'C'"),
+            "m.C: module 'm' has no attribute 'C'",
+        ),
+    ],
+)
+def test_the_innermost_complaint_is_what_counts(lines, text):
+    key, *rest = lines
+    assert condensed("\n  ".join([f'Parser key "{key}":', *rest])) == text
 
 
 def test_a_timer_needs_no_interval(quick):

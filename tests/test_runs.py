@@ -137,6 +137,8 @@ def test_other_hosts_may_not_change_the_global_batch(quick):
 def test_it_starts_from_a_checkpoint_of_another_run_only_if_that_was_trained_so(quick, tmp_path):
     assert quick(*FIT, STOP).code == 143
     path = tmp_path / "lightning_logs/it/checkpoints/step-000000004.ckpt"
+    configuration = json.loads(path.with_suffix(".json").read_text())["configuration"]
+    assert configuration["model"]["optimizer"]["init_args"]["lr"] == 0.01
     for flag in ("--ckpt_path", "--resume"):
         other = (*FIT, STOP, f"{flag}={path}", f"--run=by{flag}")
         assert "--change model.label_smoothing" in quick(*other, "--model.label_smoothing=0.1").output
@@ -182,9 +184,3 @@ def test_a_run_that_was_moved_goes_on_where_it_is(quick, tmp_path):
     assert f"Goes on from {tmp_path}/elsewhere/checkpoints/step-000000004.ckpt" in done.output
     assert not (tmp_path / "lightning_logs").exists() or not [*(tmp_path / "lightning_logs").iterdir()]
     assert "There is no run in" in quick("fit", DDP, "--run=./nowhere").output
-
-
-def test_a_checkpoint_says_what_it_was_trained_with(quick, tmp_path):
-    assert quick(*FIT, STOP).code == 143
-    manifest = json.loads((tmp_path / "lightning_logs/it/checkpoints/step-000000004.json").read_text())
-    assert manifest["configuration"]["model"]["optimizer"]["init_args"]["lr"] == 0.01

@@ -7,6 +7,7 @@ Here any function is taken, and who gets what it returns looks at that.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jsonargparse import Namespace
@@ -16,37 +17,27 @@ from jsonargparse._util import import_object
 
 from project.errors import UserError
 
+Original = Callable[..., Any]
+
 
 def take_functions() -> None:
     """Lets jsonargparse take any function, in this process from now on. A version that is built otherwise stays as it is."""
     for name, ours in (
         ("is_subclass_or_implements_protocol", _is_the_class),
-        ("function_returns_subclass", _returns_the_class),
+        ("function_returns_subclass", _is_the_class),
         ("adapt_partial_callable_class", _with_what_comes_later),
         ("adapt_class_type", _with_all_arguments),
     ):
         original = getattr(hints, name, None)
-        if original is not None and getattr(original, "guests", None) is None:
-            setattr(hints, name, _around(original, ours))
+        if original is not None and not isinstance(original, partial):
+            setattr(hints, name, partial(ours, original))
 
 
-def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    both.guests = True  # type: ignore[attr-defined]
-    return both
+def _is_the_class(original: Original, value: object, *args: object) -> bool:
+    return inspect.isfunction(value) or bool(original(value, *args))
 
 
-def _is_the_class(original: Any, value: Any, wanted: Any) -> Any:
-    return inspect.isfunction(value) or original(value, wanted)
-
-
-def _returns_the_class(original: Any, function: Any, *args: Any) -> Any:
-    return inspect.isfunction(function) or original(function, *args)
-
-
-def _with_what_comes_later(original: Any, wanted: Any, spec: Any) -> Any:
+def _with_what_comes_later(original: Original, wanted: Any, spec: Namespace) -> tuple[Namespace, set[int] | None]:
     """Returns the specification, and how many of the first arguments come later: what the wanted callable gets."""
     spec, later = original(wanted, spec)
     if later is None and inspect.isfunction(import_object(spec.class_path)):
@@ -54,23 +45,18 @@ def _with_what_comes_later(original: Any, wanted: Any, spec: Any) -> Any:
     return spec, later
 
 
-def _with_all_arguments(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_all_arguments(original: Original, value: Namespace, *args: Any, **kwargs: Any) -> Any:
     """Passes on the arguments that only **kwargs can take; jsonargparse calls them `dict_kwargs`."""
     known = _known(import_object(value["class_path"]))
     if known is None:
         return original(value, *args, **kwargs)
-    given = value.get("init_args")
-    more: dict[str, Any] = {}
-    if isinstance(given, tuple):  # one, from the command line: its name and its value
-        name, argument = given
-        more = {} if name.split(".")[0] in known else {name: argument}
-    elif given:
-        more = {name: argument for name, argument in vars(given).items() if name not in known}
-    if more:
+    given = value.get("init_args") or {}
+    # From the command line there is one, a tuple of its name and its value.
+    pairs = {given[0]: given[1]} if isinstance(given, tuple) else vars(given) if given else {}
+    if more := {name: argument for name, argument in pairs.items() if name.split(".")[0] not in known}:
         value = value.clone()
         value["dict_kwargs"] = {**(value.get("dict_kwargs") or {}), **more}
-        rest = {} if isinstance(given, tuple) else {name: argument for name, argument in vars(given).items() if name in known}
-        value["init_args"] = Namespace(rest)  # type: ignore[no-untyped-call]
+        value["init_args"] = Namespace({name: argument for name, argument in pairs.items() if name not in more})  # type: ignore[no-untyped-call]
     try:
         return original(value, *args, **kwargs)
     except TypeError as error:

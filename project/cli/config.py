@@ -6,10 +6,11 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import yaml
@@ -25,14 +26,10 @@ from project.typed import typed
 from project.untrusted import compose_yaml, read_yaml, write_text
 
 
-class UsageError(SettingError):
-    """Raised where the command line or a config does not fit together."""
-
-
 class SaveConfig(Callback):
     """Writes config.yaml when training begins, and not before: it records what was trained, and runs again as it is."""
 
-    def __init__(self, config: dict[str, Any] | None) -> None:
+    def __init__(self, config: Mapping[str, object] | None) -> None:
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -40,7 +37,7 @@ class SaveConfig(Callback):
             save_config(Path(trainer.default_root_dir), self.config)
 
 
-def save_config(folder: Path, config: dict[str, Any]) -> None:
+def save_config(folder: Path, config: Mapping[str, object]) -> None:
     """Writes config.yaml, whole or not at all."""
     mode = 0o666 if masked(config) == config else 0o600
     try:
@@ -100,7 +97,7 @@ Complete, commented configs: configs/*.yaml.
 class HelpAll(argparse._HelpAction):
     """The flag --help_all, which shows every key there is."""
 
-    def __call__(self, parser: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, parser: Any, *args: object, **kwargs: object) -> None:
         print(parser.format_all_help(), end="")
         parser.exit()
 
@@ -141,23 +138,21 @@ class Parser(LightningArgumentParser):
             return str(super().format_help(*args))
         prog, _, verb = self.prog.replace(" [options]", "").rpartition(" ")
         lines = [_HELP.format(prog=prog, verb=verb, about=self.description)]
-        for key in _MATTERS:
-            if key in actions:
-                default = self.get_default(key)
-                default = getattr(default, "class_path", default)  # of a class, its name
-                says = (actions[key].help or "").split("Default:")[0].partition("\n\n")[0].replace("``", "")
-                lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
-                lines += textwrap.wrap(textwrap.shorten(says, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        for key in (key for key in _MATTERS if key in actions):
+            default = self.get_default(key)
+            default = getattr(default, "class_path", default)  # of a class, its name
+            says = (actions[key].help or "").split("Default:")[0].partition("\n\n")[0].replace("``", "")
+            lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
+            lines += textwrap.wrap(textwrap.shorten(says, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
         return "\n".join(lines) + "\n"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        raise UsageError(self._plain(message))
-
-    # What is wrong, in a line ----------------------------------------------------------------------------------------
+        raise SettingError(self._plain(message))
 
     def _plain(self, message: str) -> str:
+        """Returns what is wrong, in a line."""
         keys = re.findall(r"does not accept option '([\w.]+)'", message)
         if message.startswith("unrecognized arguments: "):
             keys = re.findall(r"--([\w.]+)", message)
@@ -175,11 +170,11 @@ class Parser(LightningArgumentParser):
         if wrong := re.search(r"Option '(\w+)' is not accepted", message):
             classes = re.findall(r"class_path[ ']*[=:]?[ ']+([\w.]+)'", message)
             return self._unknown(f"{key}.init_args.{wrong[1]}", _arguments(key, classes))
-        of = complaint(message)
-        full = f"{key}.{of.key}".strip(".") if of.key != key else key
-        if nested := re.search(r"it is NestedArg\(key='([^']+)'", of.text):
+        inner, text = complaint(message)
+        full = f"{key}.{inner}".strip(".") if inner != key else key
+        if nested := re.search(r"it is NestedArg\(key='([^']+)'", text):
             return self._unknown(f"{full}.{nested[1]}", self._keys())
-        return f"{self._where(full)}{full}: {of.text}"
+        return f"{self._where(full)}{full}: {text}"
 
     def placed(self, text: str) -> str:
         """Returns a text about settings with the flag or the line that has the first of them that the text names."""
@@ -199,14 +194,15 @@ class Parser(LightningArgumentParser):
     def _where(self, key: str) -> str:
         """Returns the flag, or the config and the line in it, that sets something under a key."""
         parts = key.split(".")
-        for end in range(len(parts), 0, -1):  # or a flag gives all that is around the key
-            name = ".".join(parts[:end])
+        around = [parts[:end] for end in range(len(parts), 0, -1)]  # or what it stands under
+        for place in around:
+            name = ".".join(place)
             short = name.replace(".init_args", "")  # may be left out
-            if parts[end - 1] != "init_args" and option(sys.argv, f"--{name}", f"--{short}") is not None:
-                return "--" if end == len(parts) else f"--{name}: "
-        for end in range(len(parts), 0, -1):  # or, of what can not be there, what it stands under
+            if place[-1] != "init_args" and option(sys.argv, f"--{name}", f"--{short}") is not None:
+                return "--" if name == key else f"--{name}: "
+        for place in around:
             for path in reversed(self.configs):
-                if line := _line(compose_yaml(path), parts[:end]):
+                if line := _line(compose_yaml(path), place):
                     return f"{path}, line {line}: "
         return ""
 
@@ -219,35 +215,28 @@ class Parser(LightningArgumentParser):
 
 
 def refuse_odd_sections(configs: Iterable[Path]) -> None:
-    """Refuses a section that is a number or a list, which would be taken for a class's arguments.
-
-    Raises:
-        UsageError: names the section, and its line.
-    """
+    """Refuses a section that is a number or a list, which would be taken for a class's arguments."""
     for path in configs:
         for name, value in (read_yaml(path) or {}).items():
             if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
                 continue
             line = _line(compose_yaml(path), [name])
-            raise UsageError(
+            raise SettingError(
                 f"{path}, line {line}: {name} holds keys and values, as in '{name}: {{KEY: VALUE}}', and it is {value!r}."
             )
 
 
-def _line(node: Any, parts: list[str]) -> int | None:
+def _line(node: yaml.Node | None, parts: list[str]) -> int | None:
     """Returns the line in a YAML document that sets something under a key; of a list, the first entry that does."""
     if isinstance(node, yaml.SequenceNode):
         return next((line for entry in node.value if (line := _line(entry, parts))), None)
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    for name, value in node.value:
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if name.value == parts[0]:
-            own: int = name.start_mark.line + 1
-            return own if len(parts) == 1 else _line(value, parts[1:])
+            return _line(value, parts[1:]) if parts[1:] else int(name.start_mark.line) + 1
     return None
 
 
-def _writable(value: Any) -> Any:
+def _writable(value: object) -> object:
     if isinstance(value, dict):
         return {k: _writable(v) for k, v in value.items() if not str(v).startswith(_UNWRITABLE)}
     return value
@@ -266,12 +255,8 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _arguments(key: str, classes: list[str]) -> list[str]:
     """Returns the keys of a class's arguments, of those that an error message names."""
-    keys: list[str] = []
-    for name in classes:
-        module, _, attribute = name.rpartition(".")
-        try:
-            parameters = inspect.signature(getattr(import_module(module), attribute)).parameters
-        except (ImportError, AttributeError, ValueError, TypeError):
-            continue
-        keys += [f"{key}.init_args.{parameter}" for parameter in parameters if parameter not in ("params", "kwargs", "args")]
-    return keys
+    names: list[str] = []
+    for path in classes:
+        with suppress(ImportError, AttributeError, ValueError, TypeError):
+            names += inspect.signature(resolve_name(path)).parameters
+    return [f"{key}.init_args.{name}" for name in names if name not in ("params", "kwargs", "args")]

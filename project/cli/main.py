@@ -30,7 +30,7 @@ from project.cli.class_paths import take_functions
 from project.cli.complaints import condensed
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
 from project.cluster.place import host
-from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, run_config, strangers
+from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
 from project.doctor.findings import verdict
 from project.doctor.memory_forecast import on_meta
@@ -82,49 +82,23 @@ class ProjectCLI(LightningCLI):
     """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--seed_everything", type=int, default=0, help="The seed of everything that is left to chance.")
+        def add(name: str, kind: object, default: object, text: str, **more: Any) -> None:
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
+
+        add("seed_everything", int, 0, "The seed of everything that is left to chance.")
         # `expand` has put the bases before the config that names them: what is parsed, printed and saved stands alone.
-        parser.add_argument("--base", type=_resolved, help="In a config: the config or configs that it stands on.")
+        add("base", _resolved, None, "In a config: the config or configs that it stands on.")
         parser.add_argument("--help_all", action=HelpAll, help="Show every key and exit.")
-        parser.add_argument(
-            "--run",
-            type=str | None,
-            default=None,
-            help=f"Name of the run, its folder in {RUNS}/, or the path of one that is there; fit goes on with one that exists, "
-            "test and so on take its weights.",
-        )
-        parser.add_argument(
-            "--resume",
-            type=str,
-            default="auto",
-            help="A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never).",
-        )
-        parser.add_argument(
-            "--change",
-            type=str | None,
-            default=None,
-            help="Keys, with commas, that may differ from what a run that exists was trained with (see docs/keys.md).",
-        )
-        parser.add_argument(
-            "--doctor",
-            type=bool,
-            default=False,
-            help="Before a fit: is the cluster fit for it? Does not start where it is not.",
-        )
-        parser.add_argument(
-            "--dry_run",
-            type=str | None,
-            nargs="?",
-            const="true",
-            default=None,
-            help="Says what each rank of a fit would hold, and trains nothing; of other numbers of ranks: --dry_run=8,64,1024.",
-        )
-        parser.add_argument(
-            "--debug",
-            type=bool,
-            default=False,
-            help="A log file for each rank, and the words of NCCL and torch.distributed.",
-        )
+        name = f"Name of the run, its folder in {RUNS}/, or the path of one that is there; fit goes on with one that exists, "
+        add("run", str | None, None, f"{name}test and so on take its weights.")
+        resume = "A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never)."
+        add("resume", str, "auto", resume)
+        change = "Keys, with commas, that may differ from what a run that exists was trained with (see docs/keys.md)."
+        add("change", str | None, None, change)
+        add("doctor", bool, False, "Before a fit: is the cluster fit for it? Does not start where it is not.")
+        dry = "Says what each rank of a fit would hold, and trains nothing; of other numbers of ranks: --dry_run=8,64,1024."
+        add("dry_run", str | None, None, dry, nargs="?", const="true")
+        add("debug", bool, False, "A log file for each rank, and the words of NCCL and torch.distributed.")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -172,9 +146,8 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
         path = settings.get("ckpt_path")
         if path is not None and path not in ("best", "last") and not (path and Path(path).exists()):
-            raise UserError(
-                self._placed(f"ckpt_path={path}: there is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/.")
-            )
+            text = f"ckpt_path={path}: there is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/."
+            raise UserError(self._placed(text))
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(
                 f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
@@ -276,7 +249,9 @@ class ProjectCLI(LightningCLI):
             return False
         if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
             return fit and given is not False
-        named = loggers.made(given, self.folder, _name_of(self.folder, root / RUNS), rank)
+        inside = self.folder.is_relative_to(root / RUNS)
+        name = str(self.folder.relative_to(root / RUNS)) if inside else self.folder.name
+        named = loggers.made(given, self.folder, name, rank)
         return [Events(str(self.folder)), *named] if fit else named
 
     def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
@@ -312,21 +287,17 @@ class ProjectCLI(LightningCLI):
         content = not _several_hosts(settings, launch)  # which wait for this rank; Verification reads it then
         begun = self._run.begin(self.config_dump, resume, settings.change, None if named else path, content)
         if begun is not None:
-            checkpoint = begun[0]
-            self._resume(*begun)
+            checkpoint, manifest = begun
+            init.ckpt_path, at = str(checkpoint), manifest["position"]
+            if manifest["finished"]:
+                log.info("Takes up %s: the end of the run, after %d steps", checkpoint, at["global_step"])
+            else:
+                log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"], at["step"])
             # Where it began stays known: a checkpoint of another run, or nothing.
             own = checkpoint.parent.absolute() == self.folder / "checkpoints"
             saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
         self._saved = saved
         return begun
-
-    def _resume(self, path: Path, manifest: dict[str, Any]) -> None:
-        at = manifest["position"]
-        self.config_init[self.subcommand].ckpt_path = str(path)
-        if manifest["finished"]:
-            log.info("Takes up %s: the end of the run, after %d steps", path, at["global_step"])
-        else:
-            log.info("Goes on from %s: epoch %d, step %d of it", path, at["epoch"], at["step"])
 
     def after_instantiate_classes(self) -> None:
         """Notes the Trainer: the verb runs from here on."""
@@ -363,12 +334,6 @@ class ProjectCLI(LightningCLI):
         return path.absolute().parent.name if path.name == "config.yaml" else path.stem
 
     def after_validate(self) -> None:
-        self._note_metrics()
-
-    def after_test(self) -> None:
-        self._note_metrics()
-
-    def _note_metrics(self) -> None:
         """Writes VERB.json: the metrics, and of which weights they are."""
         if self.trainer.is_global_zero:
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
@@ -376,6 +341,8 @@ class ProjectCLI(LightningCLI):
             checkpoint = self.config_init[self.subcommand].ckpt_path
             write_text(path, json.dumps({"checkpoint": checkpoint, "metrics": metrics}, indent=1))
             log.info("The figures: %s", path)
+
+    after_test = after_validate
 
     def after_fit(self) -> None:
         trainer = self.trainer
@@ -416,10 +383,6 @@ def _several_hosts(settings: Namespace, launch: Launch) -> bool:
     return (launch.nodes or settings.trainer.num_nodes) > 1
 
 
-def _name_of(folder: Path, runs: Path) -> str:
-    return str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
-
-
 def _resolved(base: object) -> None:
     return None
 
@@ -439,7 +402,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         if rank == 0 and (config := config_of_run(words)) and (who := strangers(config)):
             log.warning("%s %s, and what it names is imported and called. HINT: read it first, or copy it.", config, who)
         sys.argv[1:] = expand(run_config(words))
-        Parser.configs = [Path(argument) for at, argument in enumerate(sys.argv) if sys.argv[at - 1] == "--config"]
+        Parser.configs = named_configs(sys.argv)
         refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
         front(
@@ -456,10 +419,12 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
-        if ProjectCLI.running is not None:
-            code = _report_of_run(error, ProjectCLI.running)
+        if (trainer := ProjectCLI.running) is not None:
             say = log.debug  # the error is the last word
-            raise SystemExit(code) from None
+            observed = getattr(trainer.strategy.launcher, "procs", [])
+            launched = [*early_start.processes, *observed]
+            observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
+            raise SystemExit(report_error(error, trainer.global_rank, host(), launched)) from None
         if (isinstance(error, (LaunchError, SettingError)) and rank > 0) or early_start.undecided():
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
@@ -473,14 +438,6 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
             _write_report(ran, say)
             if not closed:
                 exit_at_once(why)
-
-
-def _report_of_run(error: Exception, trainer: Trainer) -> int:
-    """Reports an error once, by the rank at fault, and returns the exit code."""
-    observed = getattr(trainer.strategy.launcher, "procs", [])
-    launched = [*early_start.processes, *observed]
-    observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-    return report_error(error, trainer.global_rank, host(), launched)
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:

@@ -1,6 +1,5 @@
 """The verb `profile`: `python -m project profile RUN` asks a run, here or elsewhere, to record some steps, and shows them."""
 
-import argparse
 import json
 import os
 import re
@@ -11,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from project.cli.watching import Look, ended
-from project.config_files import RUNS, run_folder
+from project.cli.reading import ended, run_parser
+from project.cli.watching import Look
+from project.config_files import run_folder
 from project.errors import UserError
 from project.untrusted import printable, read_end, write_text
 from project.watch.asked import FILE, FOLDER, Asked
@@ -31,8 +31,7 @@ _AFTER_OTHERS = 60.0  # seconds that a rank's profile may come later than the fi
 
 def main(words: Sequence[str]) -> int:
     """Asks, waits and shows; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m project profile", description=_ABOUT)
-    parser.add_argument("run", metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
+    parser = run_parser("profile", _ABOUT)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps (5)")
     parser.add_argument("--ranks", default="0", metavar="0,1,...", help="of which ranks, or all (0)")
     parser.add_argument("--memory", action="store_true", help="also what is allocated, and what the memory holds")

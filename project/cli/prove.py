@@ -1,8 +1,7 @@
 """The verb `prove`: `python -m project prove --config mine.yaml` tests whether the promise holds for a YAML on this machine.
 
 A shortened run is trained several times: twice alike, again from its first checkpoint, killed and resumed, with loader
-processes, and on other numbers of ranks. All that it leaves is compared with what the first one left. Exit code 0: the promise
-holds, 1: something differs, 2: the configuration does not work by itself.
+processes, and on other numbers of ranks. All that it leaves is compared with what the first one left.
 """
 
 import argparse
@@ -10,25 +9,24 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from importlib import import_module
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import yaml
-
+from project.cli.reading import ended
 from project.cluster.settings import flat
 from project.config_files import documents, expand, option, run_config, without
-from project.errors import WRONG, UserError
-from project.proof.plan import NAMES, RUN, Plan, alone, shortened
+from project.errors import UserError
+from project.proof.plan import RUN, TRIALS, Plan, alone, shortened
+from project.untrusted import read_yaml
 
 if TYPE_CHECKING:
-    from project.proof.trials import Row, Trials
+    from project.proof.trials import Row
 
 _ABOUT = """Shows that the promise holds for a YAML: the same bits after kills, with trainer.exact on any number of ranks, too.
 A shortened run is trained several times in a temporary
@@ -38,24 +36,20 @@ promise holds, 1: something differs, 2: the configuration does not work by itsel
 
 def main(words: Sequence[str]) -> int:
     """Prints a table, and returns the exit code."""
+    names = [trial.name for trial in TRIALS]
     parser = argparse.ArgumentParser("python -m project prove", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--json", metavar="FILE", help="writes the table there, too")
     parser.add_argument("--keep", action="store_true", help="leaves the trials' folder, and says where it is")
-    parser.add_argument("--only", metavar="TRIAL,...", help=f"not all trials: {', '.join(NAMES)}")
+    parser.add_argument("--only", metavar="TRIAL,...", help=f"not all trials: {', '.join(names)}")
     parser.epilog = "Everything else is as for fit: --config FILE, --run NAME, and keys."
     given, rest = parser.parse_known_args(words)
-    only = given.only.split(",") if given.only else [*NAMES]
-    if not set(only) <= set(NAMES):
-        parser.error(f"--only takes {', '.join(NAMES)}, and not {given.only}")
+    only = given.only.split(",") if given.only else names
+    if not {*only} <= {*names}:
+        parser.error(f"--only takes {', '.join(names)}, and not {given.only}")
     root = Path(tempfile.mkdtemp(prefix="project-prove-", dir=os.environ.get("TMPDIR")))
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        return _prove(root, rest, only, given.json)
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
-        return WRONG
-    except KeyboardInterrupt:
-        return 130
+        return ended(lambda: _prove(root, rest, only, given.json), longest=10_000)
     finally:
         signal.signal(signal.SIGTERM, before)
         if given.keep:
@@ -74,16 +68,18 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
         raise UserError("Nothing says what is to be proved. HINT: --config FILE, or --run NAME of a run that exists.")
     settings = {key: value for part in documents(expand(argv)) for key, value in flat(part).items()}
     base = [*without(argv, "--run", "--resume"), *alone(words, settings)]
-    import_module("project.cli.main")  # all that the trials need, once
-    trials: Any = import_module("project.proof.trials")
-    began, rows = time.monotonic(), list["Row"]()
-    with trials.Trials(root) as going:
-        plan = _plan(going, base, settings)
-        like = {trial.like for trial in plan.trials if trial.name in only}
-        plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
-        print(plan.summary, flush=True)
-        width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
-        for row in going.rows(plan):
+    import project.cli.main  # noqa: F401, because all that the trials need is loaded once
+    from project.proof import trials
+
+    began, rows = time.monotonic(), []
+    folder = trials.look(root, [*base, *_look(base, settings)])
+    plan = shortened(base, json.loads((folder / "facts.json").read_text()), read_yaml(folder / RUN / "config.yaml"))
+    like = {trial.like for trial in plan.trials if trial.name in only}
+    plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
+    print(plan.summary, flush=True)
+    width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
+    with closing(trials.rows(root, plan)) as results:
+        for row in results:
             rows.append(row)
             took = f"{row.seconds:5.0f} s" if row.seconds else ""
             print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
@@ -93,9 +89,18 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     so_far = f", as far as it was tried: {left_out} of {len(rows)} trials were not" if left_out else ""
     print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
     if file is not None:
-        report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words}
-        Path(file).write_text(json.dumps({**report, "trials": [asdict(row) for row in rows]}, indent=1) + "\n")
+        report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words, "trials": [*map(vars, rows)]}
+        Path(file).write_text(json.dumps(report, indent=1) + "\n")
     return int(failed)
+
+
+def _look(base: list[str], settings: Mapping[str, object]) -> list[str]:
+    """Returns the words with which a run takes its first micro-batch, whatever its batches are."""
+    words = ["--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
+    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() == "true":  # which needs a global batch
+        return words
+    section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
+    return [*words, f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
 
 
 def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
@@ -110,15 +115,3 @@ def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
     most = max((row.compared for row in rows), key=lambda counts: sum(counts.values()))
     print(f"\nCompared: {', '.join(f'{many} {kind}' for kind, many in most.items() if many)}.")
     return bool(failed)
-
-
-def _plan(trials: "Trials", base: list[str], settings: Mapping[str, Any]) -> Plan:
-    """Looks at the first micro-batch, and shortens the run."""
-    words = [*base, "--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
-    if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() != "true":  # which needs a global batch
-        section = "trainer" if "data.class_path" in settings or option(base, "--data", "--data.class_path") else "data"
-        words += [f"--{section}.global_batch_size=null", "--trainer.accumulate_grad_batches=1"]
-    folder = trials.look(words)
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    config: dict[str, Any] = yaml.safe_load((folder / RUN / "config.yaml").read_text())
-    return shortened(base, facts, config)

@@ -3,15 +3,14 @@
 It reads the runs' folders, which may belong to runs in training, or to runs that were killed.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.cli.watching import ended
+from project.cli.reading import ended, run_parser
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.history import FILE, History, held, read_history
+from project.watch.history import FILE, held, read_history
 from project.watch.report import PAGE, SUMMARY, compared, facts, refuse_nothing, write
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
@@ -19,16 +18,17 @@ _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for 
 
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints what is most important, and returns the exit code."""
-    parser = argparse.ArgumentParser("python -m project report", description=_ABOUT)
-    parser.add_argument("run", nargs="+", metavar="RUN", help=f"the name of a run in {RUNS}/, or the folder of one")
+    parser = run_parser("report", _ABOUT, nargs="+")
     parser.add_argument("--out", type=Path, help=f"of several runs: where the page goes ({RUNS}/compared.html, if not given)")
     given = parser.parse_args(words)
-    names = list(dict.fromkeys(given.run))
-    return ended(lambda: _write(names, given.out))
+    return ended(lambda: _write(list(dict.fromkeys(given.run)), given.out))
 
 
 def _write(names: Sequence[str], out: Path | None) -> int:
-    histories = [_read(name) for name in names]
+    histories = []
+    for folder in (run_folder(name, FILE) for name in names):
+        histories.append(read_history(folder, folder.absolute().name, in_training=held(folder / ".lock")))
+        refuse_nothing(histories[-1])
     try:
         for history in histories:
             print(printable(f"{history.name}: {write(history)}"))
@@ -43,10 +43,3 @@ def _write(names: Sequence[str], out: Path | None) -> int:
     except OSError as error:
         raise UserError(f"The report can't be written: {error}. HINT: make room, or ask who owns the folder.") from error
     return 0
-
-
-def _read(name: str) -> History:
-    folder = run_folder(name, FILE)
-    history = read_history(folder, folder.absolute().name, in_training=held(folder / ".lock"))
-    refuse_nothing(history)
-    return history

@@ -3,21 +3,19 @@
 On a terminal one line that is written anew; elsewhere a line whenever something changes.
 """
 
-import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from project.config_files import RUNS, run_folder
-from project.errors import UserError
-from project.untrusted import LATEST, printable, shortened
+from project.cli.reading import ended, run_parser
+from project.config_files import run_folder
+from project.untrusted import LATEST, printable
 from project.watch.charts import number
 from project.watch.curves import Curves
-from project.watch.history import FILE, PHASES, Life, held, lives_of, longest
+from project.watch.history import FILE, PHASES, held, lives_of, longest
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
@@ -26,29 +24,13 @@ _METRICS = ("train/loss", "val/loss", "train/acc", "val/acc", "train/lr")
 
 def main(words: Sequence[str]) -> int:
     """Follows the run, and returns the exit code: 0 when it has finished, or is in training (`--once`)."""
-    parser = argparse.ArgumentParser("python -m project watch", description=_ABOUT)
-    parser.add_argument("run", metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
+    parser = run_parser("watch", _ABOUT)
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look (5)")
     parser.add_argument("--once", action="store_true", help="look once; the exit code is 1 if the run is dead")
     given = parser.parse_args(words)
     if given.every <= 0:
         parser.error(f"--every is a number of seconds, not {given.every:g}")
     return ended(lambda: _follow(run_folder(given.run, FILE), given.every, given.once))
-
-
-def ended(verb: Callable[[], int]) -> int:
-    """Runs a verb that reads a run's folder, and returns its exit code, however it comes to its end."""
-    try:
-        return verb()
-    except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads it any more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        print(f"ERROR   {shortened(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
 
 
 def _follow(folder: Path, every: float, once: bool) -> int:
@@ -91,29 +73,21 @@ class Look:
             parts.append(f"{speed.value:,.0f} samples/s")
             parts.append(longest({name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}))
         parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
-        if state == "going on":
-            parts += _left(life, of)
+        done = life.end_step - life.step
+        if state == "going on" and of and done > 0:  # at the pace since the last start
+            parts.append(f"{_span((of - life.end_step) * (life.end - life.time) / done)} left")
         return state, "  ".join([*parts, f"{state}: {life.why.rstrip('.')}" if life.why else state])
 
     def _silent(self) -> float:
         """Returns the seconds since anything was written."""
-        times = []
-        for path in (*self.folder.iterdir(), self.folder / "checkpoints"):
+        newest = 0.0
+        for path in self.folder.iterdir():
             with suppress(OSError):  # it is gone, or leads nowhere
-                times.append(path.stat().st_mtime)
-        return max(0.0, time.time() - max(times, default=0.0))
+                newest = max(newest, path.stat().st_mtime)
+        return max(0.0, time.time() - newest)
 
     def age(self) -> str:
         return f"last sign of life {_span(self._silent())} ago"
-
-
-def _left(life: Life, of: int | None) -> list[str]:
-    """Returns the time left, at the pace since the last start."""
-    done = life.end_step - life.step
-    if not of or done < 1:
-        return []
-    left = (of - life.end_step) * (life.end - life.time) / done
-    return [f"{_span(left)} left"]
 
 
 def _span(seconds: float) -> str:

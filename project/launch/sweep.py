@@ -81,9 +81,8 @@ def read_sweep(file: str) -> Sweep:
         raise UserError(f"{file}: {error}") from None
 
 
-def _sweep(file: str, content: Any) -> Sweep:
-    keys = content.get("keys") if isinstance(content, dict) else None
-    if not isinstance(keys, dict) or not keys:
+def _sweep(file: str, content: object) -> Sweep:
+    if not isinstance(content, dict) or not isinstance(keys := content.get("keys"), dict) or not keys:
         raise UserError("a sweep says under 'keys' which values keys of the YAML are to have. HINT: see configs/sweeps/lr.yaml")
     if unknown := [str(key) for key in content if key not in _KNOWN]:
         raise UserError(f"a sweep has no {', '.join(unknown)}. HINT: it has {', '.join(_KNOWN)}")
@@ -103,9 +102,8 @@ def _sweep(file: str, content: Any) -> Sweep:
     if samples > 1 and all(isinstance(value, list) for value in keys.values()):
         raise UserError(f"samples={samples}, and no key is drawn. HINT: leave samples out; each value of a list has its trial.")
     lists = {key: value for key, value in keys.items() if isinstance(value, list)}
-    combinations = [values for _ in range(samples) for values in itertools.product(*lists.values())]
     trials = []
-    for number, values in enumerate(combinations, 1):
+    for number, values in enumerate([*itertools.product(*lists.values())] * samples, 1):
         listed = dict(zip(lists, values, strict=True))
         # A generator for each key and trial: another key, or one more sample, keeps what is drawn already.
         draws = {key: random.Random(f"{content.get('seed', 0)} {key} {number}") for key in keys}

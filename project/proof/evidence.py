@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from project.proof.plan import FIRST, RUN, Trial
+from project.proof.plan import RUN, Trial
 from project.proof.states import Compared, Difference, compare_states
 from project.watch.comparison import compare
 from project.watch.fingerprint_file import FILE, read
@@ -16,9 +16,10 @@ _NAMED = 5  # attributes
 _ROUNDING = 1e-3  # of a loss, relative, in a few steps
 _COARSE = 3e-2  # with 16 bits
 _MOVED = 10  # times as much: of what moves beside the optimiser
-_SAMPLES = ("samples", "validation samples")
+_VALIDATED = "validation samples"
+_SAMPLES = ("samples", _VALIDATED)
 _ORDER = (
-    *("samples", "losses", "weights", "buffers", "optimiser states", "schedules", "validation samples"),
+    *("samples", "losses", "weights", "buffers", "optimiser states", "schedules", _VALIDATED),
     *("other states", "logged values"),
 )
 _SAVE = "HINT: make it a buffer (register_buffer), or save it in on_save_checkpoint and take it back in on_load_checkpoint."
@@ -60,65 +61,49 @@ def noted(folder: Path) -> Noted:
     """Reads the records of all ranks. A step, or a validation, that began again counts as its last repetition."""
     whole: Noted = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("record-*.jsonl")):
-        entries: list[tuple[str, int, list[Any]]] = []
+        entries: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for line in path.read_text().splitlines():
             kind, step, values = json.loads(line)
             if kind == "begins":
-                entries = [
-                    entry for entry in entries if entry[1] < step or (entry[0], entry[1]) == ("validation samples", step)
-                ]
-            if kind == "validates":
-                entries = [entry for entry in entries if (entry[0], entry[1]) != ("validation samples", step)]
-            entries.append((kind, step, values))
-        for kind, step, values in entries:
+                kept = {key: items for key, items in entries.items() if key[1] < step or key == (_VALIDATED, step)}
+                entries = defaultdict(list, kept)
+            elif kind == "validates":
+                entries.pop((_VALIDATED, step), None)
+            entries[kind, step] += values
+        for (kind, step), values in entries.items():
             whole[kind][step] += values
     return whole
 
 
 def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tuple[Compared, Difference | None, list[str]]:
-    """Compares a trial with the reference: how much was compared, the first difference, and lines about its cause.
+    """Compares a trial's folder with the reference's: how much was compared, the first difference, and lines on its cause.
 
-    Args:
-        trial: what it was.
-        folder: of the reference.
-        other: of the trial.
-        coarse: whether numbers have 16 bits.
+    `coarse`: numbers have 16 bits.
     """
     reference, tested, bits = noted(folder), noted(other), "bits" in trial.kept
-    ranks_differ = trial.like == FIRST and trial.ranks[-1] > 1
     begins = min(tested["begins"])  # where it resumes from another one's checkpoint
-    rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
-    compared = compare_states(folder / RUN, other / RUN, not ranks_differ) if bits else Compared()
+    compared = compare_states(folder / RUN, other / RUN, not trial.other_ranks) if bits else Compared()
     for kind in _SAMPLES:
-        for step in sorted(at for at in reference[kind].keys() | tested[kind].keys() if at >= begins + (kind != "samples")):
+        for step in sorted(at for at in reference[kind].keys() | tested[kind].keys() if at >= begins + (kind == _VALIDATED)):
             samples, others = sorted(reference[kind].get(step, [])), sorted(tested[kind].get(step, []))
-            compared.count(kind, len(samples))
+            compared.counts[kind] += len(samples)
             if samples != others:
                 what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
                 compared.differences.append(Difference(step + (kind == "samples"), kind, what))
-    compared.count("steps", len([at for at in reference["samples"] if at >= begins]))
+    compared.counts["steps"] += sum(at >= begins for at in reference["samples"])
     if bits or "losses" in trial.kept:
-        compared.differences += [
-            *_numbers("losses", reference, tested, rounding),
-            *_numbers("buffers", reference, tested, rounding),
-        ]
-        compared.count("losses", sum(map(len, reference["losses"].values())))
+        for kind in ("losses", "buffers"):
+            rounding = 0.0 if bits else _COARSE if coarse else _ROUNDING
+            compared.differences += _numbers(kind, reference, tested, rounding)
+        compared.counts["losses"] += sum(map(len, reference["losses"].values()))
     first = min(compared.differences, key=_place, default=None)
     if first is None:
         return compared, None, []
-    known = reference["attributes"].keys() & tested["attributes"].keys()
-    last = max((at for at in known if at < max(1, first.step) + ranks_differ), default=-1)
-    before, after = dict(reference["attributes"].get(last, [])), dict(tested["attributes"].get(last, []))
-    both = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
-    attributes = [
-        f"{name}: {first_value}, and {second_value}"
-        for name, (first_value, second_value) in both.items()
-        if first_value != second_value
-    ][:_NAMED]
+    attributes = _attributes(reference, tested, max(1, first.step) + trial.other_ranks)
     lines = _module(folder / RUN, other / RUN) if bits else []
     lines += [f"It differs there, too, and is in no state that is compared: {attribute}." for attribute in attributes]
     lines += (order := _from_log(other / RUN / "log.txt"))
-    return compared, first, [*lines, _hint(first.kind, trial.name, ranks_differ, attributes, bool(order))]
+    return compared, first, [*lines, _hint(first.kind, trial, attributes, bool(order))]
 
 
 def _place(difference: Difference) -> tuple[int, int]:
@@ -142,6 +127,15 @@ def _numbers(kind: str, reference: Noted, tested: Noted, rounding: float) -> Ite
 # Where it comes from -------------------------------------------------------------------------------------------------
 
 
+def _attributes(reference: Noted, tested: Noted, until: int) -> list[str]:
+    """Returns what users' objects keep that differs, in the last step before this one that both have on record."""
+    both = reference["attributes"].keys() & tested["attributes"].keys()
+    last = max((at for at in both if at < until), default=-1)
+    before, after = dict(reference["attributes"].get(last, [])), dict(tested["attributes"].get(last, []))
+    values = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
+    return [f"{name}: {value}, and {other}" for name, (value, other) in values.items() if value != other][:_NAMED]
+
+
 def _module(folder: Path, other: Path) -> list[str]:
     """Returns the place that the fingerprints report: the module whose output differs first, say."""
     if not all((run / FILE).is_file() for run in (folder, other)):
@@ -156,9 +150,10 @@ def _from_log(path: Path) -> list[str]:
     return list(dict.fromkeys(re.findall(r"The \w+ loader \(.*gives its samples in its own order.*", text)))
 
 
-def _hint(kind: str, trial: str, ranks_differ: bool, attributes: list[str], own_order: bool) -> str:
+def _hint(kind: str, trial: Trial, attributes: list[str], own_order: bool) -> str:
+    ranks_differ = trial.other_ranks
     if kind in _SAMPLES:
-        return _DEALT if own_order or ranks_differ else _WORKERS if trial == "workers" else _CLOCK
+        return _DEALT if own_order or ranks_differ else _WORKERS if trial.name == "workers" else _CLOCK
     if attributes:
         generator = any(re.search(r"Generator|random\.|RandomState", attribute) for attribute in attributes)
         return _DRAW if generator else _COUNT if ranks_differ else _SAVE

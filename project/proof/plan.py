@@ -24,15 +24,32 @@ class Trial:
     """The number of ranks of each start: the last rank of all starts but the last one is killed."""
     kill: str = ""
     """The place where it is killed ('step', 'epoch', 'validation')."""
-    words: tuple[str, ...] = ()
-    anew: bool = False
-    """The trial runs in a new Python, where objects lie elsewhere in memory, and strings may have other hashes."""
-    kept: tuple[str, ...] = ("bits",)
-    """The kinds of values that must be the same: 'bits', or 'samples', and 'losses' up to rounding."""
     like: str = FIRST
     """The trial that it is compared with."""
+    words: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ("bits",)
+    """The kinds of values that must be the same: 'bits', or 'samples', and 'losses' up to rounding."""
     skipped: str = ""
     """The reason why it is not tried."""
+
+    @property
+    def other_ranks(self) -> bool:
+        """Returns whether it ends on another number of ranks than the trial that it is compared with."""
+        return self.like == FIRST and self.ranks[-1] > 1
+
+
+TRIALS = (
+    Trial("twice", "the same again, in a new process"),
+    Trial("again", "again from its first checkpoint"),
+    Trial("step", "killed within an epoch, and resumed", (1, 1), "step"),
+    Trial("epoch", "killed at an epoch's end, and resumed", (1, 1), "epoch"),
+    Trial("validation", "killed in a validation, and resumed", (1, 1), "validation"),
+    Trial("workers", "2 loader processes"),
+    Trial("ranks-2", "on 2 ranks", (2,)),
+    Trial("ranks-3", "on 3 ranks", (3,)),
+    Trial("rank", "rank 1 of 2 killed, and resumed, as on 2 ranks", (2, 2), "step", "ranks-2"),
+    Trial("resized", "killed on 2 ranks, and resumed on 3", (2, 3), "epoch"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,16 +64,14 @@ class Plan:
     coarse: bool
     """Numbers have 16 bits."""
     summary: str
-    samples: int | None = None
+    samples: int | None
     """The number of samples of the training set that are read, so that an epoch ends with a shorter step; None: all of them."""
 
 
 def alone(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     """Returns the options of a trial: it ends by its steps, writes to its own folder, and connects to no server.
 
-    Args:
-        words: of the command.
-        settings: the keys of its YAML. A number of threads is kept: a sum's last bits may go by it.
+    A number of threads that the command's words or the settings of its YAML name is kept: a sum's last bits may go by it.
     """
     trainer = {
         **{"num_nodes": 1, "logger": "true", "max_time": "null", "max_steps": -1, "min_epochs": "null", "min_steps": "null"},
@@ -74,13 +89,10 @@ def alone(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, Any]) -> Plan:
+def shortened(base: Sequence[str], facts: Mapping[str, Any], config: Mapping[str, Any]) -> Plan:
     """Returns a plan: the number and the size of the steps, and the possible trials.
 
-    Args:
-        base: the words of the command.
-        facts: what the first micro-batch has shown.
-        config: the resolved configuration.
+    `facts`: what the first micro-batch has shown; `config`: the resolved configuration.
     """
     keys, exact = flat(config), bool(config["trainer"].get("exact"))
     images = "class_path" not in (config.get("data") or {})
@@ -92,10 +104,8 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, A
         if sized and size > _SAMPLES:
             size = _SAMPLES
             words += [f"--{prefix}batch_size={size}"]
-        words += [
-            f"--{'data' if images else 'trainer'}.global_batch_size={many * size}",
-            "--trainer.accumulate_grad_batches=auto",
-        ]
+        section = "data" if images else "trainer"
+        words += [f"--{section}.global_batch_size={many * size}", "--trainer.accumulate_grad_batches=auto"]
     elif sized:
         size = max(_MICRO_BATCHES, size - size % _MICRO_BATCHES)
         words += [f"--{prefix}batch_size={size}"]
@@ -107,56 +117,39 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: dict[str, A
         f"--trainer.max_epochs={epochs}",
         f"--trainer.val_check_interval={between}",
     ]
-    workers = f"{prefix}num_workers" if f"{prefix}num_workers" in keys else ""
-    words += [f"--{workers}=0"] if workers else []
-    batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
+    workers = f"{prefix}num_workers"
+    words += [f"--{workers}=0"] if workers in keys else []
     cut = None
     if size and size >= 4 and samples and samples > steps * many * size and facts["ends"] and steps > 1:
         cut = (steps - 1) * many * size + many * size // 2 + 1
-    kind = "to the last bit" if exact else "up to rounding, as trainer.exact is off"
+    batch = "" if size is None else f" of {many} micro-batch{'es' * (many > 1)} of {size}"
     summary = (
         f"A shortened run: {epochs} epochs, in each {steps} step{'s' * (steps > 1)}{batch}, and a validation after every "
-        f"{between}.\nOn other numbers of ranks: {kind}."
+        f"{between}.\nOn other numbers of ranks: {'to the last bit' if exact else 'up to rounding, as trainer.exact is off'}."
     )
-    kept: tuple[str, ...] = ("bits",) if exact else ("samples", "losses") if automatic else ("samples",)
-    on = {
-        ranks: ()
-        if automatic
-        else (f"--{prefix}batch_size={(size or 0) // ranks}", f"--trainer.limit_val_batches={_VALIDATED * ranks}")
-        for ranks in (2, 3)
+    on: dict[int, tuple[str, ...]] = {}
+    if not automatic:
+        for ranks in (2, 3):
+            limit = f"--trainer.limit_val_batches={_VALIDATED * ranks}"
+            on[ranks] = (f"--{prefix}batch_size={(size or 0) // ranks}", limit)
+    unsized = "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is"
+    skipped = {
+        "validation": "" if facts["validates"] else "nothing is validated",
+        "workers": "" if workers in keys else f"there is no key {workers}",
+        **dict.fromkeys(("ranks-2", "ranks-3", "rank"), unsized),
+        "resized": unsized
+        or ("" if automatic else "with manual optimisation batch_size is another one there, and so it is another run"),
     }
-    trials = _trials(
-        kept,
-        "" if facts["validates"] else "nothing is validated",
-        workers,
-        f"there is no key {prefix}num_workers",
-        "" if size is not None and (automatic or sized) else "nothing here says how large a micro-batch is",
-        "" if automatic else "with manual optimisation batch_size is another one there, and so it is another run",
-    )
-    if (gpus := facts["gpus"]) is not None:
-        trials = tuple(
-            replace(trial, skipped=trial.skipped or f"needs {max(trial.ranks)} GPUs") if max(trial.ranks) > gpus else trial
-            for trial in trials
-        )
+    kept = ("bits",) if exact else ("samples", "losses") if automatic else ("samples",)
+    what = "" if exact else f": {' and '.join(kept)}"
+    trials = []
+    for trial in TRIALS:
+        why = skipped.get(trial.name, "")
+        if facts["gpus"] is not None and max(trial.ranks) > facts["gpus"]:
+            why = why or f"needs {max(trial.ranks)} GPUs"
+        if trial.other_ranks:
+            trial = replace(trial, title=f"{trial.title}{what}", kept=kept)
+        more = (f"--{workers}=2",) if trial.name == "workers" else ()
+        trials.append(replace(trial, words=more, skipped=why))
     coarse = "16" in str(config["trainer"].get("precision"))
-    return Plan((*base, *words), on, steps, trials, coarse, summary, cut)
-
-
-def _trials(kept: tuple[str, ...], unseen: str, workers: str, single: str, unsized: str, other: str) -> tuple[Trial, ...]:
-    what = "" if "bits" in kept else f": {' and '.join(kept)}"
-    loaders = (f"--{workers}=2",)
-    return (
-        Trial("twice", "the same again, in a new process", anew=True),
-        Trial("again", "again from its first checkpoint"),
-        Trial("step", "killed within an epoch, and resumed", (1, 1), "step"),
-        Trial("epoch", "killed at an epoch's end, and resumed", (1, 1), "epoch"),
-        Trial("validation", "killed in a validation, and resumed", (1, 1), "validation", skipped=unseen),
-        Trial("workers", "2 loader processes", words=loaders, skipped="" if workers else single),
-        Trial("ranks-2", f"on 2 ranks{what}", (2,), kept=kept, skipped=unsized),
-        Trial("ranks-3", f"on 3 ranks{what}", (3,), kept=kept, skipped=unsized),
-        Trial("rank", "rank 1 of 2 killed, and resumed, as on 2 ranks", (2, 2), "step", like="ranks-2", skipped=unsized),
-        Trial("resized", f"killed on 2 ranks, and resumed on 3{what}", (2, 3), "epoch", kept=kept, skipped=unsized or other),
-    )
-
-
-NAMES = tuple(trial.name for trial in _trials((), "", "", "", "", ""))
+    return Plan((*base, *words), on, steps, tuple(trials), coarse, summary, cut)

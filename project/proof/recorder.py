@@ -48,7 +48,7 @@ class Recorder(Callback):
         self._file: TextIO | None = None
         self._step = 0
 
-    def _write(self, kind: str, step: int, values: Sequence[Any] = ()) -> None:
+    def _write(self, kind: str, step: int, values: Sequence[object] = ()) -> None:
         assert self._file is not None
         self._file.write(json.dumps([kind, step, values]) + "\n")
         self._file.flush()
@@ -72,7 +72,7 @@ class Recorder(Callback):
             if isinstance(callback, Fingerprints):
                 callback.outputs_every = 1
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._step = trainer.global_step
         self._write("samples", self._step, digests(batch))
         if trainer.is_global_zero and batch_idx % trainer.accumulate_grad_batches == 0:
@@ -81,15 +81,14 @@ class Recorder(Callback):
             self._write("buffers", self._step, [*_buffers(pl_module)])
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        at, loss = micro_batch(trainer), step_state(trainer).loss
+        (epoch, step, number), loss = micro_batch(trainer).key, step_state(trainer).loss
         if loss is not None and loss.numel() == 1:
-            self._write("losses", self._step, [(f"of micro-batch {at.key[2]}", float(loss), abs(float(loss)))])
+            self._write("losses", self._step, [(f"of micro-batch {number}", float(loss), abs(float(loss)))])
         facts = Path(self._order.folder) / "facts.json"
         if trainer.is_global_zero and not facts.exists():
             facts.write_text(json.dumps(_facts(trainer, pl_module)))
-        epoch, step, _ = at.key
         self._strike(trainer, "look")
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if (epoch, step) == (0, self._order.epoch_steps - 1):
@@ -102,7 +101,13 @@ class Recorder(Callback):
             self._write("validates", trainer.global_step)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if trainer.sanity_checking:
             return
@@ -112,7 +117,7 @@ class Recorder(Callback):
             self._strike(trainer, "validation")
 
 
-def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def _facts(trainer: Trainer, module: LightningModule) -> dict[str, object]:
     """Returns the facts about a configuration that its first micro-batch shows."""
     order, batch = micro_batch(trainer).order, typed(trainer).global_batch
     return {
@@ -127,8 +132,8 @@ def _facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def _flattened(value: object) -> Iterator[Any]:
     if isinstance(value, Mapping):
-        for key in value:
-            yield from _flattened(value[key])
+        for item in value.values():
+            yield from _flattened(item)
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
         for item in value:
             yield from _flattened(item)

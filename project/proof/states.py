@@ -1,13 +1,9 @@
-"""Compares the checkpoints and logged values of two runs, beside their fingerprints.
+"""Compares the checkpoints and logged values of two runs, beside their fingerprints, for `project same` and `project prove`."""
 
-`project same` and `project prove` both ask here.
-"""
-
-import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +13,15 @@ from project.checkpoints.reading import SafeCheckpointIO, checkpoints_in, step_o
 from project.watch.curves import Curves
 from project.watch.history import of_the_module
 
-# What says where and when a run ran, or follows from what is compared.
 _ASIDE = {
     *("configuration", "global_batch", "pytorch-lightning_version", "loops", "position", "hyper_parameters", "hparams_name"),
     *("hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "callback_metrics"),
     *("states_of_ranks", "schedules_as_built", "unsaved_values"),
 }
+"""Parts of a checkpoint that tell where and when a run ran, or follow from what is compared."""
 _OF_RANKS = {"logged_sums", "metric_states"}
 """The parts that each number of ranks keeps in another form."""
-_CLOCKS = {"time_elapsed"}
-"""The states of Lightning's Timer."""
+_CLOCK = "time_elapsed"  # of Lightning's Timer
 _MONITOR = "DeviceStatsMonitor."
 _KINDS = {
     "state_dict": "weights",
@@ -34,11 +29,13 @@ _KINDS = {
     "optimizer_states": "optimiser states",
     "lr_schedulers": "schedules",
 }
+_OTHER = "other states"
+Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference: after how many steps, of which kind, and its name."""
+    """A difference: after how many steps, of which kind, and its name."""
 
     step: int
     kind: str
@@ -55,11 +52,8 @@ class Difference:
 class Compared:
     """The number of compared values of each kind (of a checkpoint's values, how many it has), and the differences."""
 
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
-
-    def count(self, kind: str, many: int = 1) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + many
 
     @property
     def firsts(self) -> list[Difference]:
@@ -76,51 +70,49 @@ class Compared:
 def compare_states(folder: Path, other: Path, same_ranks: bool = True) -> Compared:
     """Compares all checkpoints of steps that both runs still have, and all values that both have logged.
 
-    Args:
-        folder: of a run.
-        other: of the other one.
-        same_ranks: False leaves out what each number of ranks keeps in another form.
+    `same_ranks`: False leaves out what each number of ranks keeps in another form.
     """
     compared = Compared()
-    other_checkpoints = {path.name: path for path in checkpoints_in(other / "checkpoints")}
+    aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
+    others = {path.name: path for path in checkpoints_in(other / "checkpoints")}
     for path in checkpoints_in(folder / "checkpoints"):
-        if path.name in other_checkpoints:
-            _compare_checkpoints(compared, step_of(path), path, other_checkpoints[path.name], same_ranks)
-    _compare_curves(compared, folder, other)
+        if path.name in others:
+            _compare_checkpoints(compared, path, others[path.name], aside)
+    curves, other_curves = (_curves(run) for run in (folder, other))
+    for tag in sorted(curves.keys() & other_curves.keys()):
+        for step in sorted(curves[tag].keys() & other_curves[tag].keys()):
+            compared.counts["logged values"] += 1
+            if not alike(value := curves[tag][step], against := other_curves[tag][step]):
+                compared.differences.append(Difference(step, "logged values", tag, f"{value:g}", f"{against:g}"))
+                break
     return compared
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-def _compare_checkpoints(compared: Compared, step: int, path: Path, other: Path, same_ranks: bool) -> None:
-    aside = _ASIDE if same_ranks else _ASIDE | _OF_RANKS
+def _compare_checkpoints(compared: Compared, path: Path, other: Path, aside: set[str]) -> None:
     values, other_values = (dict(_flattened(file, aside)) for file in (path, other))
-    counts = dict.fromkeys(("weights", "optimiser states", "schedules", "other states"), 0)
-    for key in dict.fromkeys([*values, *other_values]):
-        kind = _KINDS.get(key[0], "other states")
-        counts[kind] += 1
+    kinds = {key: _KINDS.get(key[0], _OTHER) for key in values | other_values}
+    for key, kind in kinds.items():
         if key not in values or key not in other_values:
             texts = ["there" if key in content else "missing" for content in (values, other_values)]
         elif alike(values[key], other_values[key]):
             continue
         else:
             texts = [_text(content[key]) for content in (values, other_values)]
-        compared.differences.append(Difference(step, kind, _name(key), *texts))
-    compared.count("checkpoints")
-    compared.counts |= counts  # of one checkpoint, the last one
+        compared.differences.append(Difference(step_of(path), kind, _name(key), *texts))
+    compared.counts["checkpoints"] += 1
+    for kind in dict.fromkeys((*_KINDS.values(), _OTHER)):  # of one checkpoint, the last one
+        compared.counts[kind] = list(kinds.values()).count(kind)
 
 
-def _flattened(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flattened(path: Path, aside: set[str]) -> Iterator[tuple[Keys, object]]:
     """Yields each value of a checkpoint, with the keys that lead to it; a path is given without the run's folder."""
     run = str(path.parent.parent.absolute())
 
-    def walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    def walk(value: object, keys: Keys) -> Iterator[tuple[Keys, object]]:
         if isinstance(value, Mapping):
             for key, item in value.items():
-                if key in _CLOCKS and keys[0] == "callbacks":
-                    continue
-                yield from walk(item, (*keys, str(key).replace(run, "RUN")))
+                if key != _CLOCK or keys[0] != "callbacks":
+                    yield from walk(item, (*keys, str(key).replace(run, "RUN")))
         elif isinstance(value, (list, tuple)):
             for at, item in enumerate(value):
                 yield from walk(item, (*keys, str(at)))
@@ -132,7 +124,7 @@ def _flattened(path: Path, aside: set[str]) -> Iterator[tuple[tuple[str, ...], A
             yield from walk(part, (str(key),))
 
 
-def _name(keys: tuple[str, ...]) -> str:
+def _name(keys: Keys) -> str:
     if keys[0] == "state_dict":
         return ".".join(keys[1:])
     if keys[0] == "callbacks" and len(keys) > 1:
@@ -140,41 +132,24 @@ def _name(keys: tuple[str, ...]) -> str:
     return ".".join(keys)
 
 
-def alike(value: Any, other: Any) -> bool:
+def alike(value: object, other: object) -> bool:
     """Returns whether two values have the same bits; NaN is NaN."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.dtype == other.dtype and value.shape == other.shape and _same_bits(value, other)
+        if (value.dtype, value.shape, value.layout) != (other.dtype, other.shape, other.layout):
+            return False
+        if value.is_quantized:
+            return torch.equal(value, other)
+        bits, other_bits = (tensor.to_dense().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other))
+        return torch.equal(bits, other_bits)
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
-        return value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
-    if isinstance(value, float) and isinstance(other, float):
-        return value == other or (math.isnan(value) and math.isnan(other))
-    return type(value) is type(other) and bool(value == other)
+        return (value.dtype, value.shape, value.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    return type(value) is type(other) and bool(value == other or (value != value and other != other))
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.is_sparse or left.is_quantized:
-        return torch.equal(left, right)
-    left_bits, right_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(left_bits, right_bits)
-
-
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else ""
     return "" if isinstance(value, np.ndarray) else str(value)[:60]
-
-
-# Logged values -------------------------------------------------------------------------------------------------------
-
-
-def _compare_curves(compared: Compared, folder: Path, other: Path) -> None:
-    curves, other_curves = (_curves(run) for run in (folder, other))
-    for tag in sorted(curves.keys() & other_curves.keys()):
-        for step in sorted(curves[tag].keys() & other_curves[tag].keys()):
-            compared.count("logged values")
-            if not alike(value := curves[tag][step], against := other_curves[tag][step]):
-                compared.differences.append(Difference(step, "logged values", tag, f"{value:g}", f"{against:g}"))
-                break
 
 
 def _curves(folder: Path) -> dict[str, dict[int, float]]:

@@ -5,18 +5,17 @@ This one has loaded all libraries, and started no thread: who has threads must n
 
 import json
 import os
-import pickle
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 
@@ -35,6 +34,7 @@ _PAUSE = 0.1
 _GRACE = 30.0  # seconds that the other ranks have when one has failed
 _LEFT = 8.0  # when one was killed
 _FORK = get_context("fork")
+_OUTPUT = "output.txt"  # of all ranks
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Row:
     result: str
     """'the same', 'differs', 'fails' or 'not tried'."""
     seconds: float = 0.0
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
     what: str = ""
     lines: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Row:
 def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = False) -> list[int]:
     """Runs `python -m project WORDS` on so many ranks, and returns their exit codes."""
     Path(order.folder).mkdir(exist_ok=True)
-    output(order.folder).write_text("")
+    Path(order.folder, _OUTPUT).write_text("")
     shared = {"WORLD_SIZE": str(ranks), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [{}]
     words = (*words, f"--trainer.default_root_dir={order.folder}", f"--trainer.devices={ranks}")
@@ -82,9 +82,9 @@ def launch(words: Sequence[str], order: Order, ranks: int = 1, anew: bool = Fals
     return [process.exitcode or 0 for process in processes]
 
 
-def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew: bool) -> None:
+def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], anew: bool) -> None:
     end_with_parent()
-    with output(order.folder).open("a") as file:
+    with Path(order.folder, _OUTPUT).open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -93,22 +93,16 @@ def _rank(words: Sequence[str], order: Order, environment: dict[str, str], anew:
     os.environ.update({**environment, MARK: json.dumps(asdict(order))})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if anew:
+    if anew:  # in a new Python, where objects lie elsewhere in memory, and strings may have other hashes
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which finds what this process has found
         os.execv(sys.executable, [sys.executable, "-m", "project", *words])
-    sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.argv = ["project", *words]
     resolve_name(PROGRAM)()
 
 
-def output(folder: str | Path) -> Path:
-    """Returns the file with the output of the ranks."""
-    return Path(folder) / "output.txt"
-
-
 def failure(folder: Path) -> list[str]:
     """Returns the error lines of a trial that failed."""
-    lines = [line for line in output(folder).read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in (folder / _OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
     shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
     return list(shown)
@@ -117,73 +111,67 @@ def failure(folder: Path) -> list[str]:
 # Trials --------------------------------------------------------------------------------------------------------------
 
 
-class Trials:
-    """A context of processes of trials, which fork their ranks, and compare. All of them end with the context."""
+def look(root: Path, words: Sequence[str]) -> Path:
+    """Trains to the first micro-batch, and returns the folder of its facts."""
+    folder = root / "look"
+    process = _start(launch, words, Order(str(folder), "look"))
+    try:
+        process.join()
+    finally:
+        _end(process)
+    if not (folder / "facts.json").is_file():
+        raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
+    return folder
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._going = dict[str, tuple[int, Any]]()
 
-    def __enter__(self) -> "Trials":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _, process in self._going.values():
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                process.kill()
-            process.join()
-
-    def _start(self, name: str, ranks: int, work: Callable[..., object], *arguments: Any) -> None:
-        process = _FORK.Process(target=_lead, args=(work, *arguments))
-        process.start()
-        self._going[name] = ranks, process
-
-    def _ended(self) -> set[str]:
-        """Waits a moment, and returns the names of those that have ended."""
-        wait([process.sentinel for _, process in self._going.values()], _PAUSE)
-        names = {name for name, (_, process) in self._going.items() if process.exitcode is not None}
-        self._going = {name: of for name, of in self._going.items() if name not in names}
-        return names
-
-    def look(self, words: Sequence[str]) -> Path:
-        """Trains to the first micro-batch, and returns the folder of its facts."""
-        folder = self.root / "look"
-        self._start("look", 1, launch, words, Order(str(folder), "look"))
-        while self._going:
-            self._ended()
-        if not (folder / "facts.json").is_file():
-            raise UserError("\n  ".join(["The configuration does not come to its first step:", *failure(folder)]))
-        return folder
-
-    def rows(self, plan: Plan) -> Iterator[Row]:
-        """Yields a row for each trial in turn. The first run must work by itself."""
-        waiting, done = [Trial(FIRST, ""), *(trial for trial in plan.trials if not trial.skipped)], set[str]()
-        free = max(1, int(cores()))
-        for trial in (waiting[0], *plan.trials):
+def rows(root: Path, plan: Plan) -> Generator[Row, None, None]:
+    """Yields a row for each trial in turn. The first run must work by itself. When it is closed, all trials end."""
+    first, free, done = Trial(FIRST, "", like=""), max(1, int(cores())), {""}
+    waiting = [first, *(trial for trial in plan.trials if not trial.skipped)]
+    running: dict[Trial, ForkProcess] = {}
+    try:
+        for trial in (first, *plan.trials):
             if trial.skipped:
                 yield Row(f"{trial.title}: {trial.skipped}", "not tried")
                 continue
             while trial.name not in done:
-                for candidate in [
-                    waiting_trial for waiting_trial in waiting if waiting_trial.name == FIRST or waiting_trial.like in done
-                ]:
-                    if not self._going or sum(ranks for ranks, _process in self._going.values()) + max(candidate.ranks) <= free:
+                for candidate in [entry for entry in waiting if entry.like in done]:
+                    if not running or sum(max(entry.ranks) for entry in (*running, candidate)) <= free:
                         waiting.remove(candidate)
-                        self._start(candidate.name, max(candidate.ranks), _train, self.root, plan, candidate)
-                done |= self._ended()
-            path = self.root / trial.name / "row.pickle"
-            what = "it could not be compared"
-            row = pickle.loads(path.read_bytes()) if path.is_file() else Row(trial.title, "fails", what=what)
-            if trial.name != FIRST:
+                        running[candidate] = _start(_train, root, plan, candidate)
+                wait([process.sentinel for process in running.values()], _PAUSE)
+                for ended in [entry for entry, process in running.items() if process.exitcode is not None]:
+                    del running[ended]
+                    done.add(ended.name)
+            path = root / trial.name / "row.json"
+            failed = {"title": trial.title, "result": "fails", "what": "it could not be compared"}
+            row = Row(**(json.loads(path.read_text()) if path.is_file() else failed))
+            if trial is not first:
                 yield row
             elif not row.holds:
                 raise UserError("\n  ".join(["The shortened run fails by itself:", *row.lines]))
+    finally:
+        for process in running.values():
+            _end(process)
 
 
-def _lead(work: Callable[..., object], *arguments: Any) -> None:
-    """Runs the work in a process group of its own: whoever ends the group ends all that the work started."""
+def _start(work: Callable[..., object], *arguments: object) -> ForkProcess:
+    """Starts the leader of a process group, which forks the ranks of a trial, and compares."""
+    process = _FORK.Process(target=_lead, args=(work, *arguments))
+    process.start()
+    return process
+
+
+def _end(process: ForkProcess) -> None:
+    """Kills a process that leads a group, and all that it started."""
+    try:
+        os.killpg(process.ident or 0, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
+
+
+def _lead(work: Callable[..., object], *arguments: object) -> None:
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -192,15 +180,16 @@ def _lead(work: Callable[..., object], *arguments: Any) -> None:
 
 
 def _train(root: Path, plan: Plan, trial: Trial) -> None:
-    """Trains, compares, and writes row.pickle."""
+    """Trains, compares, and writes row.json."""
     began, folder = time.monotonic(), root / trial.name
     row = Row(trial.title, "the same")
     words = [*plan.words, *trial.words]
     if trial.name == "again":
         words.append(f"--resume={min((root / FIRST / RUN / 'checkpoints').glob('step-*.ckpt'))}")
-    for at, ranks in enumerate(trial.ranks):
-        kill = trial.kill if at + 1 < len(trial.ranks) else ""
-        codes = launch([*words, *plan.on.get(ranks, ())], Order(str(folder), kill, plan.steps, plan.samples), ranks, trial.anew)
+    for at, ranks in enumerate(trial.ranks, 1):
+        kill = trial.kill if at < len(trial.ranks) else ""
+        order = Order(str(folder), kill, plan.steps, plan.samples)
+        codes = launch([*words, *plan.on.get(ranks, ())], order, ranks, anew=trial.name == "twice")
         if (-signal.SIGKILL in codes) if kill else not any(codes):
             continue
         code = next((code for code in codes if code), 0)
@@ -214,4 +203,4 @@ def _train(root: Path, plan: Plan, trial: Trial) -> None:
                 row.result, row.step = "differs", first.step
                 row.what = f"the first difference is in step {first.step}, in the {first}"
     row.seconds = time.monotonic() - began
-    (folder / "row.pickle").write_bytes(pickle.dumps(row))
+    (folder / "row.json").write_text(json.dumps(vars(row)))

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from project.cluster.settings import flat
+from project.cluster.settings import differing
 from project.errors import UserError
 from project.untrusted import printable, write_text
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark, number
@@ -217,7 +217,5 @@ def _of_all(histories: Sequence[History], x_name: str) -> dict[str, list[Line]]:
 
 def differences(histories: Sequence[History]) -> dict[str, list[Any]]:
     """Returns the settings that are not the same in all runs, by their dotted names."""
-    levels = [flat(history.config) for history in histories]
-    names = dict.fromkeys(name for level in levels for name in level)
-    values = {name: [level.get(name) for level in levels] for name in names if name not in BESIDE}
-    return {name: settings for name, settings in values.items() if any(setting != settings[0] for setting in settings)}
+    changes = differing([history.config for history in histories])
+    return {name: settings for name, settings in changes.items() if name not in BESIDE}
