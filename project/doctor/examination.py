@@ -57,6 +57,11 @@ class ExaminedRun:
     """Opens the data, and says what it is: counts, and a hash of a few samples."""
     sizes: Callable[[], tuple[int, int]]
     """Samples in a micro-batch and processes of its loader, of data that was opened."""
+    global_batch: int | None
+    global_batch_key: str
+    """The setting of the global batch."""
+    shared_by: int
+    """Neighbouring ranks that see the same samples."""
     micro_batch: int = 1
     workers: int = 0
 

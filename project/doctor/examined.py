@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from project.checkpoints.callback import Checkpoints
+from project.checkpoints.callback import checkpoints_of
 from project.cluster.environment import of_this_rank
-from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
+from project.data.self_dealing import SelfDealing
 from project.doctor.activations import transferred
 from project.doctor.examination import ExaminedRun
+from project.step.data_ranks import shared_by
+from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
-from project.typed import typed
+from project.typed import TypedTrainer
 
 
 class _ModelAndData:
@@ -71,7 +74,7 @@ class _ModelAndData:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the data's own fingerprint; else the number of training samples, and a hash of a few."""
         self.data.setup("fit")
-        if isinstance(self.data, ImageData):
+        if isinstance(self.data, SelfDealing):
             return self.data.fingerprint()
         loader = self.data.train_dataloader()
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -96,19 +99,40 @@ class _ModelAndData:
 
     def sizes(self) -> tuple[int, int]:
         """Returns the samples in a micro-batch, and the loader's processes; called after the data's setup."""
-        if isinstance(self.data, ImageData):
-            return self.data.batch_size, self.data.workers
+        if isinstance(self.data, SelfDealing):
+            return self.data.batch_sizes()[0], self.data.loader_processes()
         loader = self.data.train_dataloader()
         return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
+@contextmanager
 def examined_run(
-    trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
-) -> ExaminedRun:
-    """Returns the facts about a run that the doctor needs. `processes`: those on this host."""
-    configuration = typed(trainer).configuration
-    pair = _ModelAndData(trainer, model, data)
-    kept = next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
+    trainer: TypedTrainer,
+    model: LightningModule,
+    data: LightningDataModule,
+    folder: Path,
+    processes: int,
+    spare_cores: int | None = None,
+) -> Iterator[ExaminedRun]:
+    """Attaches module and data to the trainer, and yields the facts about the run that the doctor needs.
+
+    Args:
+        trainer: the Trainer of the run.
+        model: its module.
+        data: its data.
+        folder: the run's folder, the same on all ranks.
+        processes: those on this host.
+        spare_cores: cores that each rank has for loader processes; None: as here.
+    """
+    with attached_for_fit(trainer, model, data, spare_cores) as loaders:
+        yield _facts(trainer, _ModelAndData(trainer, model, data), folder, processes, loaders.global_batch)
+
+
+def _facts(trainer: TypedTrainer, pair: _ModelAndData, folder: Path, processes: int, global_batch: int | None) -> ExaminedRun:
+    key, size = "trainer.global_batch_size", 1
+    if isinstance(pair.data, SelfDealing):
+        key, (size, global_batch) = "data.global_batch_size", pair.data.batch_sizes()
+    kept = checkpoints_of(trainer)
     weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
     gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
     return ExaminedRun(
@@ -118,9 +142,9 @@ def examined_run(
         processes=processes,
         device=pair.device,
         folder=folder,
-        shared=typed(trainer).shared_folder,
-        environment=of_this_rank(pair.device, configuration),
-        configuration=configuration,
+        shared=trainer.shared_folder,
+        environment=of_this_rank(pair.device, trainer.configuration),
+        configuration=trainer.configuration,
         sizes=pair.sizes,
         accumulation=trainer.accumulate_grad_batches,
         gradient_bytes=gradients,
@@ -128,6 +152,10 @@ def examined_run(
         checkpoints=(kept.keep_last + 1) if kept else 0,
         compute=pair.compute,
         load=pair.load,
-        prepare=data.prepare_data,
+        prepare=pair.data.prepare_data,
         fingerprint=pair.fingerprint,
+        global_batch=global_batch,
+        global_batch_key=key,
+        shared_by=shared_by(trainer.strategy),
+        micro_batch=size,
     )

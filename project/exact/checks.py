@@ -66,7 +66,7 @@ def guarded_property(name: str) -> property:
     original: property = getattr(Trainer, name)
 
     def ask(self: Any) -> Any:
-        if self._exact and (who := _user_code_that_reads(self, sys._getframe(1))):
+        if self.exact and (who := _user_code_that_reads(self, sys._getframe(1))):
             why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
             if name in _INSTEAD:
                 raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")
@@ -87,15 +87,6 @@ def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
     ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
     known = who is not None and any(owner is who for owner in those) and not ours
     return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
-
-
-def refuse_no_global_batch(global_batch_size: int | None) -> None:
-    """Raises a UserError for data of the user's own without a global batch; ImageData has a global batch of its own."""
-    if global_batch_size is None:
-        raise UserError(
-            "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
-            "HINT: set it, in samples; a multiple of the loader's batch_size."
-        )
 
 
 def refuse_all_gather(*_: object, **__: object) -> NoReturn:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 
 from project.checkpoints.files import sha256_of
 from project.checkpoints.manifest import manifest_at
-from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.formats import LIBRARIES, Format
@@ -36,16 +35,6 @@ def origin(checkpoint: Path | None) -> dict[str, Any]:
         "step": manifest.get("position", {}).get("global_step"),
         "metrics": manifest.get("metrics", {}),
     }
-
-
-def of_data(data: LightningDataModule | None) -> dict[str, Any]:
-    """Returns the classes' names, and how pixels become the network's input; null where the data has neither."""
-    if not isinstance(data, ImageData):
-        return {"classes": None, "images": None}
-    given = {"mean": data.source.mean, "std": data.source.std}
-    values = {name: list(value) if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
-    how = "(pixels in 0 .. 1 - mean) / std, for each channel; a single number is for all channels"
-    return {"classes": data.class_names, "images": {"range": [0, 1], **values, "how": how}}
 
 
 def of_versions(to: Format) -> dict[str, str]:

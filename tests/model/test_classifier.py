@@ -180,7 +180,7 @@ def test_a_run_takes_its_operations_at_the_peak_of_the_device(tmp_path, monkeypa
     data = ImageData(Synthetic(train_size=96, val_size=8, image_size=8), batch_size=32)
     trainer.fit(ImageClassifier(Trivial()), datamodule=data)
     assert trainer.least_seconds == 0  # nobody knows the peak of a CPU
-    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1000)
+    monkeypatch.setattr("project.watch.flops.peak", lambda trainer: 1000)
     # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
     assert trainer.least_seconds == pytest.approx(3 * 96 * 192 * 10 * 2 * 2 / 1000)
 
@@ -206,7 +206,7 @@ def test_a_network_whose_operations_nobody_can_count_is_not_compiled(tmp_path, m
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum().item() else images.flatten(1)[:, :10]
 
-    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1)
+    monkeypatch.setattr("project.watch.flops.peak", lambda trainer: 1)
     trainer = Trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path, logger=False, accelerator="cpu")
     data = ImageData(Synthetic(train_size=64, image_size=8), batch_size=16)
     trainer.fit(ImageClassifier(Branches(), compile="auto"), datamodule=data)
