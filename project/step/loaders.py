@@ -167,6 +167,7 @@ class Loaders(_DataConnector):
             where = "data.global_batch_size data.batch_size"
             count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
             self._apply(Batching(count, size, ranks.count))
+            self._accumulation_is_set = True
 
     def _apply(self, batching: Batching) -> None:
         self.batching = batching
