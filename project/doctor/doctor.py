@@ -10,9 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Console
 
 from project.cluster.connection import meet
-from project.cluster.interfaces import Route
 from project.cluster.place import host
-from project.cluster.rendezvous import Rendezvous
 from project.doctor import hosts, links, training
 from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
@@ -58,28 +56,17 @@ def _examine(
         text, _, fix = str(error).partition(" HINT: ")
         findings = [Finding("ranks", "bad", text, fix, [{"rank": trainer.global_rank, "host": host()}])]
     else:
-        findings = _findings(trainer, model, data, fast, rendezvous, route)
+        folder = trainer.strategy.broadcast(str(trainer.default_root_dir)) if rendezvous else trainer.default_root_dir
+        on_this_host = rendezvous.hosts.count(rendezvous.hosts[trainer.global_rank]) if rendezvous else 1
+        with examined_run(trainer, model, data, Path(folder), on_this_host) as run:
+            examination = Examination(run, rendezvous, route, fast)
+            examine(examination)
+        findings = examination.findings
     if trainer.is_global_zero or not dist.is_initialized():
         show(findings, Console(stderr=True))
     if trainer.is_global_zero:
         write(findings, Path(trainer.default_root_dir) / "doctor.json", time.monotonic() - start)
     return findings
-
-
-def _findings(
-    trainer: TypedTrainer,
-    model: LightningModule,
-    data: LightningDataModule,
-    fast: bool,
-    rendezvous: Rendezvous | None,
-    route: Route | None,
-) -> list[Finding]:
-    folder = trainer.strategy.broadcast(str(trainer.default_root_dir)) if rendezvous else trainer.default_root_dir
-    on_this_host = rendezvous.hosts.count(rendezvous.hosts[trainer.global_rank]) if rendezvous else 1
-    with examined_run(trainer, model, data, Path(folder), on_this_host) as run:
-        examination = Examination(run, rendezvous, route, fast)
-        examine(examination)
-        return examination.findings
 
 
 def examine(this: Examination) -> None:

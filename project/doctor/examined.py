@@ -116,46 +116,36 @@ def examined_run(
 ) -> Iterator[ExaminedRun]:
     """Attaches module and data to the trainer, and yields the facts about the run that the doctor needs.
 
-    Args:
-        trainer: the Trainer of the run.
-        model: its module.
-        data: its data.
-        folder: the run's folder, the same on all ranks.
-        processes: those on this host.
-        spare_cores: cores that each rank has for loader processes; None: as here.
+    `processes`: those on this host. `spare_cores`: those that each rank has for its loader, if not as many as here.
     """
     with attached_for_fit(trainer, model, data, spare_cores) as loaders:
-        yield _facts(trainer, _ModelAndData(trainer, model, data), folder, processes, loaders.global_batch)
-
-
-def _facts(trainer: TypedTrainer, pair: _ModelAndData, folder: Path, processes: int, global_batch: int | None) -> ExaminedRun:
-    key, size = "trainer.global_batch_size", 1
-    if isinstance(pair.data, SelfDealing):
-        key, (size, global_batch) = "data.global_batch_size", pair.data.batch_sizes()
-    kept = checkpoints_of(trainer)
-    weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
-    gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
-    return ExaminedRun(
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        local_rank=trainer.local_rank,
-        processes=processes,
-        device=pair.device,
-        folder=folder,
-        shared=trainer.shared_folder,
-        environment=of_this_rank(pair.device, trainer.configuration),
-        configuration=trainer.configuration,
-        sizes=pair.sizes,
-        accumulation=trainer.accumulate_grad_batches,
-        gradient_bytes=gradients,
-        checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
-        checkpoints=(kept.keep_last + 1) if kept else 0,
-        compute=pair.compute,
-        load=pair.load,
-        prepare=pair.data.prepare_data,
-        fingerprint=pair.fingerprint,
-        global_batch=global_batch,
-        global_batch_key=key,
-        shared_by=shared_by(trainer.strategy),
-        micro_batch=size,
-    )
+        pair, kept = _ModelAndData(trainer, model, data), checkpoints_of(trainer)
+        key, size, global_batch = "trainer.global_batch_size", 1, loaders.global_batch
+        if isinstance(data, SelfDealing):
+            key, (size, global_batch) = "data.global_batch_size", data.batch_sizes()
+        weights = sum(value.numel() * value.element_size() for value in pair.model.state_dict().values())
+        gradients = sum(value.numel() * value.element_size() for value in pair.model.parameters() if value.requires_grad)
+        yield ExaminedRun(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            local_rank=trainer.local_rank,
+            processes=processes,
+            device=pair.device,
+            folder=folder,
+            shared=trainer.shared_folder,
+            environment=of_this_rank(pair.device, trainer.configuration),
+            configuration=trainer.configuration,
+            sizes=pair.sizes,
+            accumulation=trainer.accumulate_grad_batches,
+            gradient_bytes=gradients,
+            checkpoint_bytes=weights + gradients,  # the optimiser keeps as much again
+            checkpoints=(kept.keep_last + 1) if kept else 0,
+            compute=pair.compute,
+            load=pair.load,
+            prepare=data.prepare_data,
+            fingerprint=pair.fingerprint,
+            global_batch=global_batch,
+            global_batch_key=key,
+            shared_by=shared_by(trainer.strategy),
+            micro_batch=size,
+        )
