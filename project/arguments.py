@@ -1,16 +1,32 @@
-"""The bounds of the numbers among the Trainer's arguments."""
+"""The Trainer's arguments: the bounds of its numbers, and what follows here from precision, compression and plugins."""
 
+import logging
 import os
 import re
 from ast import literal_eval
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
 
-from project.errors import UserError
+from project.checkpoints.reading import SafeCheckpointIO
+from project.errors import UserError, as_user_error
+from project.launch.launcher import Launch
+from project.step.compression import Compression, supported_compression
+from project.step.precision import auto_precision, cpu_precision, on_cpu
+from project.survive.requeue import REQUEUE
+
+log = logging.getLogger(__name__)
+
+Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {
@@ -34,8 +50,9 @@ def refuse_odd_numbers(settings: Mapping[str, object]) -> None:
         raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
 
 
-def with_environment(init: Callable[..., None]) -> Callable[..., None]:
-    """Lets a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does.
+def checked(init: Callable[..., None]) -> Callable[..., None]:
+    """Lets a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does, and refuses numbers
+    that mean nothing.
 
     Lightning finds the names in the signature, in which those that are passed on do not stand.
     """
@@ -50,12 +67,53 @@ def with_environment(init: Callable[..., None]) -> Callable[..., None]:
                     settings[name] = literal_eval(value)
                 except (ValueError, SyntaxError):  # a word
                     settings[name] = value
+        refuse_odd_numbers(settings)
         init(self, *args, **settings)
 
     return filled
 
 
-def culprit(given: Mapping[str, object], error: str) -> str:
+def resolve_precision(
+    precision: str | int | None, compression: Compression, exact: bool, accelerator: str | Accelerator
+) -> tuple[str | None, Compression]:
+    """Returns the precision and the compression to use here, and logs where they are others than in the configuration."""
+    used = None if precision is None else auto_precision() if precision == "auto" else str(precision)
+    if used is not None and on_cpu(accelerator):
+        used, reason = cpu_precision(used)
+        if reason:
+            log.info("trainer.precision=%s instead of %s: %s", used, precision, reason)
+    if not exact:  # which refuses any
+        compression, line = supported_compression(compression, str(precision), used or "32-true")
+        if line:
+            log.info(line)
+    return used, compression
+
+
+def resolve_plugins(given: Plugin | list[Plugin] | None, launch: Launch) -> list[Any]:
+    """Returns the plugins with a reader of checkpoints and the launcher's environment, where the user names no others."""
+    plugins: list[Plugin] = [] if given is None else [*given] if isinstance(given, (list, tuple)) else [given]
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(SafeCheckpointIO())
+    # Who started this process is known better than by Slurm's environment, which is given to switch requeueing off.
+    slurms = [plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment)]
+    if any(not plugin.auto_requeue for plugin in slurms):
+        REQUEUE.given_up = True
+    plugins = [plugin for plugin in plugins if plugin not in slurms]
+    has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
+    return plugins if has_environment else [*plugins, launch.environment()]
+
+
+@contextmanager
+def named_errors(given: Mapping[str, Any]) -> Iterator[None]:
+    """Turns Lightning's errors of arguments into UserErrors that name the argument at fault."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
+        named = _culprit(given, str(error))
+        raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
+
+
+def _culprit(given: Mapping[str, object], error: str) -> str:
     """Returns the argument that Lightning's error is about, by its value; empty where that is not clear."""
     if "Timer(duration" in error:
         return f"trainer.max_time={given['max_time']}: "

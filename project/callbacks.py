@@ -1,10 +1,11 @@
 """The callbacks that every run has, and their order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint as AnyCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+from lightning.pytorch.loggers import Logger
 
 from project.checkpoints.callback import Checkpoints, SaveFirst
 from project.checkpoints.monitored import Monitored
@@ -18,10 +19,12 @@ from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
 from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
+from project.watch.events import Events
 from project.watch.fingerprints import Fingerprints, WhenRanksDiffer
 from project.watch.pictures import Pictures
 from project.watch.predictions import PredictionWriter
 from project.watch.profile import Profile
+from project.watch.throughput import Throughput
 
 
 def with_ours(
@@ -34,7 +37,7 @@ def with_ours(
     ranks_differ: WhenRanksDiffer,
 ) -> list[Callback]:
     """Returns the user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
-    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    callbacks = _listed(given)
     for kind in wanted:
         alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
         if not any(isinstance(callback, alike) for callback in callbacks):
@@ -55,3 +58,23 @@ def with_ours(
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]
     return [*before, *(callback for callback in callbacks if callback not in [*watchdogs, *dashboards, profile]), *after]
+
+
+def default_kinds(progress: bool | None, checkpoints: bool | None, bare: bool) -> list[type[Callback]]:
+    """Returns the kinds of callbacks that a run has unless they are switched off."""
+    switches = ((Progress, progress), (Checkpoints, checkpoints), (Throughput, None))
+    return [kind for kind, switch in switches if switch is not False and not bare]
+
+
+def keeps_records(
+    callbacks: Sequence[Callback] | Callback | None, logger: Logger | Iterable[Logger] | bool | None, checkpoints: bool | None
+) -> bool:
+    """Returns whether this project's logger or its checkpoints are there, beside which fingerprints are of use."""
+    others = [callback for callback in _listed(callbacks) if isinstance(callback, AnyCheckpoint)]
+    saves = checkpoints is not False and all(isinstance(callback, Checkpoints) for callback in others)
+    loggers = logger if isinstance(logger, (list, tuple)) else [logger]
+    return saves or any(entry in (None, True) or isinstance(entry, Events) for entry in loggers)
+
+
+def _listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
+    return [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])

@@ -12,6 +12,8 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,8 @@ from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
+_STARTED = "PROJECT_STARTED"
+_TRAINERS = count(1)  # of this program that were given no folder
 
 Kind = Literal["free", "said", "word", "never"]
 
@@ -266,6 +270,29 @@ def open_beside(root: Path, name: str | None, kind: str, verb: str, launch: Laun
     if name is not None and exists(folder := folder_of(root, name)):
         return Run(_new_folder(folder, verb))
     return open_run(root, name, f"{kind}-{verb}", launch)
+
+
+def folder_of_trainer(launch: Launch) -> Path:
+    """Returns a folder for a Trainer that was given none: another one for each of a program, the same on all ranks."""
+    if launch.kind == "torchrun" and launch.name is None:
+        if (launch.nodes or 1) > 1:
+            raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
+        stem = f"run-{os.getppid()}"
+    else:
+        stem = f"run-{launch.name or _program_started()}"
+    number = next(_TRAINERS)
+    return Path(RUNS, stem if number == 1 else f"{stem}-{number}").absolute()
+
+
+@cache
+def _program_started() -> str:
+    """Returns when this program was started.
+
+    Ranks find it in the environment that they have from who started them; another program that this one starts is no rank.
+    """
+    if "LOCAL_RANK" not in os.environ or _STARTED not in os.environ:
+        os.environ[_STARTED] = f"{datetime.now():%Y%m%d-%H%M%S}"
+    return os.environ[_STARTED]
 
 
 def exists(folder: Path) -> bool:

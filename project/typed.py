@@ -1,5 +1,6 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -25,8 +26,11 @@ class TypedTrainer(pl.Trainer):
     configuration: dict[str, Any]
     """The resolved YAML; empty where the Trainer was made in Python."""
     global_batch: int | None
+    """Samples behind one optimiser step, where they can be counted."""
     host_names: list[str]
-    """The host of each rank."""
+    """The host of each rank, once the ranks of several hosts have met; before, this one."""
+    host_of: Callable[[int], str | None]
+    """Returns the host on which the launcher, where it knows, has put a rank."""
     shared_folder: bool
 
     exact: bool

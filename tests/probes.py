@@ -23,9 +23,9 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
+from project.cluster.connection import disconnect
 from project.step.state import micro_batch
 from project.survive import preemption
-from project.trainer import _disconnect
 from tests.cluster.machine import wait_until
 
 
@@ -162,7 +162,7 @@ class ClosesNever(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         dist.destroy_process_group = threading.Event().wait
-        atexit.register(_disconnect)
+        atexit.register(disconnect)
 
 
 class Deaf(Callback):

@@ -23,7 +23,7 @@ MAY_ALSO = {
     "step": {"data"},  # the order of the samples
     "exact": {"sharded", "step"},  # a whole gradient becomes a rank's shard
     "sharded": {"cluster", "data", "step"},
-    "resume": {"checkpoints", "data", "exact", "sharded", "step"},
+    "resume": {"checkpoints", "cluster", "data", "exact", "sharded", "step"},
     "checkpoints": {"cluster", "resume", "sharded", "step"},
     "watch": {"cluster", "resume", "sharded", "step"},
     "survive": {"checkpoints", "cluster", "launch", "resume", "sharded", "step"},

@@ -106,7 +106,6 @@ class Checkpoints(Checkpoint):
             raise UserError(f"checkpoints.mode is 'min' or 'max', and not {mode!r}.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
-        self.manifest: Manifest = {}  # what else belongs to the run: set by who knows
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
@@ -155,7 +154,8 @@ class Checkpoints(Checkpoint):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not trainer.global_step and not self.manifest and checkpoints_in(self._folder):
+        named = bool(typed(trainer).configuration)  # a run of the command line, which knows whose folder it is
+        if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         # Now, and not when the run has been lost: could it go on from what would be saved?
         check(current_checkpoint(trainer))
@@ -297,8 +297,9 @@ class Checkpoints(Checkpoint):
                 flush()
             if isinstance(logger, TakesMeasurements):
                 logged += logger.logged_since(first)
+        configuration = typed(trainer).configuration
         manifest = {
-            **self.manifest,
+            **({"configuration": configuration} if configuration else {}),
             "position": at.state_dict(),
             "finished": finished,
             "logged": logged,

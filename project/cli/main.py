@@ -29,15 +29,18 @@ from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import take_functions
 from project.cli.complaints import condensed
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
+from project.cluster.connection import close_connections
 from project.cluster.place import host
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
+from project.doctor.doctor import doctor
 from project.doctor.findings import verdict
-from project.doctor.memory_forecast import on_meta
+from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
-from project.export.export import SETTINGS, exportable
+from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
 from project.launch.command import command
+from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
 from project.launch.sweep import with_trial
 from project.masking import masked
@@ -46,7 +49,7 @@ from project.resume.changes import ChangedSettings
 from project.runs import open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
-from project.survive.failure import close_connections, exit_at_once, report_error
+from project.survive.failure import exit_at_once, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.trainer import Trainer
 from project.typed import typed
@@ -60,6 +63,7 @@ from project.watch.history import read_history
 from project.watch.life import Life
 from project.watch.profile import Profile
 from project.watch.report import write
+from project.watch.steady import resume_loggers
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,12 @@ _ABOUT = (
     "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep; in a checkout, "
     "bench measures a config against a plain PyTorch loop."
 )
+
+
+def with_verbs(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Returns the Trainer with our verbs, which are functions that take it first: LightningCLI looks for methods."""
+    verbs = {"doctor": doctor, "export": export, "manifest": manifest}
+    return type(trainer_class.__name__, (trainer_class,), {"__doc__": trainer_class.__doc__, **verbs})
 
 
 class ProjectCLI(LightningCLI):
@@ -224,19 +234,17 @@ class ProjectCLI(LightningCLI):
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
-        trainer.configuration = configuration
+        trainer.describe(configuration)
         for callback in typed(trainer).callbacks:
-            if isinstance(callback, Checkpoints):
-                callback.manifest["configuration"] = configuration
-            elif isinstance(callback, Watchdog) and self.subcommand == "fit":
+            if isinstance(callback, Watchdog) and self.subcommand == "fit":
                 callback.life = self.folder / LIFE
         if self._begun is not None:
-            manifest = self._begun[1]
-            at = manifest["position"]
+            saved = self._begun[1]
+            at = saved["position"]
             first = min(at["global_step"], at["logged_steps"])
-            trainer.loggers_go_on(first, manifest.get("logged", ()), starts_again=not at["validation_due"])
+            resume_loggers(trainer.loggers, first, saved.get("logged", ()), starts_again=not at["validation_due"])
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
-            trainer.loggers_go_on(0)
+            resume_loggers(trainer.loggers, 0)
         return trainer
 
     def _loggers(self, given: Any, root: Path, rank: int) -> Any:
@@ -306,14 +314,14 @@ class ProjectCLI(LightningCLI):
     def before_fit(self) -> None:
         settings = self.config[self.subcommand]
         if self.dry:
-            self.trainer.dry_run(self.model, self.datamodule, settings.dry_run)
+            dry_run(self.trainer, self.model, self.datamodule, settings.dry_run)
             raise SystemExit(0)
         if settings.doctor:
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 
     def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
         """Ends the program where the cluster is not fit for the run."""
-        outcome = verdict(self.trainer.doctor(model, datamodule, **settings))
+        outcome = verdict(doctor(self.trainer, model, datamodule, **settings))
         if self.trainer.is_global_zero:
             log.info("The doctor's findings: %s", self.folder / "doctor.json")
         if outcome == "bad":
@@ -323,7 +331,7 @@ class ProjectCLI(LightningCLI):
         """Prints it, or writes it where it is to go."""
         words, configs = command(sys.argv[2:])
         run = self.config[self.subcommand].run or self._kind()
-        text = self.trainer.manifest(model, datamodule, **settings, run=run, words=words, configs=configs)
+        text = manifest(self.trainer, model, datamodule, **settings, run=run, words=words, configs=configs)
         if settings["out"] is None:
             print(text, end="")
 
@@ -409,7 +417,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
             LightningModule if own_model else ImageClassifier,
             None if own_data else ImageData,
             subclass_mode_model=own_model,
-            trainer_class=trainer_class,
+            trainer_class=with_verbs(trainer_class),
             save_config_callback=None,  # see SaveConfig
             parser_class=Parser,
             parser_kwargs={"prog": "python -m project", "description": _ABOUT},

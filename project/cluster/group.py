@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ class Group:
         if self() is not None:
             return
         if members is None:
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            group: Any = dist.new_group(backend="gloo", timeout=timeout)
         else:
             group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
         self._reference = weakref.ref(group)

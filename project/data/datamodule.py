@@ -17,6 +17,7 @@ from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader
 from project.data.first_look import examine
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order, cut_for_all, limited, size_of
+from project.data.self_dealing import Dealing
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -78,10 +79,7 @@ class ImageData(LightningDataModule):
         self.on_error = on_error
         self.unread: dict[str, None] = {}
         """The samples that could not be read, and why."""
-        self.spare_cores = 0  # set by the Trainer, which knows where it runs
-        self.exact = False  # likewise: an evaluation's micro-batches are the same on any number of ranks
-        self.shared_by = 1  # likewise: ranks that see the same samples
-        self.limits: dict[str, float | int | None] = {}  # likewise: of training in steps, of evaluation in batches
+        self.dealing = Dealing()
         self._dataset = cache(self._open)  # each split is read once
         self._unseen: set[str] = set()  # splits whose first batch is yet to come
         self._whole = cache(self._read_whole)
@@ -99,8 +97,20 @@ class ImageData(LightningDataModule):
         fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
         return [str(name) for name in names] if fitting else None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def deal(self, dealing: Dealing) -> None:
+        self.dealing = dealing
+
+    def batch_sizes(self) -> tuple[int, int | None]:
+        return self.batch_size, self.global_batch_size
+
+    def description(self) -> dict[str, Any]:
+        """Returns the classes' names, and how pixels become the network's input."""
+        given = {"mean": self.source.mean, "std": self.source.std}
+        values = {name: list(value) if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
+        how = "(pixels in 0 .. 1 - mean) / std, for each channel; a single number is for all channels"
+        return {"classes": self.class_names, "images": {"range": [0, 1], **values, "how": how}}
+
+    def sample_shape(self) -> tuple[int, ...]:
         """Returns channels, height and width of a training image."""
         return tuple(as_tensor(image_and_label(self._dataset("train")[0])[0]).shape)
 
@@ -156,7 +166,7 @@ class ImageData(LightningDataModule):
                 f"{order.size} training images are too few for a global batch of {order.global_batch}. "
                 "HINT: set data.batch_size or data.global_batch_size lower."
             )
-        return order.limited(self.limits.get("train"))
+        return order.limited(self.dealing.limits.get("train"))
 
     def val_dataloader(self) -> MicroBatchLoader | list[Any]:
         return self._eval_loader("val") if self.source.has("val") else []
@@ -170,23 +180,23 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
         assert self.trainer is not None
         size = size_of(self._dataset(split))
-        batches = limited(-(-size // self.batch_size), self.limits.get(split), f"limit_{split}_batches", "micro-batches")
+        count, limit = -(-size // self.batch_size), self.dealing.limits.get(split)
+        batches = limited(count, limit, f"limit_{split}_batches", "micro-batches")
         # Every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one sample.
         whole_size = min(size, batches * self.batch_size)
-        micro_batch = cut_for_all(whole_size, self.batch_size, self._here[1]) if self.exact else self.batch_size
-        order = Order(whole_size, micro_batch, self._here[1], cut=self.exact)
+        micro_batch = cut_for_all(whole_size, self.batch_size, self._here[1]) if self.dealing.exact else self.batch_size
+        order = Order(whole_size, micro_batch, self._here[1], cut=self.dealing.exact)
         return self._loader(split, order)
 
     @property
     def _here(self) -> tuple[int, int]:
         """Returns this rank's index among those that read samples of their own, and the number of these ranks."""
         assert self.trainer is not None
-        return self.trainer.global_rank // self.shared_by, self.trainer.world_size // self.shared_by
+        return self.trainer.global_rank // self.dealing.shared_by, self.trainer.world_size // self.dealing.shared_by
 
-    @property
-    def workers(self) -> int:
+    def loader_processes(self) -> int:
         """Returns the loader processes of each rank, where the images are not on the device already."""
-        return min(8, self.spare_cores) if self.num_workers == "auto" else self.num_workers
+        return min(8, self.dealing.spare_cores) if self.num_workers == "auto" else self.num_workers
 
     def _read_whole(self, split: Split) -> InMemory | None:
         if self.resident == "never" or self.num_workers != "auto":
@@ -201,7 +211,7 @@ class ImageData(LightningDataModule):
         assert self.trainer is not None
         held = self._whole(split)
         order = replace(order, share=order.micro_batches // self._here[1])
-        workers = 0 if held else self.workers
+        workers = 0 if held else self.loader_processes()
         keys = MicroBatchSampler(order, *self._here)
         return MicroBatchLoader(
             keys,

@@ -7,7 +7,7 @@ to do. What raises on one rank becomes a finding about that rank; the others don
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,8 +32,8 @@ class Examination:
         self.hosts = rendezvous.hosts if rendezvous else [host()]
         # Its own groups, with a deadline: a collective that hangs must not take the default half hour.
         limit = timedelta(seconds=30)
-        self.control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
-        self.group: dist.ProcessGroup | None = dist.new_group(timeout=limit) if rendezvous else None
+        self.control: Any = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
+        self.group: Any = dist.new_group(timeout=limit) if rendezvous else None
         self.all_reduce: dict[int, float] = {}
         """Seconds of an all-reduce by the message's bytes, once they are measured."""
         self.sample_bytes, self.has_data = 0, False

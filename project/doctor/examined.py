@@ -3,26 +3,29 @@
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from project.checkpoints.callback import Checkpoints
+from project.checkpoints.callback import checkpoints_of
 from project.cluster.environment import of_this_rank
-from project.data import ImageData
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
+from project.data.self_dealing import SelfDealing
 from project.doctor.activations import transferred
+from project.step.data_ranks import shared_by
+from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
-from project.typed import typed
+from project.typed import TypedTrainer
 
 _PAGES = 1 << 16  # bytes of /dev/shm that a micro-batch takes besides: each of its tensors, and each lock, has pages of its own
 
@@ -31,14 +34,25 @@ class ExaminedRun:
     """The examined run, with a copy of its model: the run begins untouched. `processes`: those on this host."""
 
     def __init__(
-        self, trainer: Trainer, model: LightningModule, data: LightningDataModule, folder: Path, processes: int
+        self,
+        trainer: TypedTrainer,
+        model: LightningModule,
+        data: LightningDataModule,
+        folder: Path,
+        processes: int,
+        global_batch: int | None,
     ) -> None:
         self.trainer, self.data, self.folder, self.processes = trainer, data, folder, processes
         self.rank, self.world_size, self.local_rank = trainer.global_rank, trainer.world_size, trainer.local_rank
         self.device = trainer.strategy.root_device
-        self.shared, self.configuration = typed(trainer).shared_folder, typed(trainer).configuration
+        self.shared, self.configuration = trainer.shared_folder, trainer.configuration
         self.environment = of_this_rank(self.device, self.configuration)
         self.micro_batch, self.workers = 1, 0  # until the data was opened
+        self.global_batch, self.global_batch_key = global_batch, "trainer.global_batch_size"
+        if isinstance(data, SelfDealing):
+            self.micro_batch, self.global_batch = data.batch_sizes()
+            self.global_batch_key = "data.global_batch_size"
+        self.shared_by = shared_by(trainer.strategy)
         self.model = copy.deepcopy(model, {id(trainer): trainer})  # of the Trainer, which the model knows, no copy is made
         self.model.trainer = trainer
         self.model.configure_model()
@@ -48,10 +62,10 @@ class ExaminedRun:
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
         self._batch: Any = None
-        kept = next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
+        kept = checkpoints_of(trainer)
         self.checkpoints = (kept.keep_last + 1) if kept else 0
-        self.gradient_bytes = sum(value.nbytes for value in self.model.parameters() if value.requires_grad)
-        weights = sum(value.nbytes for value in self.model.state_dict().values())
+        self.gradient_bytes: int = sum(value.nbytes for value in self.model.parameters() if value.requires_grad)
+        weights: int = sum(value.nbytes for value in self.model.state_dict().values())
         self.checkpoint_bytes = weights + self.gradient_bytes  # the optimiser keeps as much again
 
     @property
@@ -98,7 +112,7 @@ class ExaminedRun:
     def fingerprint(self) -> dict[str, Any]:
         """Opens the data, and returns its own fingerprint; else the number of training samples, and a hash of a few."""
         self.data.setup("fit")
-        if isinstance(self.data, ImageData):
+        if isinstance(self.data, SelfDealing):
             return self.data.fingerprint()
         loader = self.data.train_dataloader()
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -118,10 +132,24 @@ class ExaminedRun:
 
     def sizes(self) -> tuple[int, int]:
         """Returns the samples in a micro-batch, and the loader's processes, of data that was opened."""
-        if isinstance(self.data, ImageData):
-            return self.data.batch_size, self.data.workers
+        if isinstance(self.data, SelfDealing):
+            return self.data.batch_sizes()[0], self.data.loader_processes()
         loader = self.data.train_dataloader()
         return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
 
-examined_run = ExaminedRun
+@contextmanager
+def examined_run(
+    trainer: TypedTrainer,
+    model: LightningModule,
+    data: LightningDataModule,
+    folder: Path,
+    processes: int,
+    spare_cores: int | None = None,
+) -> Iterator[ExaminedRun]:
+    """Attaches module and data to the trainer, and yields the run that the doctor examines.
+
+    `processes`: those on this host. `spare_cores`: those that each rank has for its loader, if not as many as here.
+    """
+    with attached_for_fit(trainer, model, data, spare_cores) as loaders:
+        yield ExaminedRun(trainer, model, data, folder, processes, loaders.global_batch)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -27,21 +27,25 @@ from torch.optim import Optimizer
 
 from project.cluster import gpu
 from project.cluster.environment import limits
-from project.data import ImageData
 from project.data.dealing import chance_kept
+from project.data.self_dealing import SelfDealing
 from project.doctor.activations import FAKE, activations, copy_like, fake, first_batch
 from project.doctor.findings import in_bytes
 from project.errors import UserError
 from project.sharded.blocks import blocks_of
 from project.sharded.strategy import DTYPES, Shard, Sharded
 from project.step.batching import accumulation
+from project.step.evaluation import loaders_of
+from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
-from project.typed import typed
+from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
-Wanted = int | Literal["auto"]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Configured = int | Literal["auto"]
+"""The accumulation in the configuration."""
 
 _ON_HOST = " (host)"  # in the memory of a GPU's host
 _USABLE = 0.95  # of a device's memory: the rest goes to its driver, to libraries, and into gaps
@@ -121,10 +125,11 @@ class Forecast:
 class Forecaster:
     """Forecasts for the run's network, with or without memory, however ranks share it. `dry`: as in `first_batch`."""
 
-    def __init__(self, trainer: Trainer, dry: bool) -> None:
+    def __init__(self, trainer: TypedTrainer, dry: bool) -> None:
         strategy, self.precision, self.device = trainer.strategy, trainer.precision_plugin, trainer.strategy.root_device
-        module, self.data = trainer.lightning_module, typed(trainer).datamodule
-        self.averages = sum(isinstance(callback, WeightAveraging) for callback in typed(trainer).callbacks)
+        module, self.data = trainer.lightning_module, trainer.datamodule
+        self.global_batch = loaders_of(trainer).global_batch
+        self.averages = sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
         self.module = copy_like(module, lambda tensor: tensor.detach().to("meta"), self.device)
         self.precision.convert_module(self.module)
         self.blocks = blocks_of(self.module, strategy.blocks if isinstance(strategy, Sharded) else None)
@@ -211,15 +216,15 @@ class Forecaster:
             most = root + 2 * largest + backward
         return max(most, 2 * root, root_gradients + root_sent)
 
-    def accumulation(self, layout: Layout, global_batch: int | None, wanted: Wanted) -> int:
+    def accumulation(self, layout: Layout, configured: Configured) -> int:
         """Returns the micro-batches of a step; raises a UserError where there can be no such step."""
         count, rest = divmod(layout.ranks, layout.shared_by)
         if rest:
             raise UserError(f"{layout.ranks} ranks are no multiple of tensor_parallel={layout.shared_by}. HINT: take one.")
-        keys, sizes = "trainer.global_batch_size batch_size", (global_batch, count_samples(self.batch))
-        if isinstance(self.data, ImageData):
-            keys, sizes = "data.global_batch_size data.batch_size", (self.data.global_batch_size, self.data.batch_size)
-        return accumulation(sizes[0] if sizes[1] else None, sizes[1], count, wanted, keys)
+        keys, size, global_batch = "trainer.global_batch_size batch_size", count_samples(self.batch), self.global_batch
+        if self.data is not None and isinstance(self.data, SelfDealing):
+            keys, (size, global_batch) = "data.global_batch_size data.batch_size", self.data.batch_sizes()
+        return accumulation(global_batch if size else None, size, count, configured, keys)
 
     def notes(self, *layouts: Layout) -> list[str]:
         """Returns what there is to know about the figures."""
@@ -266,12 +271,12 @@ def _room(device: torch.device, ranks_here: int) -> tuple[int | None, str]:
     return left and left // ranks_here, f", shared by {ranks_here}"
 
 
-def report(trainer: Trainer, global_batch: int | None, wanted: Wanted, exact: bool) -> None:
+def report(trainer: TypedTrainer) -> None:
     """Logs what each rank is about to hold, and a warning where its device has less."""
     try:
         forecaster = Forecaster(trainer, dry=False)
-        layout = replace(layout_of(trainer.strategy, exact), ranks=trainer.world_size)
-        layout = replace(layout, accumulation=forecaster.accumulation(layout, global_batch, wanted))
+        layout = replace(layout_of(trainer.strategy, trainer.exact), ranks=trainer.world_size)
+        layout = replace(layout, accumulation=forecaster.accumulation(layout, loaders_of(trainer).configured_accumulation))
         forecast = forecaster.forecast(layout)
         fits, verdict = forecaster.verdict(forecast)
     except Exception as error:  # a line less is no reason not to train
@@ -295,16 +300,34 @@ def on_meta(class_type: Callable[Given, Result], *args: Given.args, **kwargs: Gi
         return made
 
 
-def dry_run(trainer: Trainer, ranks: str, global_batch: int | None, wanted: Wanted, exact: bool) -> list[Forecast]:
-    """Shows what each rank of a fit would hold, trains nothing, and returns the table's rows.
+def dry_run(
+    trainer: TypedTrainer, model: LightningModule, datamodule: LightningDataModule | None = None, ranks: str = ""
+) -> list[Forecast]:
+    """Shows what each rank of a fit would hold, and trains nothing. Returns the rows of its table, in bytes.
 
-    Module and data have been attached to the Trainer, as for a fit on one rank. `ranks`: numbers of ranks, as in "8,64".
+    Args:
+        trainer: the Trainer of the run, on one rank.
+        model: the model of the run; one built under `torch.device("meta")` takes no memory.
+        datamodule: its data, for a micro-batch.
+        ranks: numbers of ranks, as in "8,64,1024"; none is needed. By default the settings' number.
     """
-    module, strategy = trainer.lightning_module, trainer.strategy
+    loaders = loaders_of(trainer)
+    configured, loaders.configured_accumulation = loaders.configured_accumulation, "auto"  # here is one rank
+    trainer.strategy.connect(model)
+    try:
+        with attached_for_fit(trainer, model, datamodule):
+            return _forecasts(trainer, configured, ranks)
+    finally:
+        loaders.configured_accumulation = configured
+
+
+def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> list[Forecast]:
+    """Prints the table of a dry run and what there is to say of it, and returns its rows."""
+    module = trainer.lightning_module
     on_meta(module.configure_model)
     on_meta(module.setup, "fit")
-    settings = typed(trainer).configuration.get("trainer", {})
-    forecaster, layout = Forecaster(trainer, dry=True), layout_of(strategy, exact)
+    settings = trainer.configuration.get("trainer", {})
+    forecaster, layout = Forecaster(trainer, dry=True), layout_of(trainer.strategy, trainer.exact)
     given, here = settings.get("devices"), torch.cuda.device_count() if forecaster.device.type == "cuda" else 1
     devices = len(given) if isinstance(given, (list, tuple)) else int(given) if str(given).isdigit() else here
     rows, refused = list[Forecast](), list[str]()
@@ -312,7 +335,7 @@ def dry_run(trainer: Trainer, ranks: str, global_batch: int | None, wanted: Want
         per_host = min(count, devices if devices > 1 else _HOST)
         row = replace(layout, shard=layout.shard or "full", ranks=count, per_host=per_host)
         try:
-            row = replace(row, accumulation=forecaster.accumulation(row, global_batch, wanted))
+            row = replace(row, accumulation=forecaster.accumulation(row, configured))
         except UserError as error:
             refused.append(f"{count:,} ranks: {str(error).partition(' HINT:')[0]}")
         rows.append(forecaster.forecast(row))

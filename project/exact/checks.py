@@ -89,15 +89,6 @@ def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
     return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
 
 
-def refuse_no_global_batch(global_batch_size: int | None) -> None:
-    """Raises a UserError for data of the user's own without a global batch; ImageData has a global batch of its own."""
-    if global_batch_size is None:
-        raise UserError(
-            "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
-            "HINT: set it, in samples; a multiple of the loader's batch_size."
-        )
-
-
 def refuse_all_gather(*_: object, **__: object) -> NoReturn:
     """Raises a UserError in the place of the strategy's `all_gather`, which LightningModule's calls."""
     raise UserError(

@@ -4,13 +4,19 @@ hooks make of a batch what the network gets."""
 import inspect
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from project.errors import UserError
+from project.survive.signals import EXIT_CODES, SIGNALS
+from project.typed import TypedTrainer
+
+BATCHES = 4  # of the validation set, that are looked at
 
 Inputs = tuple[Tensor, ...]
 """The arguments of one call of `forward`."""
@@ -45,6 +51,37 @@ class Capture(Callback):
         self.batches.append(batch)
 
     on_test_batch_start = on_validation_batch_start
+
+
+def captured(
+    trainer: TypedTrainer,
+    model: LightningModule,
+    datamodule: LightningDataModule | None,
+    ckpt_path: str | Path | None,
+    weights_only: bool | None,
+) -> tuple[Capture, str]:
+    """Returns weights and batches from within an evaluation of the validation set, else of the test set, and which it was."""
+    capture, limits = Capture(), (trainer.limit_val_batches, trainer.limit_test_batches)
+    trainer.limit_val_batches = trainer.limit_test_batches = BATCHES
+    trainer.callbacks.append(capture)
+    try:
+        for verb, step, of in (
+            (trainer.validate, "validation_step", "validation"),
+            (trainer.test, "test_step", "test"),
+        ):
+            if is_overridden(step, model, LightningModule):
+                verb(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=weights_only)
+                if SIGNALS.noted:
+                    raise SystemExit(EXIT_CODES[SIGNALS.noted])
+            if capture.weights:
+                return capture, f"the {of} set"
+    finally:
+        trainer.callbacks.remove(capture)
+        trainer.limit_val_batches, trainer.limit_test_batches = limits
+    raise UserError(
+        "There is nothing to check the export on. HINT: it takes a validation or a test set, and a module with "
+        "validation_step or test_step."
+    )
 
 
 class Samples(NamedTuple):

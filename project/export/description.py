@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 
 from project.checkpoints.reading import manifest_at, sha256_of
-from project.data import ImageData
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.folder import ABOUT
@@ -39,16 +38,6 @@ def origin(checkpoint: Path | None) -> dict[str, Any]:
         "step": manifest.get("position", {}).get("global_step"),
         "metrics": manifest.get("metrics", {}),
     }
-
-
-def of_data(data: LightningDataModule | None) -> dict[str, Any]:
-    """Returns the classes' names, and how pixels become the network's input; null where the data has neither."""
-    if not isinstance(data, ImageData):
-        return {"classes": None, "images": None}
-    given = {"mean": data.source.mean, "std": data.source.std}
-    values = {name: list(value) if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
-    how = "(pixels in 0 .. 1 - mean) / std, for each channel; a single number is for all channels"
-    return {"classes": data.class_names, "images": {"range": [0, 1], **values, "how": how}}
 
 
 def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> dict[str, Any]:

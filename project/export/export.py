@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from project.data.self_dealing import SelfDealing
 from project.errors import UserError
 from project.export import description
-from project.export.capture import Capture, Samples, pieces, samples
+from project.export.capture import Capture, Samples, captured, pieces, samples
 from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
 from project.export.formats import (
@@ -32,10 +33,10 @@ from project.export.formats import (
     write_traced,
     write_weights,
 )
+from project.export.plain import as_one_file
+from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
-
-BATCHES = 4  # of the validation set, that are looked at
 
 SETTINGS: dict[str, Any] = {
     **{"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true", "plugins": None},
@@ -122,37 +123,57 @@ class Export:
 
 
 def export(
-    trainer: Trainer,
-    module: LightningModule,
-    data: LightningDataModule | None,
-    capture: Capture,
-    of: str,
-    to: Format,
-    checkpoint: Path | None,
-    target: Path,
-    batch_size: int | None,
+    trainer: TypedTrainer,
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    to: Format | None = None,
+    ckpt_path: str | Path | None = None,
+    out: Path | None = None,
+    batch_size: int | None = None,
+    weights_only: bool | None = None,
 ) -> Path:
-    """Writes what an evaluation has captured into `target`, and returns the file. `of`: the data of the evaluation."""
-    if to != "safetensors" and not is_overridden("forward", module, LightningModule):
+    """Exports the weights that an evaluation uses: a file that is loaded without this package, and was checked.
+
+    Args:
+        trainer: the Trainer of the run.
+        model: the model of the run.
+        datamodule: its data, whose validation set the file is checked on.
+        to: safetensors (the weights), onnx or torch-export (the network), or checkpoint (all that a run goes on from, as
+            one file, where a sharded run has left a folder).
+        ckpt_path: best (the default of a run), last, or the path of a checkpoint.
+        out: the folder that gets the file; by default export-FORMAT in the run's folder.
+        batch_size: the network takes batches of so many samples; None: of any number.
+        weights_only: as in torch.load.
+    """
+    target = Path(out or Path(trainer.default_root_dir) / f"export-{to}").absolute()
+    form = exportable(to, batch_size, target)
+    if trainer.world_size > 1:
+        raise UserError("export takes one process. HINT: start it with plain Python, with trainer.devices=1.")
+    checkpoint = Path(ckpt_path) if ckpt_path else None
+    if form == "checkpoint":
+        return as_one_file(trainer, checkpoint, target)
+    capture, of = captured(trainer, model, datamodule, ckpt_path, weights_only)
+    if form != "safetensors" and not is_overridden("forward", model, LightningModule):
         raise UserError(
-            f"{type(module).__name__} has no forward, which is what --to {to} exports. HINT: write one; --to safetensors "
+            f"{type(model).__name__} has no forward, which is what --to {form} exports. HINT: write one; --to safetensors "
             "exports the weights alone."
         )
-    made = Export(module, capture, of, to, batch_size)
-    about = {"format": to, "file": FILES[to], **description.origin(checkpoint), **description.of_data(data)}
-    if to == "safetensors":
-        part, _ = named_weights(module)
-        about |= {"part": part or None, "tied": shared_names(module, part)}
+    made = Export(model, capture, of, form, batch_size)
+    of_data = datamodule.description() if isinstance(datamodule, SelfDealing) else {"classes": None, "images": None}
+    about = {"format": form, "file": FILES[form], **description.origin(checkpoint), **of_data}
+    if form == "safetensors":
+        part, _ = named_weights(model)
+        about |= {"part": part or None, "tied": shared_names(model, part)}
     with staging(target) as folder:
-        difference = made.write(folder / FILES[to], about)
-        about |= {"inputs": None, "outputs": None, "check": None, "load": snippet(to, ["batch"])}
+        difference = made.write(folder / FILES[form], about)
+        about |= {"inputs": None, "outputs": None, "check": None, "load": snippet(form, ["batch"])}
         if made.samples:
             about |= description.of_tensors(made.samples, batch_size, made.wanted)
-            about["check"] = description.of_check(made.samples, made.batches, to, difference)
-            about["load"] = snippet(to, made.samples.names)
-        description.finish(folder, trainer, about, LIBRARIES[to])
-    _say(target / FILES[to], about)
-    return target / FILES[to]
+            about["check"] = description.of_check(made.samples, made.batches, form, difference)
+            about["load"] = snippet(form, made.samples.names)
+        description.finish(folder, trainer, about, LIBRARIES[form])
+    _say(target / FILES[form], about)
+    return target / FILES[form]
 
 
 def _say(file: Path, about: dict[str, Any]) -> None:

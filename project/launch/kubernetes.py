@@ -1,19 +1,75 @@
 """Fills in manifests for one run: an Indexed Job with its service, or a TrainJob. The YAML files here are their templates."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
 
+from project.doctor.examined import examined_run
 from project.doctor.findings import in_bytes
-from project.launch.manifest import APP, Wanted
-from project.launch.needs import Needs
+from project.errors import UserError
+from project.launch.manifest import APP, Engine, Wanted, claim_of, image_of, name, pods, refuse_odd_batches, root_of
+from project.launch.needs import Needs, needs
+from project.typed import TypedTrainer
 from project.untrusted import printable
 
 _MARGIN = 15  # seconds that the launcher has, after SIGKILL to its ranks, to end itself
 _CONFIGS = Path("/config")  # in the container: where configs lie that are not in the image
 _KUBEFLOWS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "NPROC_PER_NODE", "MAX_RESTARTS")  # variables that Kubeflow sets itself
+
+
+def manifest(
+    trainer: TypedTrainer,
+    model: LightningModule,
+    datamodule: LightningDataModule,
+    engine: Engine = "k8s",
+    nodes: str = "1",
+    gpus: int = 8,
+    cpus: int | None = None,
+    image: str | None = None,
+    claim: str | None = None,
+    out: Path | None = None,
+    run: str = "run",
+    words: Sequence[str] = (),
+    configs: Mapping[str, str] | None = None,
+) -> str:
+    """Writes a manifest for Kubernetes that fits this run: its memory, disk, /dev/shm and grace. Nothing is started.
+
+    Args:
+        trainer: the Trainer of the run.
+        model: the model of the run.
+        datamodule: its data; where it is not here, some figures are guessed.
+        engine: 'k8s', a Job and a service, or 'trainjob', for Kubeflow Trainer v2.
+        nodes: pods, one a node; MIN:MAX goes on while at least MIN are there.
+        gpus: of each pod; 0 trains on the CPU, with one process a pod.
+        cpus: cores of each pod; None: 8 for each GPU, or 4.
+        image: the image with its digest, REPOSITORY@sha256:DIGEST.
+        claim: an existing volume claim for the runs; None writes one of the size that the checkpoints take.
+        out: the file to write; None: it is printed.
+        run: the run's name, and that of all that the manifest makes.
+        words: after `python -m project fit`, in the container.
+        configs: those that are not in the image, by name.
+    """
+    if gpus < 0 or (cpus is not None and cpus < 1):
+        raise UserError(f"--gpus {gpus} --cpus {cpus}: these are numbers of a pod. HINT: --gpus 0 is none.")
+    cores = cpus or (8 * gpus or 4)
+    root = root_of(trainer.configuration.get("trainer", {}).get("default_root_dir"))
+    wanted = Wanted(
+        *(engine, name(run), *pods(nodes, engine), gpus, cores, image_of(image), claim_of(claim)),
+        list(words),
+        dict(configs or {}),
+        root,
+    )
+    spare = max(1, cores // wanted.processes) - 1
+    with examined_run(trainer, model, datamodule, Path(trainer.default_root_dir), wanted.processes, spare) as examined:
+        needed = needs(examined, wanted)
+        refuse_odd_batches(wanted, examined)
+    text = written(wanted, needed)
+    if out is not None:
+        out.write_text(text)
+    return text
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,9 +96,9 @@ def _loader(values: Mapping[str, object]) -> type[yaml.SafeLoader]:
     return Loader
 
 
-def written(wanted: Wanted, needs: Needs) -> str:
+def written(wanted: Wanted, needed: Needs) -> str:
     """Returns the manifest: documents in YAML, and a comment that describes them."""
-    jobs, values, folder = wanted.engine == "k8s", _values(wanted, needs), Path(__file__).parent
+    jobs, values, folder = wanted.engine == "k8s", _values(wanted, needed), Path(__file__).parent
     job = yaml.load((folder / "job.yaml").read_text(), _loader(values))
     pod = job["template"]["spec"]
     (train,) = pod["containers"]
@@ -63,10 +119,10 @@ def written(wanted: Wanted, needs: Needs) -> str:
     templates = yaml.load_all((folder / "manifest.yaml").read_text(), _loader({**values, "job": job}))
     documents = [document for document in templates if document["kind"] in kinds]
     text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True, allow_unicode=True)
-    return _head(wanted, needs) + str(text)
+    return _head(wanted, needed) + str(text)
 
 
-def _head(wanted: Wanted, needs: Needs) -> str:
+def _head(wanted: Wanted, needed: Needs) -> str:
     nodes = str(wanted.most) if wanted.least == wanted.most else f"{wanted.least}:{wanted.most}"
     each = f"{wanted.gpus} GPU(s)" if wanted.gpus else "no GPU"
     words = shlex.join(argument.replace("--config=:", "--config=") for argument in wanted.words)
@@ -75,24 +131,24 @@ def _head(wanted: Wanted, needs: Needs) -> str:
         f"The run {wanted.run} on {nodes.replace(':', ' to ')} pod(s) with {each} each, as",
         f"  python -m project manifest {command.strip()} --image ...",
         "has written it. docs/kubernetes.md says how to start, watch and stop it, and what happens when a pod is lost;",
-        f"project/launch/*.yaml say why each line is there. A checkpoint of it takes {in_bytes(needs.checkpoint)}.",
+        f"project/launch/*.yaml say why each line is there. A checkpoint of it takes {in_bytes(needed.checkpoint)}.",
     )
     return "".join("# " + printable(line).replace("\n", "\\n") + "\n" for line in lines)
 
 
-def _values(wanted: Wanted, needs: Needs) -> dict[str, object]:
+def _values(wanted: Wanted, needed: Needs) -> dict[str, object]:
     """Returns what the templates' names stand for."""
     run, jobs = wanted.run, wanted.engine == "k8s"
     words = [argument.replace("--config=:", f"--config={_CONFIGS}/").replace("$(", "$$(") for argument in wanted.words]
     # Requests equal limits: a pod whose memory others may take is the first to be killed.
-    limits = {"cpu": str(wanted.cpus), "memory": _gib(needs.memory), "ephemeral-storage": "10Gi"}
+    limits = {"cpu": str(wanted.cpus), "memory": _gib(needed.memory), "ephemeral-storage": "10Gi"}
     limits |= {"nvidia.com/gpu": str(wanted.gpus)} if wanted.gpus else {}
     claim, configs = wanted.claim or f"{run}-runs", f"{run}-configs"
     # By name: where it is mounted, and what it is. Loaders' workers and NCCL share /dev/shm, which counts as memory; a
     # container's own has 64 MB. The root is read-only: what libraries write for themselves, compilers say, goes to /tmp.
     volumes: dict[str, tuple[str, dict[str, object]]] = {
         "runs": (str(wanted.runs), {"persistentVolumeClaim": {"claimName": claim}}),
-        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": _gib(needs.shm)}}),
+        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": _gib(needed.shm)}}),
         "tmp": ("/tmp", {"emptyDir": {"sizeLimit": "8Gi"}}),  # a pod that writes more is ended
     }
     if wanted.configs:
@@ -102,8 +158,8 @@ def _values(wanted: Wanted, needs: Needs) -> dict[str, object]:
         **{"ranks": wanted.processes, "processes": str(wanted.processes), "master": f"{run}-0.{run}"},
         "label": {("batch.kubernetes.io/job-name" if jobs else "jobset.sigs.k8s.io/jobset-name"): run},
         "container": "train" if jobs else "node",  # Kubeflow's name for it
-        **{"claim": claim, "disk": _gib(needs.disk), "configs": configs, "files": wanted.configs},
-        **{"grace": needs.grace, "shutdown": str(needs.grace - _MARGIN)},
+        **{"claim": claim, "disk": _gib(needed.disk), "configs": configs, "files": wanted.configs},
+        **{"grace": needed.grace, "shutdown": str(needed.grace - _MARGIN)},
         "fit": ["fit", *words, f"--run={run}"],
         "doctor": [
             *("doctor", *words, "--fast=true", f"--trainer.default_root_dir={wanted.runs}/.doctor"),

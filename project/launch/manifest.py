@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from project.doctor.examined import ExaminedRun
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -117,9 +118,9 @@ def root_of(folder: str | Path | None) -> Path:
     return Path(_match(r"(?!.*/\.\.(/|$))/[-\w./]*", str(APP / (folder or ".")), wrong))
 
 
-def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: int, key: str, shared_by: int = 1) -> None:
-    """Raises an error if a possible number of pods can't make the global batch. `key`: the setting that holds it. `shared_by`:
-    so many processes see the same micro-batch."""
+def refuse_odd_batches(wanted: Wanted, run: ExaminedRun) -> None:
+    """Raises an error if a possible number of pods can't make the global batch."""
+    global_batch, micro_batch, key = run.global_batch, run.micro_batch, run.global_batch_key
     if global_batch is None:
         log.warning(
             "Nothing says how large a global batch is: it will be micro-batch x ranks, another one for each number of pods. "
@@ -127,7 +128,7 @@ def refuse_odd_batches(wanted: Wanted, global_batch: int | None, micro_batch: in
             key,
         )
         return
-    at_once = micro_batch * max(1, wanted.processes // shared_by)
+    at_once = micro_batch * max(1, wanted.processes // run.shared_by)
     counts = range(wanted.least, wanted.most + 1)
     odd = [str(count) for count in counts if global_batch % (at_once * count)]
     if not odd:

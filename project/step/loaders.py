@@ -1,27 +1,28 @@
 """Deals out training and evaluation loaders in this project's order wherever they can be."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
+from project.data.self_dealing import Dealing, SelfDealing
 from project.data.worker_signals import with_signals
 from project.errors import UserError, as_user_error
 from project.step.batch_norm_layers import normalises_batches
-from project.step.batching import accumulation
+from project.step.batching import Batching, accumulates_by_epoch, accumulation, apply_batching
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
-from project.typed import typed
+from project.typed import TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
@@ -36,29 +37,26 @@ class Loaders(_DataConnector):
         trainer: the Trainer.
         global_batch: samples behind one optimiser step, over all ranks, if that is given.
         configured_accumulation: the accumulation in the configuration.
-        limits: where the user's limits are noted for those who cut loaders: of training in steps, of evaluation in
-            micro-batches over all ranks; by name of the stage.
-        on_accumulation: called with the accumulation when it is known, which is when the first training loader is.
+        validation_interval: validate every so many optimiser steps (an int), or such a share of an epoch.
+        spare_cores: cores that each rank has for loader processes.
         moments: seed what the iterators of loaders draw that are left as they are.
     """
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TypedTrainer,
         global_batch: int | None,
         configured_accumulation: int | Literal["auto"],
-        limits: dict[str, Limit],
-        on_accumulation: Callable[[int, int], None],
+        validation_interval: int | float | None,
+        spare_cores: int,
         moments: Moments,
     ) -> None:
         super().__init__(trainer)
-        self.global_batch, self.configured_accumulation, self.limits, self.on_accumulation = (
-            global_batch,
-            configured_accumulation,
-            limits,
-            on_accumulation,
-        )
-        self._moments = moments
+        self.global_batch, self.configured_accumulation = global_batch, configured_accumulation
+        self._validation_interval, self._spare_cores, self._moments = validation_interval, spare_cores, moments
+        self.batching = Batching(trainer.accumulate_grad_batches)
+        self.limits: dict[str, Limit] = {}
+        """The user's limits by stage: of training in steps, of evaluation in micro-batches over all ranks."""
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
         self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
         self._restored_sizes: list[int] = []  # of the training sets that the run had before
@@ -134,9 +132,48 @@ class Loaders(_DataConnector):
         if self._steps_of_trial is not None:
             self.trainer.limit_train_batches = self._steps_of_trial * self.trainer.accumulate_grad_batches
 
-    def start_over(self) -> None:
-        """Begins another fit, or another verb."""
+    def begin_verb(self, spare_cores: int | None = None) -> None:
+        """Begins another fit, or another verb, and computes its batching, unless that takes the first training loader."""
+        self._start_over()
         self.note_limits()
+        trainer, data = typed(self.trainer), self.attached
+        if trainer.accumulate_grad_batches != self.batching.accumulation and not accumulates_by_epoch(trainer):
+            # An argument that is given late, as Lightning's Trainer takes it.
+            if trainer.accumulate_grad_batches < 1:
+                raise UserError(f"trainer.accumulate_grad_batches is 1 at least, and not {trainer.accumulate_grad_batches}.")
+            self.configured_accumulation = trainer.accumulate_grad_batches
+        self._apply(Batching())
+        if data is not None and isinstance(data, SelfDealing):
+            self._deal_by_itself(data, self._spare_cores if spare_cores is None else spare_cores)
+        elif trainer.training:
+            if trainer.exact and self.global_batch is None:
+                raise UserError(
+                    "trainer.exact needs trainer.global_batch_size: without it a step has as many micro-batches as ranks. "
+                    "HINT: set it, in samples; a multiple of the loader's batch_size."
+                )
+            if self.configured_accumulation != "auto":
+                self._apply(Batching(self.configured_accumulation))
+
+    def _deal_by_itself(self, data: SelfDealing, spare_cores: int) -> None:
+        trainer, ranks = typed(self.trainer), data_ranks(self.trainer)
+        if trainer.overfit_batches:
+            raise UserError(
+                "trainer.overfit_batches would replace the order of the samples. HINT: train on fewer images instead, as "
+                "configs/debug.yaml does."
+            )
+        data.deal(Dealing(spare_cores, ranks.shared_by, trainer.exact, self.limits))
+        if trainer.training:
+            size, global_batch = data.batch_sizes()
+            where = "data.global_batch_size data.batch_size"
+            count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
+            self._apply(Batching(count, size, ranks.count))
+            self._accumulation_is_set = True
+
+    def _apply(self, batching: Batching) -> None:
+        self.batching = batching
+        apply_batching(batching, typed(self.trainer), self._validation_interval)
+
+    def _start_over(self) -> None:
         self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
         self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
 
@@ -254,7 +291,7 @@ class Loaders(_DataConnector):
                 f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."
             )
-        self.on_accumulation(count, size)
+        self._apply(Batching(count, size, ranks))
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None:
             share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
@@ -372,6 +409,22 @@ class Loaders(_DataConnector):
             *(stage, type(loader).__name__, why),
             "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
         )
+
+
+@contextmanager
+def attached_for_fit(
+    trainer: TypedTrainer, model: LightningModule, data: LightningDataModule | None, spare_cores: int | None = None
+) -> Iterator[Loaders]:
+    """Attaches module and data to the trainer as a fit does, as far as the data's loaders need it. Nothing is trained."""
+    loaders = trainer._data_connector
+    assert isinstance(loaders, Loaders)
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    try:
+        loaders.attach_data(model, datamodule=data)
+        loaders.begin_verb(spare_cores)
+        yield loaders
+    finally:
+        trainer.training = False
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

@@ -5,6 +5,7 @@ epoch) and nothing of the next has begun. Lightning's own counters count the mic
 in which they were saved; so they are not restored but written anew, from the position and today's accumulation.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -16,6 +17,8 @@ from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.typed import typed
 from project.untrusted import as_count
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,16 @@ def timers(trainer: Trainer) -> list[Timer]:
 def out_of_time(trainer: Trainer) -> bool:
     """Returns whether trainer.max_time is used up, by this process's clock."""
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
+
+
+def warn_if_cut_short(trainer: Trainer) -> None:
+    """Warns where trainer.max_time has ended a fit before its last step."""
+    if out_of_time(trainer) and trainer.global_step < trainer.estimated_stepping_batches:
+        log.warning(
+            "Stopped by trainer.max_time after step %d of %s, before the end of the run. HINT: more time for all starts "
+            "together, and the same command goes on from the checkpoint.",
+            *(trainer.global_step, trainer.estimated_stepping_batches),
+        )
 
 
 def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:

@@ -3,14 +3,12 @@
 An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
 """
 
-import gc
 import json
 import logging
 import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import TRY_AGAIN, NonFiniteError, UserError
 from project.survive.hang.warden import OomKills
@@ -147,7 +146,7 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
         return 1  # told to end before the ranks were connected: another one has said what is wrong
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     which = kind(error)
-    _failed.set()
+    FAILED.set()
     if which == "lost":
         if not _report_lost_rank(error, rank, host, children):
             _wait_for_children(children, _LINGER)
@@ -190,32 +189,6 @@ def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequ
         why = " ".join(LOST_RANKS.deaths.values())
         log.error("lost another rank: %s The same command goes on from the newest checkpoint.", why)
     return bool(LOST_RANKS.deaths)
-
-
-def close_connections(seconds: float = 10) -> bool:
-    """Closes the connections to the other ranks, which notice that; returns whether they are closed.
-
-    Gloo's threads hold Python's tensors for a moment longer than an operation takes. A thread that gives one back when Python
-    has ended aborts the process. One that waits for a dead rank is given up after so many seconds, and this is False.
-
-    NCCL's are aborted where the run has failed: to destroy them is agreed on with ranks that may be gone. They leave threads
-    and memory behind for the process to end with, and so this is False, too. (By torch's sources; not run on a GPU.)
-    """
-    if not dist.is_initialized():
-        return True
-    gc.collect()  # what holds a connection in a circle of references lets go of it
-    aborts = _failed.is_set() and "nccl" in dist.get_backend()
-    close = dist.group.WORLD.abort if aborts and dist.group.WORLD else dist.destroy_process_group
-    name = "abort" if aborts else "hang up"
-    if not _closing or _closing[-1].name != name or not (aborts or _closing[-1].is_alive()):
-        _closing.append(threading.Thread(target=close, name=name, daemon=True))
-        _closing[-1].start()
-    _closing[-1].join(seconds)
-    return not (aborts or _closing[-1].is_alive())
-
-
-_failed = threading.Event()
-_closing: list[threading.Thread] = []
 
 
 def exit_at_once(error: BaseException | None) -> None:

@@ -3,13 +3,15 @@
 import copy
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,15 @@ def peak(trainer: Trainer) -> float | None:
     # torch allows TF32 in convolutions unless it is told not to, and in matrix products if it is told to.
     tf32 = torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
     return peak_of(known.name, known.multi_processor_count, computes, tf32)
+
+
+def least_seconds(trainer: TypedTrainer, sample_shape: Callable[[], Sequence[int]]) -> float:
+    """Returns the least time of a fit: its floating-point operations, at the peak of its devices; 0 if not known."""
+    if not (fastest := peak(trainer)):
+        return 0.0
+    samples = trainer.estimated_stepping_batches * (trainer.global_batch or 0)
+    network = getattr(trainer.lightning_module, "network", None)
+    return flops(network, sample_shape()) * samples / (fastest * trainer.world_size)
 
 
 def flops(network: object, shape: Sequence[int]) -> float:

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from project.cli.main import main as run
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.errors import UserError
+from project.step.loaders import attached_for_fit
 from project.trainer import Trainer
 from project.untrusted import write_text
 from project.watch.flops import flops
@@ -53,7 +55,12 @@ class BenchTrainer(Trainer):
             raise UserError("bench starts its processes by itself. HINT: start it with plain Python, and see --ranks.")
         if turns < 1 or steps < 1:
             raise UserError("bench takes at least one turn of one step.")
-        self._as_for_a_fit(model, datamodule)
+        with attached_for_fit(self, model, datamodule):
+            return self._measure(model, datamodule, ranks, turns, steps)
+
+    def _measure(
+        self, model: LightningModule, datamodule: ImageData, ranks: list[int] | None, turns: int, steps: int
+    ) -> dict[str, Any]:
         plain = sum(parameter.numel() for parameter in load(str(PLAIN_LOOP)).MiniResNet().parameters())
         if plain != sum(parameter.numel() for parameter in model.parameters()):
             raise UserError(
@@ -68,7 +75,7 @@ class BenchTrainer(Trainer):
             images=datamodule.train_order().size,
             workers=lambda count: _workers(datamodule, count),
             threads=cores,
-            flops=flops(model.network, datamodule.shape),
+            flops=flops(model.network, datamodule.sample_shape()),
             turns=turns,
             steps=steps,
         )
@@ -97,7 +104,7 @@ class BenchTrainer(Trainer):
         return config
 
     def _batches(self, data: ImageData) -> Iterator[int]:
-        data.spare_cores = 0  # on one core, also where the config asks for processes
+        data.deal(replace(data.dealing, spare_cores=0))  # on one core, also where the config asks for processes
         workers, data.num_workers = data.num_workers, "auto" if data.num_workers == "auto" else 0
         loader = data.train_dataloader()
         data.num_workers = workers
@@ -107,8 +114,8 @@ class BenchTrainer(Trainer):
 
 
 def _workers(data: ImageData, ranks: int) -> int:
-    data.spare_cores = cores(ranks) - 1
-    return data.workers
+    data.deal(replace(data.dealing, spare_cores=cores(ranks) - 1))
+    return data.loader_processes()
 
 
 class BenchCLI(ProjectCLI):

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from project.data import ImageData, Synthetic
 from project.model import ImageClassifier
+from project.step.loaders import attached_for_fit
 from project.trainer import Trainer
 from scripts.bench.worker import Trivial
 
@@ -44,13 +45,12 @@ def test_a_batch_takes_no_new_memory(tmp_path, resident):
     data = ImageData(Synthetic(train_size=20_000), batch_size=64, resident=resident)
     trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu", devices=1)
     module = ImageClassifier(Trivial())
-    trainer._as_for_a_fit(module, data)
     trainer.strategy._lightning_module = module
-    data.spare_cores = 0
     pages = []
-    for batch in data.train_dataloader():
-        data.on_after_batch_transfer(batch, 0)
-        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    with attached_for_fit(trainer, module, data, spare_cores=0):
+        for batch in data.train_dataloader():
+            data.on_after_batch_transfer(batch, 0)
+            pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     assert len(pages) == 313
     assert pages[-1] - pages[100] < 212  # one a batch; a batch of floats is 192 of them
 

@@ -192,9 +192,9 @@ def test_at_the_start_of_a_sharded_fit_a_line_says_what_each_rank_will_hold(tmp_
     trainer = attached(module := on_meta(gpt), tmp_path, strategy=Sharded(param_dtype="fp32"))
     module.train_dataloader = lambda: torch.utils.data.DataLoader([(torch.arange(16),) * 2] * 4, batch_size=2, shuffle=True)
     with caplog.at_level("INFO"):
-        report(trainer, None, "auto", False)
+        report(trainer)
         assert re.search(r"Each rank will hold at most .*: parameters .*, activations \d", caplog.text)
         assert re.search(r"INFO .*1 ranks: fits a device like the one here", caplog.text)
         monkeypatch.setattr("project.doctor.memory_forecast._room", lambda device, ranks: (200_000, ""))
-        report(trainer, None, "auto", False)
+        report(trainer)
     assert re.search(r"WARNING .*does not fit .*\(195 KiB each\). HINT: \w+=\w+ makes it", caplog.text)

@@ -172,7 +172,7 @@ def test_only_a_run_that_is_long_is_compiled(fit, monkeypatch, mode, seconds, co
 def test_a_run_takes_its_operations_at_the_peak_of_the_device(fit, monkeypatch):
     trainer = fit(ImageClassifier(Trivial()), max_epochs=3)
     assert trainer.least_seconds == 0  # nobody knows the peak of a CPU
-    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1000)
+    monkeypatch.setattr("project.watch.flops.peak", lambda trainer: 1000)
     # 192 x 10 weights: a multiplication and an addition, forwards and for the gradient of the weights
     assert trainer.least_seconds == pytest.approx(3 * 64 * 192 * 10 * 2 * 2 / 1000)
 
@@ -182,7 +182,7 @@ def test_a_network_whose_operations_nobody_can_count_is_not_compiled(fit, monkey
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) if images.sum().item() else images.flatten(1)[:, :10]
 
-    monkeypatch.setattr("project.trainer.peak", lambda trainer: 1)
+    monkeypatch.setattr("project.watch.flops.peak", lambda trainer: 1)
     assert fit(ImageClassifier(Branches(), compile="auto"), max_steps=1).least_seconds == 0
 
 

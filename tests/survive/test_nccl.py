@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from project.cluster import connection
 from project.survive import failure
 from tests.conftest import environment, since_struck, took
 from tests.survive.test_failure import SOON, deaf
@@ -40,8 +41,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=found))
     monkeypatch.setattr(dist, "destroy_process_group", never.wait)
-    monkeypatch.setattr(failure, "_closing", [])
-    monkeypatch.setattr(failure, "_failed", threading.Event())
+    monkeypatch.setattr(connection, "_closing", [])
+    monkeypatch.setattr(connection, "FAILED", failed := threading.Event())
+    monkeypatch.setattr(failure, "FAILED", failed)
     monkeypatch.setattr(failure, "_FIRST", 0.1)
     monkeypatch.setattr(failure, "_SECOND", 0.1)
     return found
@@ -50,12 +52,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def test_where_the_run_has_failed_connections_are_aborted_once_and_not_destroyed(group: Group) -> None:
     assert failure.report_error(KeyError("this device is broken"), 1, "h1") == 1
     assert group.aborted == 1
-    assert not failure.close_connections(0.1)  # the process is to end at once
+    assert not connection.close_connections(0.1)  # the process is to end at once
     assert group.aborted == 1
 
 
 def test_where_it_has_not_they_are_destroyed(group: Group) -> None:
-    assert not failure.close_connections(0.1)
+    assert not connection.close_connections(0.1)
     assert group.aborted == 0
 
 

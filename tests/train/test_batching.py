@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel, RandomDataset
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel, RandomDataset
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -68,6 +68,39 @@ def test_an_accumulation_that_is_set_later_is_taken(tmp_path):
     trainer.accumulate_grad_batches = 0
     with pytest.raises(UserError, match="accumulate_grad_batches is 1 at least"):
         trainer.fit(BoringModel(), data)
+
+
+class Dealt(BoringDataModule):
+    """A data module of the user's that deals its samples itself, as ImageData does."""
+
+    def deal(self, dealing):
+        self.dealing = dealing
+
+    def batch_sizes(self):
+        return 4, 8
+
+    def loader_processes(self):
+        return 0
+
+    def sample_shape(self):
+        return (32,)
+
+    def fingerprint(self):
+        return {}
+
+    def description(self):
+        return {}
+
+    def train_dataloader(self):
+        return DataLoader(RandomDataset(32, 64), batch_size=4)
+
+
+def test_a_data_module_that_deals_its_samples_says_how_large_a_batch_is(tmp_path):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, limit_train_batches=5, limit_val_batches=0, **quiet)
+    trainer.fit(BoringModel(), datamodule=(data := Dealt()))
+    assert (trainer.global_step, trainer.global_batch, trainer.accumulate_grad_batches) == (5, 8, 2)
+    assert (data.dealing.limits["train"], data.dealing.shared_by, data.dealing.exact) == (5, 1, False)
 
 
 class Stream(IterableDataset):
