@@ -333,7 +333,7 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     known = {name for values in metrics.values() for name in values}
     monitor, mode = chosen_metric(monitor, mode, known)
     values = {path: metrics[path].get(monitor or "", math.nan) for path in newest}
-    rated = [path for path in newest if which != "last" and not math.isnan(values[path])]
+    rated = [path for path in newest if which != "last" and values[path] == values[path]]
     best = sorted(rated, key=lambda path: values[path], reverse=mode == "max")  # of equals, the newest
     if which == "best" and not best:
         names = ", ".join(sorted(known)) or "none"

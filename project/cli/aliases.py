@@ -4,15 +4,35 @@ Modules that are written for the one would not be LightningModules of the other,
 """
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-import lightning.pytorch
+_NAME, _MEANT = "pytorch_lightning", "lightning.pytorch"
 
-_NAME, _MEANT = "pytorch_lightning", lightning.pytorch.__name__
+
+class _SameModule(Loader):
+    """Loads the module of the other name, which stays what it is."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(spec.name.replace(_NAME, _MEANT, 1))
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, _SameModule()) if fullname.partition(".")[0] == _NAME else None
 
 
 def take_either_lightning() -> None:
     """Lets both names mean one library, in this process from now on; what was imported before stays what it is."""
-    if _NAME not in sys.modules:
-        for name, module in [*sys.modules.items()]:
-            if name == _MEANT or name.startswith(f"{_MEANT}."):
-                sys.modules[name.replace(_MEANT, _NAME, 1)] = module
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

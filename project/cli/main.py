@@ -242,7 +242,7 @@ class ProjectCLI(LightningCLI):
             saved = self._begun[1]
             at = saved["position"]
             first = min(at["global_step"], at["logged_steps"])
-            resume_loggers(trainer.loggers, first, saved.get("logged", ()), starts_again=not at["validation_due"])
+            resume_loggers(trainer.loggers, first, saved.get("logged", ()), starts_again=not at.get("validation_due", False))
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             resume_loggers(trainer.loggers, 0)
         return trainer

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,11 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
     if file is not None:
         report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words, "trials": [*map(vars, rows)]}
-        Path(file).write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            Path(file).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:  # the result of the proof stays what it is
+            print(f"ERROR   --json {file} can't be written: {error}", file=sys.stderr)
+            return 1
     return int(failed)
 
 

@@ -107,6 +107,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes all of a file or nothing, whoever else writes the same at the same time, on this host or on another."""
     with replacing(path) as part, part.open("xb") as file:
         np.save(file, np.frombuffer(content, np.uint8))
+        os.fchmod(file.fileno(), 0o644)  # others may train on the same folder
         file.flush()
         os.fsync(file.fileno())
 

@@ -175,10 +175,13 @@ class StepStatistics(Callback):
         step = trainer.strategy.training_step
         trainer.strategy.training_step = partial(self._forward, trainer, step)  # type: ignore[method-assign]
 
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the step before: its first micro-batch may be empty, and then no other hook comes."""
+        if self._layers:
+            self._clear_step()
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
-        if self._number == 0:
-            self._clear_step()
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Computes the forward pass of a micro-batch."""
@@ -250,7 +253,7 @@ class StepStatistics(Callback):
         """
         if self._all_reduce is not None:
             self._all_reduce.wait()
-        self._sums = None
+        self._sums = self._all_reduce = None  # which would keep the connections open
         if skipped is True:
             return
         own = _statistics_of(self._norms)

@@ -109,9 +109,16 @@ class ExactStep(Gradients):
         clip_with_norm(parameters, most, norm)
         return norm
 
+    def teardown(self) -> None:
+        """Takes the hooks off the parameters: another Trainer may train them."""
+        if self._sums is not None:
+            self._restored = self.state_dict()
+            self._sums.close()
+            self._sums = None
+
     def state_dict(self) -> dict[str, float]:
         """Returns the grids of the sums, by parameter."""
-        return {} if self._sums is None else self._sums.state_dict()
+        return self._restored if self._sums is None else self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._restored = state

@@ -82,7 +82,8 @@ def _kinds(values: Sequence[Tensor]) -> str:
 def _difference(expected: Tensor, exported: Tensor) -> Difference:
     left, right = (value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (expected, exported))
     finite = left.isfinite()
-    if not torch.allclose(left[~finite], right[~finite], rtol=0, atol=0, equal_nan=True):
+    alike = torch.allclose(left[~finite], right[~finite], rtol=0, atol=0, equal_nan=True)
+    if not alike or not torch.equal(finite, right.isfinite()):
         return Difference(float("inf"), float("inf"))
     if torch.equal(left[finite], right[finite]):
         return Difference()

@@ -24,8 +24,7 @@ def refuse_strangers(target: Path) -> None:
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
     """Yields a folder beside the target to write to. It replaces the target at the end; on failure, it is removed."""
-    folder = target.with_name(f".{target.name}.part")
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")  # another export may write to the same target
     try:
         folder.mkdir(parents=True)
         yield folder

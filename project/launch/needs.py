@@ -4,10 +4,9 @@ import logging
 import math
 from dataclasses import dataclass
 
-from lightning_utilities.core.apply_func import apply_to_collection
+import torch
 from torch import Tensor
 
-from project.doctor.activations import activations, copy_like, fake
 from project.doctor.examined import ExaminedRun
 from project.doctor.findings import in_bytes
 from project.launch.manifest import Wanted
@@ -77,10 +76,16 @@ def _rounded(number: float) -> int:
 
 def _activations(run: ExaminedRun) -> int:
     """Returns the bytes that a micro-batch keeps between the forward and the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     try:
-        batch = apply_to_collection(run.first_batch(), Tensor, fake, run.device)
-        module = copy_like(run.model, lambda tensor: fake(tensor, run.device), run.device)
-        return activations(module, (), batch, run.trainer.precision_plugin)[0]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run.compute(run.micro_batch)
     except Exception as error:  # a module that takes its steps by itself, say
         log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", error)
-        return 0
+    return sum(kept.values())

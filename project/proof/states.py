@@ -139,11 +139,25 @@ def alike(value: object, other: object) -> bool:
             return False
         if value.is_quantized:
             return torch.equal(value, other)
-        bits, other_bits = (tensor.to_dense().contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other))
+        if value.layout != torch.strided:
+            return all(map(alike, _parts(value), _parts(other)))
+        bits, other_bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other))
         return torch.equal(bits, other_bits)
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
         return (value.dtype, value.shape, value.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(value, float) and isinstance(other, float):  # one of them may be NumPy's
+        return value == other or (value != value and other != other)
     return type(value) is type(other) and bool(value == other or (value != value and other != other))
+
+
+def _parts(sparse: Tensor) -> list[Tensor]:
+    """Returns the strided tensors that a sparse one is made of: as a whole it may be larger than any memory."""
+    if sparse.layout == torch.sparse_coo:
+        sparse = sparse.coalesce()
+        return [sparse.indices(), sparse.values()]
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+    return [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
 
 
 def _text(value: object) -> str:

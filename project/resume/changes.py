@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from project.errors import UserError
 from project.typed import typed
@@ -121,19 +121,11 @@ def restore_schedules(trainer: Trainer, saved: Sequence[Any], then: Sequence[Any
     """
     changed = False
     for config, state, before, built in zip(trainer.lr_scheduler_configs, saved, then, now, strict=True):
-        schedule = config.scheduler
-        if _is_equal(before, built):
-            schedule.load_state_dict(state)
-            continue
-        changed = True
-        if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
-            for group, lr in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-                group["lr"] = lr
-            moves = trainer.global_step if config.interval == "step" else trainer.current_epoch
-            _replay(schedule, state.get("last_epoch", moves // config.frequency))
-        else:  # how it moves is not known here
-            settings = {key: value for key, value in built.items() if not _is_equal(before.get(key), value)}
-            schedule.load_state_dict({**state, **settings})
+        merged = _merge(state, before, built)
+        config.scheduler.load_state_dict(merged)
+        if not _is_equal(merged, state):
+            changed = True
+            _set_rates(config.scheduler)
     lrs = [group["lr"] for group in _param_groups(trainer)]
     if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
         log.warning(
@@ -152,6 +144,30 @@ def _replay(schedule: LRScheduler, moves: int) -> None:
         warnings.simplefilter("ignore")  # it warns that it moves before its optimiser
         for _ in range(moves):
             schedule.step()
+
+
+def _merge(saved: Any, then: Any, now: Any) -> Any:
+    """Returns what was saved, but with today's settings where those are others than the run began with."""
+    if isinstance(saved, dict) and isinstance(then, dict) and isinstance(now, dict):
+        return {key: _merge(value, then.get(key, value), now.get(key, then.get(key, value))) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
+        if len(saved) == len(then) == len(now):
+            return type(saved)(_merge(*three) for three in zip(saved, then, now, strict=True))
+        return now if len(then) != len(now) else saved
+    return saved if _is_equal(then, now) else now
+
+
+def _set_rates(schedule: Any) -> None:
+    """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
+    compute = getattr(schedule, "_get_closed_form_lr", None)
+    if compute is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
+        compute = schedule.get_lr
+    if compute is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that somebody else asks than its own `step`
+            lrs = compute()
+        for group, lr in zip(schedule.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
 
 
 def _is_equal(value: Any, other: Any) -> bool:

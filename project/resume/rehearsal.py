@@ -33,7 +33,6 @@ class Rehearsal(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(isinstance(callback, ModelPruning) for callback in typed(trainer).callbacks):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
-        check_compiled(pl_module, typed(trainer).exact)
         self._at_start = attributes(trainer) if resuming(trainer).unsaved_digests else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
         self._buffers: MovedWeights | None = None  # those of the first step
@@ -44,6 +43,7 @@ class Rehearsal(Callback):
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._before is not None:
             return
+        check_compiled(pl_module, typed(trainer).exact)  # after all hooks that may compile a layer
         if trainer.is_global_zero and not typed(trainer).exact:
             self._buffers = MovedWeights(pl_module, parameters=False)
         self._before = {}

@@ -46,8 +46,9 @@ def install_loops(trainer: Trainer, val_check_interval: Any, moments: Moments, r
     steps = before.epoch_loop
     trainer.fit_loop.epoch_loop = Steps(trainer, moments, min_steps=steps.min_steps, max_steps=steps.max_steps)
     install_evaluations(trainer)
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results = results(trainer, training=False)
+    if results is not Results:  # else an evaluation keeps Lightning's store
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop._results = results(trainer, training=False)
     trainer.fit_loop.epoch_loop._results = of_training = results(trainer, training=True)
     return of_training
 

@@ -80,6 +80,9 @@ class Gradients:
         """Clips the gradient by its norm, and returns the norm before."""
         return clip_grad_norm_(parameters, most)
 
+    def teardown(self) -> None:
+        """Called at the end of a fit."""
+
     def state_dict(self) -> dict[str, float]:
         """Returns what a run resumes with."""
         return {}

@@ -170,8 +170,8 @@ class Loaders(_DataConnector):
             self._accumulation_is_set = True
 
     def _apply(self, batching: Batching) -> None:
+        apply_batching(batching, typed(self.trainer), self._validation_interval)  # which may refuse it
         self.batching = batching
-        apply_batching(batching, typed(self.trainer), self._validation_interval)
 
     def _start_over(self) -> None:
         self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []

@@ -170,6 +170,7 @@ class Steps(EpochLoop):
 
     def _pass_over_empty_batch(self, number: int) -> None:
         """Counts a micro-batch of no samples, for which the loader gave None, and does not train on it."""
+        self.gradients.pass_over()
         self._refuse_on_several_ranks("The training loader gave None", "give a batch without what is not wanted")
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         progress = self.batch_progress
@@ -215,6 +216,7 @@ class Steps(EpochLoop):
 
     def teardown(self) -> None:
         restore_strategy(self.trainer)
+        typed(self.trainer).gradients.teardown()
         self._methods_of_hooks, self.state.runner, self._counts_own_steps = {}, Runner(), False
         super().teardown()
 

@@ -1,6 +1,7 @@
 const [width, height, left, right, top_, bottom] = [560, 230, 62, 548, 10, 196];
 const short = value => Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
-  ? value.toExponential(2) : value.toLocaleString('en', {maximumSignificantDigits: 4});
+  ? value.toExponential(2)
+  : value.toLocaleString('en', Math.abs(value) >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 4});
 const add = (parent, name, attributes = {}, text = '') => {
   const space = parent.namespaceURI.endsWith('svg') || name === 'svg' ? 'http://www.w3.org/2000/svg' : parent.namespaceURI;
   const node = parent.appendChild(document.createElementNS(space, name));
@@ -14,7 +15,8 @@ const axis = (values, start, end, wanted) => {
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 20, high + (Math.abs(high) || 1) / 20];
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough)), ticks = [];
   const step = power * [1, 2, 5, 10].find(each => power * each >= rough);
-  for (let n = Math.ceil(low / step - 1e-9); n <= high / step + 1e-9; n++) ticks.push(n * step || 0);
+  const first = Math.ceil(low / step - 1e-9);  // beyond 2^53 a sum of 1 is lost
+  for (let k = 0; k < 20 && first + k <= high / step + 1e-9; k++) ticks.push((first + k) * step || 0);
   return {ticks, has: value => low <= value && value <= high, at: value => start + (end - start) * (value - low) / (high - low),
           value: place => low + (place - start) / (end - start) * (high - low)};
 };

@@ -79,14 +79,14 @@ class Chart(NamedTuple):
 def _fewer(points: Points) -> Points:
     if len(points) <= _POINTS:
         return points
-    kept = []
+    kept = [points[0], points[-1]]  # where a mark lies: a run that failed, or its first step
     size = -(-len(points) // (_POINTS // 2))
     for at in range(0, len(points), size):
         part = points[at : at + size]
         odd = [point for point in part if not math.isfinite(point[1])]
         ends = odd[:1] or [min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])]
-        kept += sorted(set(ends))
-    return kept
+        kept += ends
+    return sorted(set(kept))
 
 
 def number(value: float | None) -> str:

@@ -88,7 +88,7 @@ def test_it_is_said_once_and_looked_at_no_more(tmp_path, caplog, monkeypatch):
 )
 def test_what_is_no_dataset_is_refused(make, cause):
     with pytest.raises(Unfit, match=rf"The train set {cause}"):
-        ImageData(Datasets(train=make, num_classes=10)).shape  # noqa: B018
+        ImageData(Datasets(train=make, num_classes=10)).sample_shape()
 
 
 def test_one_class_is_none():
