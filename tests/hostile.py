@@ -288,7 +288,7 @@ def _be(folder: Path, words: tuple[str, ...], output: Path) -> None:
 
             code = import_module(_READERS[words[0]]).main(list(words[1:]))
         elif words[0] == "prove":
-            from project.cli.main import prove
+            from project.cli import prove
 
             code = prove.main(list(words[1:]))
         else:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.cli.main import same
+from project.cli import same
 from project.model import ImageClassifier
 from project.step.capture import HOOKS_WITHIN_STEP, is_capturable
 from project.survive.nonfinite import NonFinite
