@@ -31,7 +31,7 @@ def main() -> None:
     from project.cli.main import main as cli
 
     sys.path.insert(0, MEASURE)
-    cli.main()
+    cli()
 
 
 @pytest.fixture
