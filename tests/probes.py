@@ -309,10 +309,10 @@ class SlowDisk(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         save = torch.save
 
-        def slow(*args: Any) -> None:
+        def slow(*args: Any, **settings: Any) -> None:
             if not isinstance(args[1], io.BytesIO) and not Path("hurry").exists():
                 time.sleep(self.seconds)
-            save(*args)
+            save(*args, **settings)
 
         torch.save = slow
 

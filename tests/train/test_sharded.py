@@ -101,6 +101,16 @@ def far(one, other):
     return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
 
 
+def losses(folder):
+    return [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points]
+
+
+def furthest(one, other):
+    """The largest difference of two states, relative to 1."""
+    pairs = [(value, other[name]) for name, value in one.items() if isinstance(value, torch.Tensor)]
+    return max((before.double() - after.double()).abs().max().item() for before, after in pairs)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
