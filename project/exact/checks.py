@@ -100,7 +100,8 @@ def refuse_all_gather(*_: object, **__: object) -> NoReturn:
 def refuse_missing_loss() -> NoReturn:
     """Raises a UserError for a micro-batch without a loss."""
     raise UserError(
-        "trainer.exact can't be kept: training_step returned None (or the loader gave None), and other ranks would wait for its gradient. "
+        "trainer.exact can't be kept: training_step returned None (or the loader gave None), and other ranks would wait for "
+        "its gradient. "
         "HINT: return a loss that has none: (output * 0).sum()."
     )
 
