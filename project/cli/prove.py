@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from project.cli.reading import ended
 from project.cluster.settings import flat
 from project.config_files import documents, expand, option, run_config, without
-from project.errors import UserError
+from project.errors import WRONG, UserError
 from project.proof.plan import RUN, TRIALS, Plan, alone, shortened
 from project.untrusted import read_yaml
 
@@ -93,9 +93,9 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
         report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words, "trials": [*map(vars, rows)]}
         try:
             Path(file).write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:  # the result of the proof stays what it is
+        except OSError as error:
             print(f"ERROR   --json {file} can't be written: {error}", file=sys.stderr)
-            return 1
+            return int(failed) or WRONG  # a promise that does not hold stays that
     return int(failed)
 
 

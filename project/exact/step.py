@@ -105,9 +105,7 @@ class ExactStep(Gradients):
     def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
         if self._sums is None or not self._sums.whole:
             return super().clip_by_norm(parameters, most)
-        norm = self.norm(parameters)
-        clip_with_norm(parameters, most, norm)
-        return norm
+        return clip_with_norm(parameters, most, self.norm(parameters))
 
     def teardown(self) -> None:
         """Takes the hooks off the parameters: another Trainer may train them."""

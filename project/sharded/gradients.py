@@ -30,6 +30,4 @@ class ShardedGradients(Gradients):
     def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
         if data_ranks(self.trainer).shared_by == 1:
             return clip_grad_norm_(parameters, most)
-        norm = self.norm(parameters)
-        clip_with_norm(parameters, most, norm)
-        return norm
+        return clip_with_norm(parameters, most, self.norm(parameters))

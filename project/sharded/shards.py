@@ -97,12 +97,13 @@ def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
-    """Clips gradients like torch's `clip_grads_with_norm_`, which takes no whole norm for sharded gradients."""
+def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> Tensor:
+    """Clips gradients and returns the norm. torch's `clip_grads_with_norm_` takes no whole norm for sharded gradients."""
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)
+    return norm
 
 
 def clip_by_norm(optimizer: Optimizer, most: float) -> None:
