@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -30,6 +30,8 @@ from project.errors import TRY_AGAIN, UserError
 from project.untrusted import parse_json, printable
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 _LONGEST = 1000  # characters of what another one says is wrong
 _REMIND = 30.0  # seconds between two lines about who is missing
@@ -193,11 +195,11 @@ class Rendezvous:
             raise UserError(text)
         raise ToldByRankZero(1)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Value) -> list[Value]:
         """Returns what every rank contributes (anything that JSON can hold), by rank."""
         number, self._round = self._round, self._round + 1
         self.store.set(f"{number}/{self.rank}", json.dumps(value))
-        answer: list[Any] | None = None
+        answer: list[Value] | None = None
         if self.rank == 0:
             try:
                 self._await(number)
@@ -263,7 +265,8 @@ class Rendezvous:
         ways = self.exchange(source_towards(self.address))
         towards = self.address
         if self.hosts[self.rank] == self.hosts[0]:  # rank 0's own name may stand for 127.0.1.1 here
-            towards = next(way for host, way in zip(self.hosts, ways, strict=True) if host != self.hosts[0])
+            known = (way for host, way in zip(self.hosts, ways, strict=True) if way and host != self.hosts[0])
+            towards = next(known, self.address)  # a host without a way reports that itself
         chosen, problem = None, None
         try:
             chosen = route(towards)
@@ -293,10 +296,10 @@ class Rendezvous:
         if self.rank in leaders:
             listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}")
         try:
-            places = self.exchange([address, listener.port] if listener else None)
-            others = [rank for rank in leaders if rank != self.rank and listener]
+            places = self.exchange((address, listener.port) if listener else None)
+            others = [(rank, *place) for rank in leaders if rank != self.rank and listener and (place := places[rank])]
             with ThreadPoolExecutor(32) as pool:
-                answers = list(pool.map(lambda rank: self._try(rank, *places[rank]), others))
+                answers = list(pool.map(lambda other: self._try(*other), others))
             self.exchange(None)  # all have tried before any listener closes
         finally:
             if listener:
