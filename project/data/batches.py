@@ -9,7 +9,7 @@ import traceback
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, TypedDict
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import NotRequired
 
 from project.data.dealing import DealtLoader, seed_generators
+from project.data.in_memory import AT_ONCE, InMemory, in_bulk
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
 from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 
-_AHEAD_SAMPLES, _AHEAD_BYTES = 512, 4 << 20  # made at once, at most
+_AHEAD_BYTES = 4 << 20  # made at once, at most
 # What libraries that read images raise over a file that is cut short or none of theirs. From elsewhere it may be a mistake in
 # the dataset's code, whose traceback says more.
 _BAD_FILE = (EOFError, SyntaxError, RuntimeError, ValueError, struct.error, zlib.error)
@@ -44,52 +45,6 @@ class Batch(TypedDict):
     """On its way to the loader: the samples that could not be read, in whose place others are."""
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on the device. A GPU copies it from pinned memory, and the host does not wait."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-class InMemory(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that fits into memory, or into that of a device: a batch is one indexing operation."""
-
-    in_bulk = True
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
-
-    def __getitems__(self, indices: Any) -> tuple[Tensor, Tensor]:
-        chosen = sent(torch.as_tensor(indices), self.images.device)
-        return self.images.index_select(0, chosen), self.labels.index_select(0, chosen)
-
-
-def whole(dataset: Dataset[Any], device: torch.device, at_most: int) -> InMemory | None:
-    """Returns a whole dataset on the device, if it is there already, or is made in bulk within `at_most` bytes; else None."""
-    if isinstance(dataset, InMemory) and dataset.images.device == device:
-        return dataset
-    if not in_bulk(dataset):
-        return None
-    size = size_of(dataset)
-    if size * as_tensor(image_and_label(dataset[0])[0]).nbytes > at_most:
-        return None
-    numbers = torch.arange(size).split(_AHEAD_SAMPLES)
-    bulk: Any = dataset
-    images, labels = zip(*map(bulk.__getitems__, numbers), strict=True)
-    return InMemory(torch.cat(images).to(device), torch.cat([as_labels(part) for part in labels]).to(device))
-
-
-def in_bulk(dataset: Dataset[Any]) -> bool:
-    """Returns whether its `__getitems__` takes a tensor, and hardly more time for many images than for a few."""
-    return bool(getattr(dataset, "in_bulk", False))
-
-
 class MicroBatches(Dataset[Batch]):
     """The micro-batches of a dataset, by key: in one call where the dataset's `__getitems__` returns (images, labels).
 
@@ -104,7 +59,7 @@ class MicroBatches(Dataset[Batch]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         order: Order,
         split: str = "train",
         classes: int | None = None,
@@ -134,7 +89,7 @@ class MicroBatches(Dataset[Batch]):
         """Returns how many micro-batches like this one are to be made together: of small images, calls are what costs."""
         if not in_bulk(self.dataset) or not len(batch["image"]):
             return 1
-        samples = min(_AHEAD_SAMPLES, _AHEAD_BYTES // max(1, batch["image"][0].nbytes))
+        samples = min(AT_ONCE, _AHEAD_BYTES // max(1, batch["image"][0].nbytes))
         return max(1, samples // self.order.micro_batch)
 
     def make(self, keys: list[Key]) -> list[Batch]:
@@ -163,26 +118,27 @@ class MicroBatches(Dataset[Batch]):
         if not in_bulk(self.dataset):  # what it draws at random is the same in any process, and after a restart
             seed_generators(chance(self.order.seed or 0, key))
         numbers = samples.tolist()
-        items = self._items(samples if in_bulk(self.dataset) else numbers)
+        items = self._items(samples, numbers)
         if isinstance(items, tuple) and len(items) == 2 and isinstance(items[0], Tensor):
-            images, labels = self._whole_batch(*items, len(samples))
+            images, labels = self._whole_batch(items[0], items[1], len(samples))
         else:
             images, labels = self._one_by_one(items, numbers)
         if self.labelled:
             self._check(labels, samples)
         return images, labels
 
-    def _items(self, numbers: Any) -> Any:
+    def _items(self, samples: Tensor, numbers: list[int]) -> Sequence[object]:
         """Returns (images, labels) of all samples, or a list of their items."""
         if hasattr(self.dataset, "__getitems__"):
             try:
-                return self.dataset.__getitems__(numbers)
+                items: Sequence[object] = self.dataset.__getitems__(samples if in_bulk(self.dataset) else numbers)
+                return items
             except Exception as error:
                 if in_bulk(self.dataset) or not _of_a_file(error):
                     raise  # otherwise, one by one, it is found out which
         return [self._next_item(number) if self.skips else self._item(number) for number in numbers]
 
-    def _next_item(self, number: int) -> Any:
+    def _next_item(self, number: int) -> object:
         """Returns the next readable sample's item: the same one on any number of ranks, and after a restart."""
         size = size_of(self.dataset)
         for at in range(size):
@@ -192,7 +148,7 @@ class MicroBatches(Dataset[Batch]):
                 self._unread.append(str(error).partition(" HINT:")[0])
         raise Unfit(f"No sample of the {self.split} set can be read.")
 
-    def _item(self, number: int) -> Any:
+    def _item(self, number: int) -> object:
         try:
             return self.dataset[number]
         except Exception as error:
@@ -202,15 +158,16 @@ class MicroBatches(Dataset[Batch]):
                 f"{self._name(number)} can't be read: {type(error).__name__}: {error}. HINT: mend it, or leave it out."
             ) from error
 
-    def _whole_batch(self, images: Tensor, labels: Any, count: int) -> tuple[Tensor, Tensor]:
-        if images.ndim != 4 or len(images) != count or len(labels) != count:
+    def _whole_batch(self, images: Tensor, labels: object, count: int) -> tuple[Tensor, Tensor]:
+        size = size_of(labels)
+        if images.ndim != 4 or len(images) != count or size != count:
             raise Unfit(
                 f"__getitems__ of the {self.split} set ({type(self.dataset).__name__}) returned images {tuple(images.shape)} "
-                f"and {len(labels)} labels for {count} samples. HINT: images are (samples, C, H, W), with a label for each."
+                f"and {size} labels for {count} samples. HINT: images are (samples, C, H, W), with a label for each."
             )
-        return images, as_labels(labels) if self.labelled else labels
+        return images, as_labels(labels) if self.labelled else cast(Tensor, labels)
 
-    def _one_by_one(self, items: Sequence[Any], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _one_by_one(self, items: Sequence[object], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         pairs = [self._pair(item, number) for item, number in zip(items, numbers, strict=True)]
         images, labels = zip(*pairs, strict=True)
         kinds = {(tuple(image.shape), str(image.dtype).removeprefix("torch.")) for image in images}
@@ -227,7 +184,7 @@ class MicroBatches(Dataset[Batch]):
             )
         return torch.stack(images), torch.stack(labels)
 
-    def _pair(self, item: Any, number: int) -> tuple[Tensor, Tensor]:
+    def _pair(self, item: object, number: int) -> tuple[Tensor, Tensor]:
         try:
             image, label = image_and_label(item, self.labelled)
             return as_tensor(image), as_label(label if self.labelled else -1)
@@ -255,20 +212,38 @@ class MicroBatchLoader(DealtLoader):
     """A DataLoader of micro-batches; `unread` gets the samples that could not be read, as keys."""
 
     def __init__(
-        self, keys: MicroBatchSampler, seed: int, unread: dict[str, None], dataset: MicroBatches, **settings: Any
+        self,
+        keys: MicroBatchSampler,
+        seed: int,
+        unread: dict[str, None],
+        dataset: MicroBatches,
+        draws: bool = True,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
     ) -> None:
-        # An item is a micro-batch already, of tensors.
-        super().__init__(keys, seed, dataset=dataset, sampler=keys, batch_size=None, collate_fn=_unchanged, **settings)
+        super().__init__(
+            keys,
+            seed,
+            draws,
+            dataset=dataset,
+            sampler=keys,
+            batch_size=None,
+            collate_fn=_unchanged,  # an item is a micro-batch already, of tensors
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            pin_memory=pin_memory,
+        )
         self.micro_batches, self.unread = dataset, unread
 
-    def _note(self) -> Iterator[Any]:
-        for batch in super()._note():
+    def _note(self) -> Iterator[Batch]:
+        for batch in cast(Iterator[Batch], super()._note()):
             self.unread.update(dict.fromkeys(batch.pop("unread", ())))
             yield batch
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Batch]:
         if self.num_workers or self.pin_memory:
-            return map(_or_raise, super()._batches())
+            return map(_or_raise, cast(Iterator[Batch | Unfit], super()._batches()))
         return self._made_together()  # torch's iterator takes as long again as picking the images
 
     def _made_together(self) -> Iterator[Batch]:
@@ -279,7 +254,7 @@ class MicroBatchLoader(DealtLoader):
             yield from batches
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _unchanged(batch: object) -> object:
     return batch
 
 

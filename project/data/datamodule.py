@@ -5,19 +5,20 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from project.data.augment import Flip, Normalise, crop_and_flip, drawn_moves
-from project.data.batches import Batch, InMemory, MicroBatches, MicroBatchLoader, sent, whole
+from project.data.batches import Batch, MicroBatches, MicroBatchLoader
 from project.data.first_look import examine
+from project.data.in_memory import InMemory, sent, whole
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order, cut_for_all, limited, size_of
-from project.data.self_dealing import Dealing
+from project.data.self_dealing import Dealing, Description
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -93,9 +94,9 @@ class ImageData(LightningDataModule):
     def class_names(self) -> list[str] | None:
         """Returns the classes' names by number; from the source, or a dataset with `classes`, as torchvision's have."""
         split: Split | None = "val" if self.source.has("val") else "test" if self.source.has("test") else None
-        names: Any = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
-        fitting = isinstance(names, (list, tuple)) and len(names) == self.num_classes
-        return [str(name) for name in names] if fitting else None
+        names: object = self.source.classes or (getattr(self._dataset(split), "classes", None) if split else None)
+        listed = [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+        return listed if len(listed) == self.num_classes else None
 
     def deal(self, dealing: Dealing) -> None:
         self.dealing = dealing
@@ -103,18 +104,19 @@ class ImageData(LightningDataModule):
     def batch_sizes(self) -> tuple[int, int | None]:
         return self.batch_size, self.global_batch_size
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Description:
         """Returns the classes' names, and how pixels become the network's input."""
-        given = {"mean": self.source.mean, "std": self.source.std}
-        values = {name: list(value) if isinstance(value, (tuple, list)) else [value] for name, value in given.items()}
+        mean, std = (
+            list(value) if isinstance(value, (tuple, list)) else [value] for value in (self.source.mean, self.source.std)
+        )
         how = "(pixels in 0 .. 1 - mean) / std, for each channel; a single number is for all channels"
-        return {"classes": self.class_names, "images": {"range": [0, 1], **values, "how": how}}
+        return {"classes": self.class_names, "images": {"range": [0, 1], "mean": mean, "std": std, "how": how}}
 
     def sample_shape(self) -> tuple[int, ...]:
         """Returns channels, height and width of a training image."""
         return tuple(as_tensor(image_and_label(self._dataset("train")[0])[0]).shape)
 
-    def _open(self, split: Split) -> Dataset[Any]:
+    def _open(self, split: Split) -> Dataset[object]:
         """Returns the dataset of a split. A prediction without a dataset of its own is of the test set."""
         if split == "predict" and not self.source.has(split):
             return self._dataset("test")
@@ -168,7 +170,7 @@ class ImageData(LightningDataModule):
             )
         return order.limited(self.dealing.limits.get("train"))
 
-    def val_dataloader(self) -> MicroBatchLoader | list[Any]:
+    def val_dataloader(self) -> MicroBatchLoader | list[MicroBatchLoader]:
         return self._eval_loader("val") if self.source.has("val") else []
 
     def test_dataloader(self) -> MicroBatchLoader:
@@ -224,7 +226,7 @@ class ImageData(LightningDataModule):
             pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",
         )
 
-    def _micro_batches(self, dataset: Dataset[Any], split: Split, order: Order) -> MicroBatches:
+    def _micro_batches(self, dataset: Dataset[object], split: Split, order: Order) -> MicroBatches:
         if split == "predict":
             return MicroBatches(dataset, order, split, labelled=False)
         return MicroBatches(dataset, order, split, self.num_classes, skips=self.on_error == "skip")
@@ -266,7 +268,8 @@ class ImageData(LightningDataModule):
         if (moves := batch.pop("moves", None)) is not None:
             images = crop_and_flip(images, moves, self.crop_padding)
         # float32 under mixed precision; what the network is in, where that is float64 or bf16 throughout.
-        dtype = getattr(self.trainer.lightning_module, "dtype", torch.float32)
+        module = self.trainer.lightning_module
+        dtype = module.dtype if isinstance(module, LightningModule) else torch.float32
         label = batch["label"]
         if label.is_floating_point():  # shares of the classes
             label = label.to(dtype)

@@ -4,18 +4,19 @@ sampler is replaced, as Lightning replaces it by a DistributedSampler; all else 
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 from torch.utils.data.sampler import BatchSampler
+from typing_extensions import NotRequired, Unpack
 
-from project.data.order import Key, MicroBatchSampler, Order, chance
+from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 from project.data.values import Attributes
 from project.data.worker_signals import with_signals
 from project.errors import UserError
@@ -26,7 +27,24 @@ _END = object()
 _PROCESSES = 1 << 45  # no micro-batch has this number
 
 
-class DealtLoader(DataLoader[Any]):
+class LoaderSettings(TypedDict):
+    """The arguments of a DataLoader that a dealt one has, too."""
+
+    dataset: Dataset[object]
+    batch_size: NotRequired[int | None]
+    sampler: NotRequired[Iterable[object]]
+    batch_sampler: NotRequired[Iterable[list[int]]]
+    num_workers: NotRequired[int]
+    collate_fn: NotRequired[Callable[[list[object]], object]]
+    pin_memory: NotRequired[bool]
+    timeout: NotRequired[float]
+    worker_init_fn: NotRequired[Callable[[int], None]]
+    multiprocessing_context: NotRequired[object]
+    prefetch_factor: NotRequired[int | None]
+    persistent_workers: NotRequired[bool]
+
+
+class DealtLoader(DataLoader[object]):
     """A DataLoader that knows the micro-batches it yields: `taken` has the keys of those already given, oldest first.
 
     Args:
@@ -36,7 +54,7 @@ class DealtLoader(DataLoader[Any]):
         settings: those of a DataLoader.
     """
 
-    def __init__(self, keys: MicroBatchSampler, seed: int, draws: bool = True, **settings: Any) -> None:
+    def __init__(self, keys: MicroBatchSampler, seed: int, draws: bool = True, **settings: Unpack[LoaderSettings]) -> None:
         # A generator of its own for the seeds of its processes: the others stay where they are.
         super().__init__(generator=torch.Generator(), **settings)
         with_signals(self)
@@ -49,11 +67,11 @@ class DealtLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._note()
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[object]:
         self.generator.manual_seed(chance(self.seed, (self.keys.epoch, 0, _PROCESSES)))
         return super().__iter__()
 
-    def _note(self) -> Iterator[Any]:
+    def _note(self) -> Iterator[object]:
         # With the first batch, and not before: on_train_epoch_start may change what the loader's processes have a copy of.
         batches = self._batches()
         for key in self.keys:
@@ -73,7 +91,7 @@ class SeededLoader(DealtLoader):
     """The first of its processes reports what its copy of the dataset keeps."""
     _attributes: Attributes | None = None
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[object]:
         own = self.dataset
         if self.watched and self.persistent_workers:  # processes that outlive an epoch keep their first copy
             self._attributes = self._attributes or Attributes()
@@ -136,34 +154,35 @@ class _MicroBatches:
             yield samples
 
 
-class SeededDataset(Dataset[Any]):
+class SeededDataset(Dataset[object]):
     """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read. If it is
     `watched`, the first of a loader's processes names what the dataset has changed of itself."""
 
-    def __init__(self, dataset: Any, watched: bool = False) -> None:
+    def __init__(self, dataset: Dataset[object], watched: bool = False) -> None:
         self.dataset = dataset
         self._checks, self._attributes = 3 if watched else 0, Attributes()
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return size_of(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("dataset", "_checks", "_attributes") or name.startswith("__"):  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> object:
         if not isinstance(index, Samples):
             return self.dataset[index]
         self._watch()
         seed_generators(index.seed)  # and of what a `collate_fn` draws after that
         return self._seeded_sample(index, index[0])
 
-    def __getitems__(self, samples: Samples) -> Any:
+    def __getitems__(self, samples: Samples) -> Sequence[object]:
         self._watch()
         seed_generators(samples.seed)
-        if getattr(self.dataset, "__getitems__", None):
-            return self.dataset.__getitems__(list(samples))
+        read: Callable[[list[int]], Sequence[object]] | None = getattr(self.dataset, "__getitems__", None)
+        if read is not None:
+            return read(list(samples))
         return [self._seeded_sample(samples, number) for number in samples]
 
     def _watch(self) -> None:
@@ -181,7 +200,7 @@ class SeededDataset(Dataset[Any]):
                 names,
             )
 
-    def _seeded_sample(self, samples: Samples, number: int) -> Any:
+    def _seeded_sample(self, samples: Samples, number: int) -> object:
         if samples.each:
             seed_generators(chance(samples.seed, (0, 0, number)))
         return self.dataset[number]
@@ -220,13 +239,13 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def sampling(loader: DataLoader[Any]) -> BatchSampler | DataLoader[Any]:
+def sampling(loader: DataLoader[object]) -> BatchSampler | DataLoader[object]:
     """Returns the object that has the loader's `sampler`, `batch_size` and `drop_last`: torch's batch sampler, or the loader
     itself, without a batch size, where the dataset gives whole batches."""
     return loader if loader.batch_sampler is None else cast(BatchSampler, loader.batch_sampler)
 
 
-def why_not(loader: DataLoader[Any]) -> str | None:
+def why_not(loader: DataLoader[object]) -> str | None:
     """Returns why a DataLoader can't be dealt out; None if it can."""
     if type(loader) is not DataLoader:
         return "it is of a class of its own"
@@ -237,28 +256,29 @@ def why_not(loader: DataLoader[Any]) -> str | None:
         shared = isinstance(batches, BatchSampler)
         alone = "" if shared else ", which is no BatchSampler of torch's: several ranks can't share it"
         return f"it has a batch sampler of its own ({type(batches).__name__}{alone})"
-    sampler: Any = sampling(loader).sampler
+    sampler: object = sampling(loader).sampler
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if not plain or hasattr(sampler, "set_epoch"):  # somebody wants to know the epoch
         return f"it has a sampler of its own ({type(sampler).__name__})"
-    return None if len(sampler) == len(loader.dataset) else "its sampler does not take each sample once"
+    return None if size_of(sampler) == size_of(loader.dataset) else "its sampler does not take each sample once"
 
 
-def micro_batch_of(loader: DataLoader[Any]) -> int:
+def micro_batch_of(loader: DataLoader[object]) -> int:
     """Returns the samples that one process computes at once; 1 for a dataset that gives whole batches."""
     batches = loader.batch_sampler
     return int(getattr(batches, "batch_size", None) or loader.batch_size or 1)  # a batch sampler of one's own may not say it
 
 
-def deal(loader: DataLoader[Any], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
+def deal(loader: DataLoader[object], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:
     """Returns the same loader, which gives this rank's micro-batches of an order. `each`: what the dataset draws at random
     follows from the sample, as in an evaluation samples meet in other micro-batches on another number of ranks."""
     keys = MicroBatchSampler(order, rank, world_size)
-    batches: Any = _MicroBatches(keys, seed, each)
+    batches = _MicroBatches(keys, seed, each)
     whole = sampling(loader).batch_size is None
-    settings: dict[str, Any] = {"batch_size": None, "sampler": batches} if whole else {"batch_sampler": batches}
+    settings: dict[str, object] = {"batch_size": None, "sampler": batches} if whole else {"batch_sampler": batches}
     kept = ["dataset", "num_workers", "collate_fn", "pin_memory"]
     if loader.num_workers:
         kept += ["prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout"]
     settings |= {name: getattr(loader, name) for name in kept}
-    return SeededLoader(keys, seed, worker_init_fn=partial(_show_own_dataset, loader.worker_init_fn), **settings)
+    settings["worker_init_fn"] = partial(_show_own_dataset, loader.worker_init_fn)
+    return SeededLoader(keys, seed, **cast(LoaderSettings, settings))

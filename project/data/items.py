@@ -4,7 +4,7 @@ one that is neither."""
 import os
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Protocol, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class Unfit(UserError):
     """Raised when data can't be trained on and its owner can mend it."""
 
 
-def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
+def image_and_label(item: object, labelled: bool = True) -> tuple[object, object]:
     """Returns the two parts of an item. If it need not be `labelled`, it may also be an image alone."""
     if isinstance(item, (tuple, list)):
         if len(item) == 2 or (item and not labelled):
@@ -41,7 +41,7 @@ def image_and_label(item: Any, labelled: bool = True) -> tuple[Any, Any]:
     )
 
 
-def as_tensor(image: Any) -> Tensor:
+def as_tensor(image: object) -> Tensor:
     """Returns an image as a (C, H, W) tensor: from a tensor (C, H, W) or (H, W), an array (H, W, C) or (H, W), or a PIL
     image."""
     if isinstance(image, Image.Image) and image.mode in _RGB:
@@ -61,10 +61,10 @@ def as_tensor(image: Any) -> Tensor:
     )
 
 
-def as_label(label: Any) -> Tensor:
+def as_label(label: object) -> Tensor:
     """Returns a label as the number of a class, or as a vector of shares."""
     try:
-        return torch.tensor(index(label))  # anything that is a whole number, and nothing else
+        return torch.tensor(index(cast(SupportsIndex, label)))  # anything that is a whole number, and nothing else
     except TypeError:
         pass
     if isinstance(label, (str, bytes)):
@@ -76,7 +76,7 @@ def as_label(label: Any) -> Tensor:
     return as_labels(tensor[None])[0]
 
 
-def as_labels(labels: Any) -> Tensor:
+def as_labels(labels: object) -> Tensor:
     """Returns the labels of a batch: whole numbers (B,), or shares (B, classes) in floats."""
     given = torch.as_tensor(labels)
     shares = given.is_floating_point()
@@ -124,19 +124,25 @@ def wrong_label(labels: Tensor, classes: int) -> tuple[int, str] | None:
     )
 
 
-def file_of(dataset: Any, number: int) -> str | None:
+class _Listed(Protocol):
+    """A dataset as torchvision's folders: its samples are files, or begin with one."""
+
+    samples: Sequence[object]
+
+
+def file_of(dataset: object, number: int) -> str | None:
     """Returns the file of a sample, where the dataset, or the one that it is a part of, lists them in `samples`."""
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset
         number, dataset = dataset.indices[number], dataset.dataset
     try:
-        entry = dataset.samples[number]
+        entry = cast(_Listed, dataset).samples[number]
     except (AttributeError, TypeError, LookupError):
         return None
     path = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
     return os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Returns a short description of a value."""
     kind = type(value).__name__
     if isinstance(value, (Tensor, np.ndarray)):

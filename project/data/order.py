@@ -5,11 +5,11 @@ positions, cut into a fixed number of micro-batches; a rank takes whole micro-ba
 micro-batches on any number of ranks, and any position can be reached at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, isqrt
-from typing import Any, Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,9 @@ _WORD = (1 << 64) - 1
 _WINDOW = 8192  # positions permuted at a time, at most: numpy's cost per call disappears, and 64 KiB is kept
 
 
-def size_of(dataset: Any) -> int:
+def size_of(dataset: object) -> int:
     """Returns the number of a dataset's samples: torch's Dataset declares no length."""
-    return len(dataset)
+    return len(cast(Sized, dataset))
 
 
 def limited(count: int, limit: Limit, key: str, what: str) -> int:

@@ -5,14 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch.utils.data import Dataset
 
 from project.data.augment import Channels
-from project.data.batches import InMemory
+from project.data.in_memory import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
 from project.errors import UserError
@@ -37,7 +39,7 @@ class Source(ABC):
         return split != "predict"
 
     @abstractmethod
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[object]:
         """Returns the dataset of a split."""
 
 
@@ -80,6 +82,14 @@ class Synthetic(Source):
         return SyntheticImages(self.sizes[split], split, *self._rest)
 
 
+class _Archive(Protocol):
+    """A dataset of torchvision's that lies in memory: images (samples, height, width, channels), in bytes."""
+
+    data: NDArray[np.uint8]
+    targets: list[int]
+    classes: list[str]
+
+
 class Cifar(Source):
     """CIFAR-10 or CIFAR-100, downloaded by torchvision; validation images are held out of the training set.
 
@@ -102,12 +112,12 @@ class Cifar(Source):
     ) -> None:
         self.root, self.num_classes, self.held_out, self.download = root, num_classes, held_out, download
 
-    def _read(self, train: bool, download: bool = False) -> Any:
+    def _read(self, train: bool, download: bool = False) -> _Archive:
         from torchvision import datasets
 
         kind = datasets.CIFAR10 if self.num_classes == 10 else datasets.CIFAR100
         try:
-            return kind(str(self.root), train=train, download=download)
+            archive: _Archive = kind(str(self.root), train=train, download=download)
         except (OSError, RuntimeError) as error:
             if download:
                 raise UserError(
@@ -118,6 +128,7 @@ class Cifar(Source):
                 f"No CIFAR-{self.num_classes} in {self.root}. HINT: set data.source.init_args.download=true, or root "
                 "to the folder that holds the extracted archive."
             ) from error
+        return archive
 
     @property
     def classes(self) -> list[str]:  # type: ignore[override]
@@ -135,10 +146,10 @@ class Cifar(Source):
         return InMemory(images[chosen], labels[chosen])
 
 
-class Unlabelled(Dataset[Any]):
+class Unlabelled(Dataset[Image.Image]):
     """A dataset of all images in a folder, at any depth, in the order of their names."""
 
-    def __init__(self, folder: Path, transform: Callable[[Any], Any]) -> None:
+    def __init__(self, folder: Path, transform: Callable[[Image.Image], Image.Image]) -> None:
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
         if not folder.is_dir():
@@ -151,7 +162,7 @@ class Unlabelled(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Image.Image:
         from torchvision.datasets.folder import default_loader
 
         return self.transform(default_loader(str(self.samples[index])))
@@ -202,7 +213,7 @@ class ImageFolders(Source):
     def has(self, split: Split) -> bool:
         return split != "predict" or self.predict is not None
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[object]:
         from torchvision import datasets, transforms
 
         resize = transforms.Compose([transforms.Resize(self.image_size), transforms.CenterCrop(self.image_size)])
@@ -295,7 +306,7 @@ class Datasets(Source):
     def has(self, split: Split) -> bool:
         return self.factories[split] is not None
 
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[object]:
         factory = self.factories[split]
         if factory is None:
             raise UserError(f"There is no {split} set. HINT: set data.source.init_args.{split}.")

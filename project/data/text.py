@@ -10,7 +10,7 @@ import zlib
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Windows(Dataset[Bytes]):
     def __init__(self, path: Path, context: int) -> None:
         self.path, self.context = path, context
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "context": self.context}  # a memory map would be pickled as a copy of all its bytes
 
     @cached_property
@@ -205,10 +205,10 @@ class TextData(LightningDataModule):
                 *(len(train) / 1e6, len(val) / 1e6, *simple_losses(train, val)),
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"text": self.name}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Checks that a resumed run has the text that it began with."""
         if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
             raise UserError(
@@ -220,18 +220,19 @@ class TextData(LightningDataModule):
         """Returns the windows of a split."""
         return Windows(self.path(split), self.context)
 
-    def _loader(self, split: Split, **settings: Any) -> DataLoader[Bytes]:
+    def _loader(self, split: Split, training: bool = False) -> DataLoader[Bytes]:
         return DataLoader(
             self.windows(split),
             self.batch_size,
+            shuffle=training,
+            drop_last=training,
             num_workers=self.num_workers,
             collate_fn=batch_of,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            **settings,
         )
 
     def train_dataloader(self) -> DataLoader[Bytes]:
-        return self._loader("train", shuffle=True, drop_last=True)
+        return self._loader("train", training=True)
 
     def val_dataloader(self) -> DataLoader[Bytes]:
         return self._loader("val")

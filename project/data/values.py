@@ -7,13 +7,13 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence, Set, Sized
 from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ _LIBRARIES = frozenset(
 )
 _OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 Digest = bytes | None
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 CACHED = type(lru_cache(len))
 """What functools.lru_cache makes of a function."""
 _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multinomial|poisson|dropout")
@@ -49,24 +51,24 @@ class Digests:
         self._apart = {id(thing) for thing in apart}
         self._left, self._in_all = 0, _IN_ALL
 
-    def of(self, value: Any) -> Digest:
+    def of(self, value: object) -> Digest:
         """Returns a digest; None where it can't be known whether the value has changed."""
         self._left = most = min(_VALUES, self._in_all)
         digest = self._digest(value, _DEEPEST)
         self._in_all -= min(most, most - self._left)
         return digest
 
-    def within(self, value: Any) -> set[bytes] | None:
+    def within(self, value: object) -> set[bytes] | None:
         """Returns the digests of a value, and of all in it that has a name, or a place in a short list; None if that is too
         much."""
         self._in_all = _IN_ALL
         digests = {*self._within(value)}
         return digests if self._in_all > 0 else None
 
-    def _within(self, value: Any) -> Iterator[bytes]:
+    def _within(self, value: object) -> Iterator[bytes]:
         if (digest := self.of(value)) is not None:
             yield digest
-        inner: Iterable[Any] = ()
+        inner: Iterable[object] = ()
         if isinstance(value, Mapping) and len(value) <= _NAMES:
             inner = value.values()
         elif isinstance(value, (list, tuple)) and len(value) <= 2 * _MOST:
@@ -74,7 +76,7 @@ class Digests:
         for item in inner if self._in_all > 0 else ():
             yield from self._within(item)
 
-    def _digest(self, value: Any, deep: int) -> Digest:
+    def _digest(self, value: object, deep: int) -> Digest:
         self._left -= 1
         if id(value) in self._apart:
             return b"apart"
@@ -95,7 +97,7 @@ class Digests:
             parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
             return _joined([self._digest(len(value), deep), *parts])
         if isinstance(value, Mapping):
-            ends = _ends(value.items() if isinstance(value, dict) else [*value.items()])
+            ends = _ends(value.items()) if isinstance(value, dict) else _ends([*value.items()])
             return self._joined_ends(len(value), [part for name, item in ends for part in (str(name), item)], deep)
         if isinstance(value, Sequence):
             return self._joined_ends(len(value), _ends(value), deep)
@@ -125,10 +127,10 @@ class Digests:
             self._left -= size // _BYTES
         return size <= _LARGEST and self._left >= 0
 
-    def _joined_ends(self, length: int, ends: list[Any], deep: int) -> Digest:
+    def _joined_ends(self, length: int, ends: Sequence[object], deep: int) -> Digest:
         return _joined([self._digest(length, deep), *(self._digest(item, deep - 1) for item in ends)])
 
-    def _of_object(self, value: Any, deep: int) -> Digest:
+    def _of_object(self, value: object, deep: int) -> Digest:
         if isinstance(value, itertools.count):
             return repr(value).encode()
         if isinstance(value, SynchronizedBase):  # multiprocessing.Value and Array, shared with loader processes
@@ -186,7 +188,7 @@ class Attributes:
         return ", ".join(f"{type(thing).__name__}.{name}" for name, digest in now.items() if self._first.get(name) != digest)
 
 
-def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> Any:
+def _state(generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState) -> object:
     """Returns a generator's state, as a user would save it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -197,7 +199,11 @@ def _state(generator: torch.Generator | random.Random | np.random.Generator | np
     return generator.get_state(legacy=False)
 
 
-def _ends(items: Any) -> list[Any]:
+class _Ended(Sized, Reversible[T_co], Protocol[T_co]):
+    """A list, a tuple, a deque, or what a dict gives of its items."""
+
+
+def _ends(items: _Ended[T]) -> list[T]:
     """Returns the items of a sequence or a dict; of a long one, those at its ends."""
     ends = [*islice(items, 2 * _MOST)]
     if len(items) > len(ends):  # a deque has no slices

@@ -12,7 +12,6 @@ from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -21,7 +20,7 @@ _PATIENCE = 5.0  # seconds that a process has at the program's end, as torch giv
 _feeder_error = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
-def with_signals(loader: DataLoader[Any]) -> None:
+def with_signals(loader: DataLoader[object]) -> None:
     """Makes the processes of a loader follow their rank, and end where they can't send a batch."""
     init = loader.worker_init_fn
     if not loader.num_workers or (isinstance(init, partial) and init.func is _begin):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from project.data.batches import InMemory, MicroBatches, MicroBatchLoader, whole
+from project.data.batches import MicroBatches, MicroBatchLoader
+from project.data.in_memory import InMemory, whole
 from project.data.order import MicroBatchSampler, Order
 from project.data.synthetic import SyntheticImages
 

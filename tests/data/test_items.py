@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from project.data.batches import InMemory, MicroBatches, whole
+from project.data.batches import MicroBatches
+from project.data.in_memory import InMemory, whole
 from project.data.items import Unfit, as_tensor
 from project.data.order import Order
 from tests.data.strange import CLASSES, Drawn, Lists, Strange, Together, part
