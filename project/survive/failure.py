@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,7 @@ def message(error: BaseException) -> str:
     return shortened(str(error).strip(), _LONGEST) or type(error).__name__
 
 
-def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]] = ()) -> int:
+def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]] = ()) -> int:
     """Reports the error that ends this process, and returns its exit code. `children`: the ranks that this one launched."""
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
@@ -175,7 +175,7 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
 # The death of another rank -------------------------------------------------------------------------------------------
 
 
-def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequence[Popen[Any]]) -> bool:
+def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]]) -> bool:
     """Reports that another rank is lost, and returns whether it is known which: then one rank on each host reports it.
     Otherwise each reports its own error, and the rank at fault may have more to report.
     """
@@ -197,7 +197,7 @@ def exit_at_once(error: BaseException | None) -> None:
     Args:
         error: the exception that ends the program; None where it has succeeded.
     """
-    code: Any = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else error
+    code: object = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else error
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -205,7 +205,7 @@ def exit_at_once(error: BaseException | None) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))  # as Python does
 
 
-def _wait_for_children(children: Sequence[Popen[Any]], seconds: float) -> None:
+def _wait_for_children(children: Sequence[Popen[bytes]], seconds: float) -> None:
     """Waits until a launched rank has ended, or for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

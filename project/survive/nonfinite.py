@@ -9,12 +9,13 @@ is read two steps later, the device skips the step by itself if it may, and no c
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from project.checkpoints.callback import checkpoints_of
@@ -66,8 +67,8 @@ class CheckedStep:
     losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
     late: bool = False
     """Whether the host reads the flag some steps later, when the device has computed it."""
-    flag: Any = None
-    ready: Any = None
+    flag: Tensor | None = None
+    ready: torch.cuda.Event | None = None
 
 
 class NonFinite(Callback):
@@ -92,10 +93,10 @@ class NonFinite(Callback):
         self._late = False
         self._stream: torch.cuda.Stream | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped, "scaled": self.scaled}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.skipped, self.scaled = state_dict["skipped"], state_dict["scaled"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -131,7 +132,7 @@ class NonFinite(Callback):
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if batch_idx == 0:  # whose callbacks may have unfrozen a parameter when the epoch began
             self._zero_momentum(trainer)
         if batch_idx % trainer.accumulate_grad_batches == 0:
@@ -173,7 +174,7 @@ class NonFinite(Callback):
                 self._drop_gradients(trainer, optimizer)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         for optimizer in trainer.optimizers if self._late else ():
             vars(optimizer).pop("found_inf", None)
@@ -215,6 +216,7 @@ class NonFinite(Callback):
         step = self._unread.popleft()
         if step.ready is not None:
             step.ready.synchronize()  # of two steps ago: the device has steps to work on meanwhile
+        assert step.flag is not None
         if step.flag.item():
             self._handle_fault(trainer, step)
         else:
@@ -273,8 +275,9 @@ class NonFinite(Callback):
         raise NonFiniteError(what)
 
 
-def _gradient_scaler(trainer: Trainer) -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)
+def _gradient_scaler(trainer: Trainer) -> GradScaler | None:
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler
 
 
 def _parameters_are_finite(module: LightningModule) -> bool:

@@ -5,20 +5,23 @@ No other import than the standard library's: this comes first.
 
 import io
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class _TolerantFile(io.FileIO):
     """Represents a file descriptor whose writes never fail: text that can't be written is dropped."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         try:
             return super().write(data)
         except OSError:  # EIO: the terminal is gone; EPIPE: the reader is; ENOSPC: it is a file, and the disk is full
-            return len(data)
+            return memoryview(data).nbytes
 
 
-def _tolerant_stream(stream: Any, number: int) -> Any:
+def _tolerant_stream(stream: TextIO, number: int) -> TextIO:
     """Returns a stream whose writes never fail; one that is not the program's own (under a test, say) is returned as it is."""
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
         return stream

@@ -13,7 +13,7 @@ import logging
 import math
 import signal
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class SharedAction(Protocol):
     def is_wanted(self, trainer: Trainer) -> bool:
         """Returns whether this rank requests the action. Called between steps."""
 
-    def begin_on_all_ranks(self, trainer: Trainer, group: Any) -> None:
+    def begin_on_all_ranks(self, trainer: Trainer, group: dist.ProcessGroup | None) -> None:
         """Begins the action. Called on all ranks before the same step, if any rank requests it; `group`: all ranks, on CPU."""
 
 
@@ -51,7 +51,7 @@ class StopTogether(Callback):
         self.signals, self._action = signals, action
         self._group = Group()
         self._notes = torch.zeros(4, dtype=torch.int32)
-        self._exchange: Any = None
+        self._exchange: dist.Work | None = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
@@ -157,7 +157,7 @@ class StopTogether(Callback):
         if any_wants_action and self._action is not None:
             self._action.begin_on_all_ranks(trainer, self._group())
 
-    def _stop_between_batches(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def _stop_between_batches(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stops an evaluation before a batch that all ranks have, if any rank has received a signal."""
         if self._shared_batches == 0:
             return

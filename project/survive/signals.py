@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 _SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
@@ -25,7 +24,7 @@ class Signals:
         self.at_first: Callable[[signal.Signals], None] | None = None
         """Called with the first one, as soon as it is noted."""
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __reduce__(self) -> str:
         """Pickles this object as a reference: a copy, also one sent to another process, is the one of its process."""

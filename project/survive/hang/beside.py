@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
-from typing import Any
 
 from project.launch.orphans import describe_launcher
 from project.survive.hang import warden
@@ -32,7 +31,7 @@ class WardenProcess:
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 
-    def send(self, **facts: Any) -> None:
+    def send(self, **facts: object) -> None:
         """Sends facts that the warden needs to report or record the end of this rank, such as the path of a file."""
         self._write_line(json.dumps(facts))
 

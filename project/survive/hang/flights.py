@@ -8,30 +8,31 @@ The library that torch 2.15 calls nccl2 never records *started*: it can't distin
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from project.step.flight_recorder import ranks_of, recorded_collectives
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import run_with_timeout
+from project.survive.hang.stacks import Collective
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _readers: list[threading.Thread] = []
 
 
-def read_recorder() -> list[dict[str, Any]]:
+def read_recorder() -> list[Collective]:
     """Returns the recorder's entries, or none where it does not answer soon: a thread reads them, since that queries CUDA's
     events.
     """
     if _readers and _readers[-1].is_alive():
         return []
-    entries: list[dict[str, Any]] = []
-    _readers[:] = [run_with_timeout(_PATIENCE, lambda: entries.extend(recorded_collectives()))]
+    entries: list[Collective] = []
+    _readers[:] = [run_with_timeout(_PATIENCE, lambda: entries.extend(cast(list[Collective], recorded_collectives())))]
     return [] if _readers[0].is_alive() else entries
 
 
-def progress_by_group(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]:
+def progress_by_group(entries: Iterable[Collective]) -> dict[str, Flight]:
     """Returns how far the collectives of each group are, by the group's name; groups without any are left out."""
-    of_groups: dict[str, list[Mapping[str, Any]]] = {}
+    of_groups: dict[str, list[Collective]] = {}
     for entry in entries:
         name, description = entry["process_group"]
         if not entry["is_p2p"]:
@@ -40,7 +41,7 @@ def progress_by_group(entries: Iterable[Mapping[str, Any]]) -> dict[str, Flight]
     return {name: _progress_in_group(those, members[name]) for name, those in of_groups.items() if name == ALL or members[name]}
 
 
-def _progress_in_group(entries: Sequence[Mapping[str, Any]], ranks: tuple[int, ...]) -> Flight:
+def _progress_in_group(entries: Sequence[Collective], ranks: tuple[int, ...]) -> Flight:
     """Returns the oldest collective that has not ended on this rank; or, where all have, the next that it will be asked for."""
     nccl = [entry for entry in entries if entry["profiling_name"].startswith("nccl")]
     stages: dict[int, int] = {}
@@ -63,7 +64,7 @@ ALL = "default_pg"
 _COMPLETED = Flight.STARTED + 1
 
 
-def _stage_of(entry: Mapping[str, Any]) -> int:
+def _stage_of(entry: Collective) -> int:
     """Returns how far a collective is, as one of the stages of a Flight or _COMPLETED."""
     if entry["profiling_name"].startswith("gloo:"):  # it stays 'scheduled' to its end
         return _COMPLETED if entry["retired"] else Flight.STARTED

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
+from project.survive.hang.messages import HeartbeatMessage, Message
 from project.survive.hang.warden import Opener, sealer
 
 _LARGEST = 60_000  # bytes in a datagram
@@ -116,14 +117,14 @@ class Channel:
         self.members, self.secret = members, secret
         self._seal, self._opener = sealer(secret), Opener(secret)
 
-    def send(self, to: int, kind: str, **content: Any) -> None:
+    def send(self, to: int, kind: str, **content: object) -> None:
         self._send(self.members[to].address, kind, **content)
 
-    def _send(self, address: tuple[str, int], kind: str, **content: Any) -> None:
+    def _send(self, address: tuple[str, int], kind: str, **content: object) -> None:
         with suppress(OSError):  # no route, no buffer, too long: as good as lost on the way
             self._socket.sendto(self._seal({"kind": kind, **content}), tuple(address))
 
-    def send_padded(self, to: int, kind: str, size: int, **content: Any) -> None:
+    def send_padded(self, to: int, kind: str, size: int, **content: object) -> None:
         """Sends a message that is padded to a packet of about `size` bytes."""
         filling = base64.b85encode(secrets.token_bytes(max(0, min(size, _LARGEST) - _OVERHEAD))).decode()
         self.send(to, kind, size=size, filling=filling, **content)
@@ -132,7 +133,7 @@ class Channel:
         """Ends a `receive` that waits in another thread."""
         self._send(self.address, _WAKE)
 
-    def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
+    def receive(self, seconds: float) -> Iterator[Message]:
         """Yields the messages of this run's ranks that arrive within so many seconds; `wake` ends it early."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
@@ -145,12 +146,27 @@ class Channel:
                 continue
             if message["kind"] == _WAKE:
                 return
-            yield message
+            yield cast(Message, message)
 
     def close(self) -> None:
         self._socket.close()
 
 
-def heartbeat_from_dict(content: dict[str, Any]) -> Heartbeat:
-    flights = {group: Flight(**{**known, "ranks": tuple(known["ranks"])}) for group, known in content["flights"].items()}
-    return Heartbeat(**{**content, "at": tuple(content["at"]), "flights": flights})
+def heartbeat_from_dict(content: HeartbeatMessage) -> Heartbeat:
+    flights = {
+        group: Flight(known["number"], known["stage"], known["name"], tuple(known["ranks"]))
+        for group, known in content["flights"].items()
+    }
+    batches, part, phases = content["at"]
+    return Heartbeat(
+        (batches, part, phases),
+        content["phase"],
+        content["step"],
+        content["epoch"],
+        content["since"],
+        content["idle"],
+        content["allowed"],
+        content["allowed_own_work"],
+        content["collective"],
+        flights,
+    )

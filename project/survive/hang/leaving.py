@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from project.launch.agent import agent
 from project.launch.launcher import detect
@@ -53,7 +52,7 @@ def flush() -> None:
     sys.stderr.flush()
 
 
-def run_with_timeout(seconds: float, action: Callable[[], Any]) -> threading.Thread:
+def run_with_timeout(seconds: float, action: Callable[[], object]) -> threading.Thread:
     """Runs in a thread what may hang, and waits at most so many seconds; returns the thread, which may still be running."""
 
     def run_action() -> None:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, TypedDict
 
 import lightning
 import torch
@@ -28,7 +28,7 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
 _PROCESSES = 3  # loader processes whose stacks are asked for
 
 
-def open_dump() -> tuple[Any, str]:
+def open_dump() -> tuple[IO[bytes], str]:
     """Makes this process write its stacks into a file on a signal; loader processes that it forks do the same.
 
     The file has no name: it ends with the process. Its path in /proc is what others on this host read.
@@ -110,7 +110,21 @@ def in_collective(frames: list[FrameType]) -> bool:
     return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
 
 
-def pending_collectives(entries: list[dict[str, Any]]) -> str:
+class Collective(TypedDict, total=False):
+    """An entry of torch's flight recorder: a collective of this rank."""
+
+    process_group: tuple[str, str]
+    """Its name, and what it is for."""
+    is_p2p: bool
+    profiling_name: str
+    collective_seq_id: int
+    input_sizes: list[list[int]]
+    state: str
+    retired: bool
+    time_created_ns: int
+
+
+def pending_collectives(entries: list[Collective]) -> str:
     """Returns the collectives that have begun and not ended, in a sentence, or ''."""
     open_ones = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
     return ", ".join(

@@ -27,10 +27,10 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 """The signal on which a rank writes its stacks: from C, and so also when no Python code can run in it."""
@@ -41,15 +41,27 @@ _HEADER = struct.Struct(">8sQ")
 SEAL = 32
 
 
-def sealer(secret: str) -> Callable[[dict[str, Any]], bytes]:
+def sealer(secret: str) -> Callable[[Mapping[str, object]], bytes]:
     """Returns a function that makes a datagram of a message: a signature of all that follows, sender, counter, message."""
     sender, counter, key = os.urandom(8), itertools.count(1), bytes.fromhex(secret)
 
-    def seal(message: dict[str, Any]) -> bytes:
+    def seal(message: Mapping[str, object]) -> bytes:
         data = _HEADER.pack(sender, next(counter)) + zlib.compress(json.dumps(message).encode(), 1)
         return hmac.digest(key, data, "sha256") + data
 
     return seal
+
+
+class Facts(TypedDict, total=False):
+    """Holds the facts that a rank sends its warden."""
+
+    rank: int
+    secret: str
+    addresses: list[tuple[str, int]]
+    file: str
+    """Where the stacks of a rank go that does not answer."""
+    life: str
+    why: str
 
 
 class Opener:
@@ -59,7 +71,7 @@ class Opener:
         self._key = bytes.fromhex(secret)
         self._newest: dict[bytes, tuple[int, int]] = {}  # of each sender: its newest counter, and a bit for each before it
 
-    def open(self, datagram: bytes) -> dict[str, Any] | None:
+    def open(self, datagram: bytes) -> dict[str, object] | None:
         """Returns the message; None if the signature is wrong, or the datagram has been received before."""
         seal, data = datagram[:SEAL], datagram[SEAL:]
         if len(data) < _HEADER.size or not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
@@ -67,7 +79,7 @@ class Opener:
         sender, counter = _HEADER.unpack_from(data)
         if not self._is_new(sender, counter):
             return None
-        message: dict[str, Any] = json.loads(zlib.decompressobj().decompress(data[_HEADER.size :], LARGEST_MESSAGE))
+        message: dict[str, object] = json.loads(zlib.decompressobj().decompress(data[_HEADER.size :], LARGEST_MESSAGE))
         return message
 
     def _is_new(self, sender: bytes, counter: int) -> bool:
@@ -256,7 +268,7 @@ class WatchedRank:
         self.parent = self._find_parent()
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
-        self.facts: dict[str, Any] = {}
+        self.facts: Facts = {}
         self._incomplete_line = b""
 
     def _find_parent(self) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ _HISTORY = 50  # times of a phase that are kept
 def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
     """Returns a hook that records that a phase begins; see `_begin_phase`."""
 
-    def hook(self: "Watchdog", *args: Any, **kwargs: Any) -> None:
+    def hook(self: "Watchdog", *args: object, **kwargs: object) -> None:
         self._begin_phase(phase, part)
 
     return hook
@@ -78,12 +78,12 @@ class Watchdog(Callback):
         if not factor >= 1:
             raise UserError(f"watchdog.factor is 1 at least, and not {factor}.")
         self.at_least, self.factor, self.startup = at_least or 0.0, factor, startup
-        self._trainer: Any = None
+        self._trainer: Trainer
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._channel: Channel | None = None
         self._folder: Path | None = None
-        self._dump: tuple[Any, str] = (None, "")
+        self._dump: tuple[IO[bytes] | None, str] = (None, "")
         self.life: Path | None = None
         """The run's file of starts and stops (life.jsonl); set by the CLI."""
         self._warden: WardenProcess | None = None
@@ -116,7 +116,7 @@ class Watchdog(Callback):
         self._spent[before].append(now - since)
         self._progress = (phase, now, (batches, at, done + 1) if part in (None, at) else (batches, part, 0))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._begin_phase("forward")
         self._batches += 1
         phase, now, _ = self._progress
@@ -170,11 +170,12 @@ class Watchdog(Callback):
             self._send_life_file()
             return
         channel = Channel(own_address())
-        gathered: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(gathered, (self._own_member(channel.address), channel.secret, trainer.default_root_dir))
-        members, secrets, folders = zip(*gathered, strict=True)
-        channel.set_members(list(members), secrets[0])
-        self._folder = Path(folders[0])
+        own = self._own_member(channel.address), channel.secret, trainer.default_root_dir
+        gathered = [own] * trainer.world_size
+        dist.all_gather_object(gathered, own)
+        members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
+        channel.set_members(members, secret)
+        self._folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}
         others = [member.address for member in members if member.rank != self._rank]
@@ -265,7 +266,7 @@ class Watchdog(Callback):
 
     @property
     def _rank(self) -> int:
-        return int(self._trainer.global_rank)
+        return self._trainer.global_rank
 
     def _allowed_seconds(self, phase: str) -> float:
         """Returns how long a phase may take, from the times that it and whole steps took so far."""
@@ -422,7 +423,7 @@ class Watchdog(Callback):
         me = self._own_member()
         return RankContext(self._members or [me], me, self._heartbeat(), self._folder, self._trainer.local_rank)
 
-    def _send_to_all(self, kind: str, skip: Iterable[int] = (), **content: Any) -> None:
+    def _send_to_all(self, kind: str, skip: Iterable[int] = (), **content: object) -> None:
         """Sends a message to all other ranks but `skip`, three times: a datagram may get lost."""
         for _ in range(3 if self._channel is not None else 0):
             for member in self._members:
