@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -34,11 +34,11 @@ class Capture(Callback):
     """A callback that keeps the weights and the batches of an evaluation; it stands behind all other callbacks."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {}
-        self.batches: list[Any] = []
+        self.weights: dict[str, object] = {}
+        self.batches: list[object] = []
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if dataloader_idx:
             return
@@ -92,7 +92,7 @@ class Samples(NamedTuple):
     origin: str
 
 
-def samples(module: LightningModule, batches: Sequence[Any], origin: str) -> Samples:
+def samples(module: LightningModule, batches: Sequence[object], origin: str) -> Samples:
     """Returns the inputs of the module's `forward`, from batches; raises a UserError where they are ambiguous."""
     named = [arguments for batch in batches if (arguments := _inputs(module, batch)) is not None]
     if not named or len(named) < len(batches):
@@ -127,7 +127,7 @@ def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
     """Gives such a forward arguments with names: the exporters read its signature."""
     forward = module.forward
 
-    def named(*args: Tensor) -> Any:
+    def named(*args: Tensor) -> object:
         return forward(**dict(zip(names, args, strict=True)))
 
     parameters = [inspect.Parameter(name, _BY_POSITION) for name in names]
@@ -135,7 +135,7 @@ def _take_by_position(module: LightningModule, names: Sequence[str]) -> None:
     module.forward = named  # type: ignore[method-assign]
 
 
-def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
+def _inputs(module: LightningModule, batch: object) -> dict[str, Tensor] | None:
     """Returns the arguments of `forward` in a batch, or None where they are ambiguous."""
     arguments = _arguments(module)
     needed = {argument.name for argument in arguments if argument.default is inspect.Parameter.empty}
@@ -154,15 +154,16 @@ def _inputs(module: LightningModule, batch: Any) -> dict[str, Tensor] | None:
 
 
 def _example(module: LightningModule) -> dict[str, Tensor]:
-    example: Any = module.example_input_array
+    example: object = module.example_input_array
     names = [argument.name for argument in _arguments(module)]
     if isinstance(example, Tensor):
         example = (example,)
     if isinstance(example, tuple) and len(example) <= len(names):
         example = dict(zip(names, example, strict=False))
-    fits = isinstance(example, dict) and example and list(example) == names[: len(example)]
-    if fits and all(isinstance(part, Tensor) for part in example.values()):
-        return dict(example)
+    if isinstance(example, dict) and example and list(example) == names[: len(example)]:
+        parts = {name: part for name, part in example.items() if isinstance(part, Tensor)}
+        if len(parts) == len(example):
+            return parts
     raise UserError(f"What {type(module).__name__}.forward takes of a batch can't be told. {HOW}")
 
 

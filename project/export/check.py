@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ class Difference(NamedTuple):
     share: float = 0.0
 
 
-def outputs(network: Callable[..., Any], batches: Sequence[Inputs]) -> Outputs:
+def outputs(network: Callable[..., object], batches: Sequence[Inputs]) -> Outputs:
     """Returns the outputs of the checkpoint's network for the batches, on the CPU."""
     with torch.no_grad():
         return [[_tensor(leaf) for leaf in fresh.flattened(network(*batch))] for batch in batches]
 
 
-def _tensor(leaf: Any) -> Tensor:
+def _tensor(leaf: object) -> Tensor:
     if not isinstance(leaf, (Tensor, int, float)):
         raise UserError(
             f"forward returns a {type(leaf).__name__}. HINT: tensors go out, alone or in lists, tuples and dicts; "
@@ -44,8 +44,17 @@ def _tensor(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf).clone()
 
 
-def loaded(form: str, file: Path, batches: Sequence[Inputs] = ()) -> Any:
-    """Returns the outputs of the file, or its weights by name, from a fresh process without this package."""
+def loaded_weights(file: Path) -> dict[str, Tensor]:
+    """Returns the file's weights by name, from a fresh process without this package."""
+    return cast(dict[str, Tensor], _loaded("safetensors", file, ()))
+
+
+def loaded_outputs(form: str, file: Path, batches: Sequence[Inputs]) -> Outputs:
+    """Returns the outputs of the file's network, from a fresh process without this package."""
+    return cast(Outputs, _loaded(form, file, batches))
+
+
+def _loaded(form: str, file: Path, batches: Sequence[Inputs]) -> object:
     with TemporaryDirectory(dir=file.parent) as place:
         inputs, results, content = Path(place) / "inputs", Path(place) / "outputs", io.BytesIO()
         torch.save(list(batches), content)  # into memory: on a full disk it ends the process

@@ -4,7 +4,6 @@ import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -12,11 +11,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from project.data.self_dealing import SelfDealing
+from project.data.self_dealing import Description, SelfDealing
 from project.errors import UserError
 from project.export import description
 from project.export.capture import Capture, Samples, captured, pieces, samples
-from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
+from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded_outputs, loaded_weights, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
 from project.export.formats import (
     FILES,
@@ -38,7 +37,7 @@ from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, object] = {
     **{"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true", "plugins": None},
     **{"sync_batchnorm": False, "gradient_compression": "none", "exact": False, "fast_dev_run": False, "barebones": False},
     **{"overfit_batches": 0.0, "inference_mode": False, "logger": False, "profiler": None, "enable_progress_bar": False},
@@ -78,7 +77,7 @@ class Export:
             self.samples, self.batches = None, []
             log.warning("Only the weights are compared, and no outputs: %s", str(error).partition(" HINT:")[0])
 
-    def _called(self, network: Callable[..., Any]) -> Outputs:
+    def _called(self, network: Callable[..., object]) -> Outputs:
         """Returns the outputs of the checkpoint's network for the batches."""
         assert self.samples is not None
         try:
@@ -95,13 +94,13 @@ class Export:
             raise UserError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
         return results
 
-    def write(self, file: Path, about: dict[str, Any]) -> Difference:
+    def write(self, file: Path, about: description.About) -> Difference:
         """Writes the file, and compares its outputs in a fresh process; raises a UserError if they differ."""
         if self.to == "safetensors":
             write_weights(self.module, file, about)
-            weights = self._checked_weights(loaded(self.to, file))
+            weights = self._checked_weights(loaded_weights(file))
 
-            def network(*batch: Tensor) -> Any:
+            def network(*batch: Tensor) -> object:
                 return functional_call(self.module, weights, batch, tie_weights=False)
 
             return compare(self.wanted, self._called(network) if self.samples else [], TOLERANCE[self.to])
@@ -111,7 +110,7 @@ class Export:
             write_onnx(program, file, self.samples.names)
         else:
             write_traced(program, file)
-        return compare(self.wanted, loaded(self.to, file, self.batches), TOLERANCE[self.to])
+        return compare(self.wanted, loaded_outputs(self.to, file, self.batches), TOLERANCE[self.to])
 
     def _checked_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights from a file by their names in the module; raises a UserError if they are not the module's."""
@@ -159,8 +158,10 @@ def export(
             "exports the weights alone."
         )
     made = Export(model, capture, of, form, batch_size)
-    of_data = datamodule.description() if isinstance(datamodule, SelfDealing) else {"classes": None, "images": None}
-    about = {"format": form, "file": FILES[form], **description.origin(checkpoint), **of_data}
+    of_data: Description = (
+        datamodule.description() if isinstance(datamodule, SelfDealing) else {"classes": None, "images": None}
+    )
+    about: description.About = {"format": form, "file": FILES[form], **description.origin(checkpoint), **of_data}
     if form == "safetensors":
         part, _ = named_weights(model)
         about |= {"part": part or None, "tied": shared_names(model, part)}
@@ -176,7 +177,7 @@ def export(
     return target / FILES[form]
 
 
-def _say(file: Path, about: dict[str, Any]) -> None:
+def _say(file: Path, about: description.About) -> None:
     size = sum(entry["bytes"] for entry in about["files"].values()) / 1e6
     log.info("%-11s %s (%.1f MB), and beside it %s and config.yaml", "exported", file, size, ABOUT)
     for entry in about["inputs"] or ():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -55,7 +55,7 @@ def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:
 
 def shared_names(module: LightningModule, part: str) -> list[list[str]]:
     """Returns the names of each tensor that has several, as tied weights have."""
-    places: dict[tuple[Any, ...], list[str]] = {}
+    places: dict[tuple[object, ...], list[str]] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and value.numel():
             place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
@@ -63,7 +63,7 @@ def shared_names(module: LightningModule, part: str) -> list[list[str]]:
     return [names for names in places.values() if len(names) > 1]
 
 
-def write_weights(module: LightningModule, path: Path, about: Mapping[str, Any]) -> None:
+def write_weights(module: LightningModule, path: Path, about: Mapping[str, object]) -> None:
     """Writes a safetensors file, whose metadata are strings."""
     from safetensors.torch import save
 
@@ -103,17 +103,17 @@ def trace(module: LightningModule, samples: Samples, size: int | None) -> Export
     raise UserError(f"{type(module).__name__}.forward {problem} HINT: {fix}; --to safetensors exports the weights alone.")
 
 
-def _free(samples: Samples) -> tuple[dict[int, Any], ...]:
+def _free(samples: Samples) -> tuple[dict[int, object], ...]:
     """Returns each input's dimensions that may have another size: the samples, and what differs between batches."""
     batch = Dim("batch")
-    dimensions = []
+    dimensions: list[dict[int, object]] = []
     for parts in zip(*samples.batches, strict=True):
         sizes = [{*lengths} for lengths in zip(*(part.shape for part in parts), strict=True)]
         dimensions.append({0: batch, **{at: Dim.DYNAMIC for at in range(1, len(sizes)) if len(sizes[at]) > 1}})
     return tuple(dimensions)
 
 
-def _traced(module: LightningModule, example: Inputs, free: Any) -> ExportedProgram:
+def _traced(module: LightningModule, example: Inputs, free: tuple[dict[int, object], ...] | None) -> ExportedProgram:
     with silence(), torch.no_grad():
         return torch.export.export(module, example, dynamic_shapes=free, strict=False)
 

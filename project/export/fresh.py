@@ -2,13 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def flattened(value: Any) -> Iterator[Any]:
+def flattened(value: object) -> Iterator[object]:
     """Yields the tensors that a network returned, in lists, tuples and dicts, in their order."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -19,7 +18,7 @@ def flattened(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _onnx(file: str) -> Callable[..., Any]:
+def _onnx(file: str) -> Callable[..., object]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -27,7 +26,7 @@ def _onnx(file: str) -> Callable[..., Any]:
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [argument.name for argument in session.get_inputs()]
 
-    def network(*batch: Tensor) -> Any:
+    def network(*batch: Tensor) -> object:
         return session.run(None, {name: part.numpy() for name, part in zip(names, batch, strict=True)})
 
     return network

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -37,7 +37,7 @@ def as_one_file(trainer: Trainer, checkpoint: Path | None, target: Path) -> Path
             shutil.copyfile(checkpoint, file)
         whole = {key: value for key, value in manifest.items() if key != "parts"}
         write_manifest(file, {**whole, **entry_of(file)})
-        about = {"format": "checkpoint", "file": file.name, **description.origin(checkpoint)}
+        about: description.About = {"format": "checkpoint", "file": file.name, **description.origin(checkpoint)}
         description.finish(folder, trainer, about, ())
     file = target / checkpoint.name
     size = file.stat().st_size / 1e6
@@ -46,7 +46,7 @@ def as_one_file(trainer: Trainer, checkpoint: Path | None, target: Path) -> Path
     return file
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
+def _manifest(checkpoint: Path) -> dict[str, object]:
     if not manifest_of(checkpoint).exists():
         return {}
     try:
@@ -76,13 +76,14 @@ def _on_disk(stored: Stored, file: Path) -> Tensor:
     return stored.fill(flat.view(stored.shape), stored.all)
 
 
-def _compare(parted: Parted, written: Mapping[str, Any]) -> None:
+def _compare(parted: Parted, written: Mapping[str, object]) -> None:
     """Compares the written file with the checkpoint, tensor by tensor, as it will be read."""
-    written_tensors: dict[str, Any] = {}
+    written_tensors: dict[str, object] = {}
     changed(written, lambda value, name: written_tensors.setdefault(name, value))
 
     def compare(stored: Stored) -> None:
-        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (written_tensors[stored.name], stored.read())]
+        tensors = cast(Tensor, written_tensors[stored.name]), stored.read()
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         if not torch.equal(*bits):
             raise UserError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
 
