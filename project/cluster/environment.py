@@ -7,9 +7,9 @@ import platform
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import lightning
 import torch
@@ -25,6 +25,13 @@ SAME = ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "so
 """Facts that must be the same on every rank: otherwise they train different things, or can't talk to each other."""
 ALIKE = ("device", "devices", "memory", "driver", "CPU", "cores")
 """Facts that should be: otherwise the fastest wait for the slowest."""
+Value = TypeVar("Value")
+
+
+class Gather(Protocol):
+    """Returns what every rank contributes, by rank; all of them call it."""
+
+    def __call__(self, value: Value, /) -> list[Value]: ...
 
 
 def _driver() -> str:
@@ -134,7 +141,7 @@ def digest(configuration: object) -> str:
 
 
 def compare(
-    facts: Mapping[str, object], configuration: Mapping[str, object], hosts: Sequence[str], gather: Callable[[Any], list[Any]]
+    facts: Mapping[str, object], configuration: Mapping[str, object], hosts: Sequence[str], gather: Gather
 ) -> dict[str, list[int]]:
     """Returns sentences about facts that must be equal on all ranks and are not. All ranks call it; `gather` is collective."""
     all_facts = gather(facts)

@@ -22,7 +22,7 @@ class Nvml:
 
     def __init__(self, device: torch.device) -> None:
         try:
-            self._nvml: Any = importlib.import_module("pynvml")
+            self._nvml = importlib.import_module("pynvml")
         except ImportError:
             raise NoLibrary("nvidia-ml-py is not installed") from None
         try:
@@ -32,7 +32,7 @@ class Nvml:
         except self._nvml.NVMLError as error:  # no driver, no permission, a slice of a GPU
             raise NoLibrary(f"NVML: {error}") from None
 
-    def ask(self, name: str, *args: Any) -> Any:
+    def ask(self, name: str, *args: int) -> Any:
         try:
             return getattr(self._nvml, name)(self._handle, *args)
         except (self._nvml.NVMLError, AttributeError):  # an older driver, or an older nvidia-ml-py

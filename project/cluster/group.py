@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import torch.distributed as dist
 
@@ -21,9 +21,11 @@ class Group:
         if self() is not None:
             return
         if members is None:
-            group: Any = dist.new_group(backend="gloo", timeout=timeout)
+            group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         else:
-            group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
+            group, _ = cast(
+                tuple[dist.ProcessGroup, object], dist.new_subgroups_by_enumeration(members, timeout=timeout, backend="gloo")
+            )
         self._reference = weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup | None:

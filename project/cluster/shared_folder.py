@@ -6,16 +6,14 @@ All ranks call these together; `gather` brings together what each of them report
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from project.cluster.environment import named
+from project.cluster.environment import Gather, named
 from project.cluster.place import node_of
 from project.untrusted import open_to_read, read_text, write_text
 
-Gather = Callable[[Any], list[Any]]
 Problem = tuple[str, list[int]]
 """What is wrong, and the ranks that it is about."""
 

@@ -6,9 +6,9 @@ attention takes, follow from it, and with them what is kept.
 
 import copy
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -38,7 +38,7 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     """Returns a copy with other tensors, which computes on the device and leaves no trace in the module."""
     # What is neither parameter nor buffer, where the module was built on the meta device.
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor) and value.is_meta]
-    memo: dict[int, Any] = {id(tensor): like(tensor) for tensor in (*plain, *module.buffers())}
+    memo: dict[int, object] = {id(tensor): like(tensor) for tensor in (*plain, *module.buffers())}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(like(parameter), parameter.requires_grad)
     copied = copy.deepcopy(module, memo)
@@ -54,7 +54,7 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     return copied.train()
 
 
-def activations(module: LightningModule, blocks: Sequence[str], batch: Any, precision: Precision) -> tuple[int, int]:
+def activations(module: LightningModule, blocks: Sequence[str], batch: object, precision: Precision) -> tuple[int, int]:
     """Returns the bytes that `training_step` keeps: as it is, and where only what goes into a block is kept and one block at a
     time is computed again. Each storage counts once, those of parameters and buffers don't. `module` and `batch` are fake.
     """
@@ -71,7 +71,7 @@ def activations(module: LightningModule, blocks: Sequence[str], batch: Any, prec
             into[id(storage)] = storage
         return tensor
 
-    def inside(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def inside(name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         apply_to_collection([args, kwargs], Tensor, partial(note, inputs))
         with saved_tensors_hooks(partial(note, kept[name]), lambda tensor: tensor):
             return forward(*args, **kwargs)
@@ -92,7 +92,7 @@ def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def first_batch(module: LightningModule, data: LightningDataModule | None, dry: bool) -> Any:
+def first_batch(module: LightningModule, data: LightningDataModule | None, dry: bool) -> object:
     """Returns the first micro-batch as `training_step` gets it, on the CPU. The run's own loaders don't move.
 
     `dry`: there is no fit, the data is yet to be set up, and what can only be read once may be read.
@@ -100,14 +100,14 @@ def first_batch(module: LightningModule, data: LightningDataModule | None, dry: 
     if dry and data is not None:
         data.prepare_data()
         data.setup("fit")
-    source: Any = module if data is None else copy.copy(data)
+    source: LightningModule | LightningDataModule = module if data is None else copy.copy(data)
     if data is not None:  # what a data module notes of a first batch is not noted in itself
         containers = {name: value for name, value in vars(data).items() if isinstance(value, (set, list, dict))}
         vars(source).update({name: copy.copy(value) for name, value in containers.items()})
     return transferred(_first(source.train_dataloader(), dry), module, source, torch.device("cpu"))
 
 
-def _first(loader: Any, dry: bool) -> Any:
+def _first(loader: object, dry: bool) -> object:
     """Returns the first batch of a loader, or of each one in a collection, read by a loader of its own."""
     if isinstance(loader, (dict, list, tuple)):
         return apply_to_collection(loader, DataLoader, _first, dry)
@@ -119,10 +119,10 @@ def _first(loader: Any, dry: bool) -> Any:
     else:
         loader = copy.copy(loader)
         loader.num_workers, loader.pin_memory = 0, False
-    return next(iter(loader))
+    return next(iter(cast(Iterable[object], loader)))
 
 
-def transferred(batch: Any, module: LightningModule, data: Any, device: torch.device) -> Any:
+def transferred(batch: object, module: LightningModule, data: object, device: torch.device) -> object:
     """Returns a micro-batch as the hooks of the module, or those of its data, bring it to the device."""
     for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         owner = module if is_overridden(hook, module, LightningModule) else data

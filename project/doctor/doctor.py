@@ -39,8 +39,8 @@ def doctor(
         findings = _examine(*given) if launcher is None else launcher.launch(_examine, *given, trainer=trainer)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses it again need not
-        if kill := getattr(launcher, "kill", None):  # the ranks that this process has started
-            kill(signal.SIGKILL)
+        if launcher is not None:
+            launcher.kill(signal.SIGKILL)  # the ranks that this process has started
         raise SystemExit(1) from None
     return list(findings)
 

@@ -7,7 +7,7 @@ to do. What raises on one rank becomes a finding about that rank; the others don
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
+def _new_group(timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
+
+
 class Examination:
     """An examination of a run, on all its ranks; `findings` is complete on rank 0. `fast` leaves out slow checks."""
 
@@ -32,8 +36,8 @@ class Examination:
         self.hosts = rendezvous.hosts if rendezvous else [host()]
         # Its own groups, with a deadline: a collective that hangs must not take the default half hour.
         limit = timedelta(seconds=30)
-        self.control: Any = dist.new_group(backend="gloo", timeout=limit) if rendezvous else None
-        self.group: Any = dist.new_group(timeout=limit) if rendezvous else None
+        self.control = _new_group(limit, "gloo") if rendezvous else None
+        self.group = _new_group(limit) if rendezvous else None
         self.all_reduce: dict[int, float] = {}
         """Seconds of an all-reduce by the message's bytes, once they are measured."""
         self.sample_bytes, self.has_data = 0, False

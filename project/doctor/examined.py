@@ -5,7 +5,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +60,7 @@ class ExaminedRun:
             self.model.__dict__[name] = lambda *args, **kwargs: None
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
-        self._batch: Any = None
+        self._batch: object = None
         kept = checkpoints_of(trainer)
         self.checkpoints = (kept.keep_last + 1) if kept else 0
         self.gradient_bytes: int = sum(value.nbytes for value in self.model.parameters() if value.requires_grad)
@@ -79,7 +78,7 @@ class ExaminedRun:
             return 0
         return (self.micro_batch * sample_bytes + _PAGES) * (self.workers * 2 + 1) * self.processes
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[object]:
         """Yields the micro-batches of the training loader."""
         loaders = self.data.train_dataloader()
         if isinstance(loaders, (list, tuple, dict)):
@@ -87,7 +86,7 @@ class ExaminedRun:
         else:
             yield from loaders
 
-    def first_batch(self) -> Any:
+    def first_batch(self) -> object:
         """Returns the first micro-batch, on the device."""
         if self._batch is None:
             self._batch = transferred(next(iter(self.batches())), self.model, self.data, self.device)
@@ -109,7 +108,7 @@ class ExaminedRun:
             loss.backward()
         self.model.zero_grad()
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, dict[str, int | str]]:
         """Opens the data, and returns its own fingerprint; else the number of training samples, and a hash of a few."""
         self.data.setup("fit")
         if isinstance(self.data, SelfDealing):
@@ -122,7 +121,7 @@ class ExaminedRun:
         items = SeededDataset(loader.dataset).__getitems__(few) if size else []
         digest, sizes = hashlib.sha256(), list[int]()
 
-        def note(value: Any) -> None:
+        def note(value: object) -> None:
             array = np.asarray(value)
             sizes.append(array.nbytes)
             digest.update(repr(value).encode() if array.dtype == object else array.tobytes())

@@ -2,10 +2,11 @@
 
 import os
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
+from typing_extensions import NotRequired
 
 from project.cluster.interfaces import addresses, is_loopback, resolve, source_towards
 from project.doctor import network
@@ -27,7 +28,16 @@ def interfaces(this: Examination) -> None:
     this.add("network", troubles, f"every host reaches every other; {ways}", fix, network=reports)
 
 
-def _my_network(this: Examination) -> dict[str, Any]:
+class _Ways(TypedDict):
+    """The ways of a rank to the others."""
+
+    way: str
+    doubts: list[str]
+    addresses: NotRequired[dict[str, list[str]]]
+    resolves: NotRequired[dict[str, list[str]]]
+
+
+def _my_network(this: Examination) -> _Ways:
     assert this.rendezvous is not None
     if this.route is None:
         return {"way": os.environ.get("GLOO_SOCKET_IFNAME", "loopback"), "doubts": []}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -51,13 +51,6 @@ _ON_HOST = " (host)"  # in the memory of a GPU's host
 _USABLE = 0.95  # of a device's memory: the rest goes to its driver, to libraries, and into gaps
 _WIDE = 150  # columns, where no terminal says how many there are
 _HOST = 8  # ranks on a host, where the YAML doesn't say
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "shard=full": {"shard": "full"},
-    "checkpoint_activations=true": {"checkpoint_activations": True},
-    "cpu_offload=true": {"cpu_offload": True},
-    "param_dtype=bf16": {"param_dtype": torch.bfloat16},
-}
-"""Those of `Sharded` with which a rank may hold less."""
 
 
 @dataclass(frozen=True)
@@ -247,10 +240,20 @@ class Forecaster:
         has = f"a device like the one here{', as far as it is known' * bool(self.unknown)} ({in_bytes(room)} each{others})"
         if forecast.total <= _USABLE * room:
             return True, f"{who}: fits {has}."
-        other = [(name, replace(layout, **{"shard": layout.shard or "full", **change})) for name, change in _OPTIONS.items()]
-        least, option = min((self.forecast(changed).total, name) for name, changed in other)
+        least, option = min((self.forecast(smaller).total, name) for name, smaller in _smaller(layout).items())
         hint = f"{option} makes it {in_bytes(least)}" if least < forecast.total else "a smaller micro-batch, or more ranks"
         return False, f"{who}: does not fit {has}. HINT: {hint}."
+
+
+def _smaller(layout: Layout) -> dict[str, Layout]:
+    """Returns layouts with which a rank may hold less, by the setting of `Sharded` that makes each."""
+    sharded = replace(layout, shard=layout.shard or "full")
+    return {
+        "shard=full": replace(layout, shard="full"),
+        "checkpoint_activations=true": replace(sharded, checkpoint_activations=True),
+        "cpu_offload=true": replace(sharded, cpu_offload=True),
+        "param_dtype=bf16": replace(sharded, param_dtype=torch.bfloat16),
+    }
 
 
 def _bytes(tensors: Iterable[Tensor], shards: int = 1, dtype: torch.dtype | None = None) -> int:

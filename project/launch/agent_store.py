@@ -22,7 +22,7 @@ _STATE = {
 
 
 class _StateUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _STATE:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
         return super().find_class(module, name)
@@ -35,7 +35,7 @@ class _StatePickle:
     dumps = staticmethod(pickle.dumps)
 
     @staticmethod
-    def loads(data: bytes) -> Any:
+    def loads(data: bytes) -> object:
         try:
             return _StateUnpickler(io.BytesIO(data)).load()
         except pickle.PickleError:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from project.config_files import documents, expand, option, run_config
 from project.launch.sweep import with_trial
@@ -33,7 +32,7 @@ processes: list["subprocess.Popen[bytes]"] = []
 """Ranks 1 and up, of rank 0; none where they were not started early."""
 
 
-def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
+def ranks(devices: object, accelerator: object, gpus: int) -> int:
     """The processes that `trainer.devices` means on this host, or 0 where this is not known."""
     on_cpu = accelerator == "cpu" or (accelerator in (None, "auto") and not gpus)
     if devices in (None, "auto", -1, "-1"):
@@ -43,7 +42,7 @@ def ranks(devices: Any, accelerator: Any, gpus: int) -> int:
     return devices if isinstance(devices, int) else len(devices) if isinstance(devices, (list, tuple)) else 0
 
 
-def starts_ranks(strategy: Any) -> bool:
+def starts_ranks(strategy: object) -> bool:
     """Whether Lightning starts processes for this `trainer.strategy` as is done here; for some it forks."""
     named = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
     if type(strategy).__name__ == "Sharded" or named in ("sharded", "sharded_node", "sharded_gradients", "project.Sharded"):
@@ -58,11 +57,11 @@ def gpus() -> int:
     return here if visible is None else min(here, len([one for one in visible.split(",") if one.strip()]))
 
 
-def _given(words: list[str], sections: Sequence[Mapping[str, Any]], name: str) -> Any:
+def _given(words: list[str], sections: Sequence[Mapping[str, object]], name: str) -> object:
     """What the command line says of a key of the Trainer, else the last config that has it."""
     if (flag := option(words, f"--trainer.{name}")) is not None:
         return flag
-    trainers = [section["trainer"] for section in sections if isinstance(section.get("trainer"), Mapping)]
+    trainers = [trainer for section in sections if isinstance(trainer := section.get("trainer"), Mapping)]
     return next((trainer[name] for trainer in reversed(trainers) if name in trainer), None)
 
 
@@ -100,7 +99,7 @@ def start(words: list[str]) -> None:
     processes.extend(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(1, count))
 
 
-def keep(strategy: Any, devices: Any, accelerator: Any, count_gpus: Callable[[], int]) -> None:
+def keep(strategy: object, devices: object, accelerator: object, count_gpus: Callable[[], int]) -> None:
     """Whether so many ranks are right is known now, by the resolved settings; called by all of them."""
     count = int(os.environ.pop(_MARK, "1"))
     if count == 1:

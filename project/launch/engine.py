@@ -7,7 +7,7 @@ YAML says; plain Python uses the YAML's. A new engine is one file with a subclas
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -53,16 +53,16 @@ class Launch:
         """Returns Lightning's view of this launcher; chosen here, because Lightning's own guess goes by the job's name."""
         return LightningEnvironment()
 
-    def check(self, trainer: Mapping[str, Any]) -> None:
+    def check(self, trainer: Mapping[str, object]) -> None:
         """Raises an error where the Trainer's arguments and this launcher can't work together."""
-        nodes = trainer.get("num_nodes") or 1
-        if nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
+        nodes = trainer.get("num_nodes")
+        if isinstance(nodes, int) and nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
             raise UserError(
                 f"trainer.num_nodes={nodes}, and nothing says which of the nodes this is. HINT: start scripts/launch.sh "
                 f"on every node (NNODES={nodes} NODE_RANK=... MASTER_ADDR=...), or use srun (scripts/slurm.sbatch)."
             )
 
-    def settle(self, trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def settle(self, trainer: Mapping[str, object]) -> tuple[dict[str, int | None], list[str]]:
         """Returns the Trainer's arguments that follow from the launcher, and a line for each that differs in the YAML."""
         self.check(trainer)
         settled = {"num_nodes": self.nodes, "devices": self.processes} if self.world_size else {}

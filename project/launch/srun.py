@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -49,7 +49,7 @@ class Srun(Launch):
     def environment(self) -> SrunEnvironment:
         return SrunEnvironment()
 
-    def check(self, trainer: Mapping[str, Any]) -> None:
+    def check(self, trainer: Mapping[str, object]) -> None:
         """Checks that a task is a process is a device: if Slurm's tasks, its GPUs and the YAML's devices differ, some would
         idle."""
         nodes, tasks = self.nodes or 1, self.processes or 1

@@ -22,7 +22,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import yaml
 
@@ -113,7 +113,7 @@ def _sweep(file: str, content: object) -> Sweep:
     return Sweep(file, trials, extremes, content.get("metric") or "", mode, together, stop_early)
 
 
-def _check(key: str, value: Any) -> None:
+def _check(key: str, value: object) -> None:
     """Refuses a key, or values of it, that can't be."""
     if key.split(".")[0] in _TAKEN:
         raise UserError(f"{key} can't be tried: each trial has its own, or all have the same.")
@@ -127,21 +127,23 @@ def _check(key: str, value: Any) -> None:
             f"{key} has {value!r}. HINT: a list of values, or one of {', '.join(_DRAWN)}, as in {{loguniform: [0.01, 1]}}"
         )
     kinds = {"choice": (object,), "randint": (int,)}.get(way, (int, float))
-    right = isinstance(ends, list) and bool(ends) and all(isinstance(end, kinds) for end in ends)
+    values = ends if isinstance(ends, list) else []
+    right = bool(values) and all(isinstance(end, kinds) for end in values)
     if way != "choice":
-        right = right and len(ends) == 2 and -math.inf < ends[0] <= ends[1] < math.inf and bool not in map(type, ends)
-    if not right or (way == "loguniform" and ends[0] <= 0):
+        right = right and len(values) == 2 and -math.inf < values[0] <= values[1] < math.inf and bool not in map(type, values)
+    if not right or (way == "loguniform" and values[0] <= 0):
         raise UserError(f"{key}: {way} takes {_DRAWN[way]}, and not {ends!r}. HINT: 1.0e-3 is a number in YAML, 1e-3 is not")
 
 
-def _draw(rng: random.Random, drawn: dict[str, list[Any]]) -> object:
+def _draw(rng: random.Random, drawn: dict[str, list[object]]) -> object:
     """Returns a value, rounded so that it can be read, and typed."""
     ((way, ends),) = drawn.items()
     if way == "choice":
         return rng.choice(ends)
     if way == "randint":
-        return rng.randint(*ends)
-    number = rng.uniform(*ends) if way == "uniform" else math.exp(rng.uniform(*map(math.log, ends)))
+        return rng.randint(*cast(list[int], ends))
+    low, high = cast(list[float], ends)
+    number = rng.uniform(low, high) if way == "uniform" else math.exp(rng.uniform(math.log(low), math.log(high)))
     return float(f"{number:.4g}")
 
 

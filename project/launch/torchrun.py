@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -27,7 +27,7 @@ class Torchrun(Launch):
     def environment(self) -> TorchElasticEnvironment:
         return TorchElasticEnvironment()
 
-    def check(self, trainer: Mapping[str, Any]) -> None:
+    def check(self, trainer: Mapping[str, object]) -> None:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ:
             log.warning(
                 "torchrun may restart the workers, and a restart can hang. HINT: start it with "

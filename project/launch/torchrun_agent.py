@@ -11,22 +11,40 @@ spent on that), 75 where the agents' store was lost, and after a signal the one 
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec
 
 from project.errors import TRY_AGAIN, WRONG, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+Given = ParamSpec("Given")
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
 
 
-def exit_code(failures: Mapping[int, Any]) -> int:
+def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
     lost another.
     """
     first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
+
+
+def _ending_after_usage(wait: "Callable[Given, RunProcsResult | None]") -> "Callable[Given, RunProcsResult | None]":
+    @wraps(wait)
+    def looked_at(*args: Given.args, **kwargs: Given.kwargs) -> "RunProcsResult | None":
+        result = wait(*args, **kwargs)
+        if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
+            raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
+        return result
+
+    return looked_at
 
 
 @contextmanager
@@ -35,14 +53,7 @@ def no_restart_after_usage() -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait = PContext.wait
-
-    def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wait(self, *args, **kwargs)
-        if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
-            raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
-        return result
-
-    PContext.wait = looked_at  # type: ignore[method-assign]
+    PContext.wait = _ending_after_usage(wait)  # type: ignore[method-assign]
     try:
         yield
     finally:

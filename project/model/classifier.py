@@ -4,18 +4,19 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import NotRequired
 
 from project.errors import UserError
 from project.model.channels_last import corrupted
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 Scaling = Literal["linear", "sqrt", "none"]
 Compile = Literal["none", "auto", "default", "reduce-overhead", "max-autotune"]
+Given = TypeVar("Given")
 
 _IN_GRAPHS = ("reduce-overhead", "max-autotune")  # these put the network into CUDA graphs
 _WORTH_COMPILING = 900  # seconds of a run
@@ -54,7 +56,23 @@ def refuse_overwritten_gradients(mode: Compile, micro_batches: int, on_gpu: bool
         )
 
 
-def _made(name: str, make: Callable[[Any], Any], of: Any) -> Any:
+class Labelled(TypedDict):
+    """A batch of images with the numbers of their classes, or with shares of these."""
+
+    image: Tensor
+    label: Tensor
+    sample: Tensor
+    file: NotRequired[list[str]]
+
+
+@runtime_checkable
+class Classes(Protocol):
+    """Data that know how many classes there are."""
+
+    num_classes: int | None
+
+
+def _made(name: str, make: Callable[[Given], object], of: Given) -> object:
     """Returns an optimiser or a schedule; an error in its settings becomes a UserError."""
     try:
         return make(of)
@@ -158,20 +176,20 @@ class ImageClassifier(LightningModule):
         logits: Tensor = self.network(images)
         return logits
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Saves the sums of the epoch, so that its means cover all of it also where the run is resumed within."""
         self._log_sent()
         sums = DelayedSums(self.epoch_tally.total(), self.trainer.world_size).read()
         checkpoint["epoch_guesses"] = self.epoch_tally.guesses
         checkpoint["epoch_sums"] = torch.tensor(sums, dtype=self.epoch_tally.sums.dtype) / run_of(self.trainer).shared_by
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         first = self.trainer.global_rank < run_of(self.trainer).shared_by
         if "epoch_sums" in checkpoint and first:
-            self.epoch_tally.sums = checkpoint["epoch_sums"].to(self.epoch_tally.sums.device)
-        self.epoch_tally.guesses = checkpoint.get("epoch_guesses", self.epoch_tally.guesses)
+            self.epoch_tally.sums = cast(Tensor, checkpoint["epoch_sums"]).to(self.epoch_tally.sums.device)
+        self.epoch_tally.guesses = cast(int, checkpoint.get("epoch_guesses", self.epoch_tally.guesses))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Labelled, batch_idx: int) -> Tensor:
         logits = self._checked(batch)
         loss = self.loss(logits, batch["label"])
         mean, hits = note(logits, batch["label"], loss)
@@ -189,7 +207,7 @@ class ImageClassifier(LightningModule):
             self._no_gradient_yet = False
             self._find_unused()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: object, batch: Labelled, batch_idx: int) -> None:
         trainer = self.trainer
         step = trainer.global_step
         if outputs and self._notes and (made := self._notes.get(len(batch["label"]))):
@@ -227,19 +245,19 @@ class ImageClassifier(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self._log_sent()
-        batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress
         if not batches.is_last_batch and batches.current.ready != self.trainer.num_training_batches:
             return  # max_steps ended the run inside an epoch; a longer one goes on with it
         values = self._log_tally("train/{}_epoch", self.epoch_tally)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+    def validation_step(self, batch: Labelled, batch_idx: int) -> dict[str, Tensor]:
         return {"logits": self._evaluate(batch)}
 
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def test_step(self, batch: Labelled, batch_idx: int) -> None:
         self._evaluate(batch)
 
-    def _evaluate(self, batch: dict[str, Any]) -> Tensor:
+    def _evaluate(self, batch: Labelled) -> Tensor:
         logits = self._checked(batch)
         self.eval_tally.update(logits, batch["label"], F.cross_entropy(logits, batch["label"]))
         return logits
@@ -255,14 +273,14 @@ class ImageClassifier(LightningModule):
         # For checkpoints and progress. The ranks agree already; sync_dist only keeps Lightning from asking for it.
         self.log_dict(values, prog_bar=True, logger=False, sync_dist=True)
 
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Labelled, batch_idx: int) -> dict[str, Tensor | list[str]]:
         logits = self._checked(batch)
         confidence, label = logits.float().softmax(dim=1).max(dim=1)
-        files = {"file": batch["file"]} if "file" in batch else {}
+        files: dict[str, Tensor | list[str]] = {"file": batch["file"]} if "file" in batch else {}
         return {"sample": batch["sample"], "label": label, "confidence": confidence, **files}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = fused(_made("optimizer", self.optimizer, self.parameters()))
+        optimizer = fused(cast(Optimizer, _made("optimizer", self.optimizer, self.parameters())))
         pruned = any(isinstance(callback, ModelPruning) for callback in typed(self.trainer).callbacks)
         if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
@@ -286,10 +304,10 @@ class ImageClassifier(LightningModule):
                     "trainer.max_steps, trainer.max_epochs, or model.lr_scheduler.init_args.total_steps."
                 )
             scheduler.total_steps = int(steps)
-        config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_interval}
+        config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": self.lr_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = scheduler.monitor
-        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
         """Logs the means over all ranks, and resets them. The host waits for the device here, once an epoch."""
@@ -303,7 +321,7 @@ class ImageClassifier(LightningModule):
             logger.log_metrics({**named, **(more or {})}, step=step)
         return named
 
-    def _checked(self, batch: dict[str, Any]) -> Tensor:
+    def _checked(self, batch: Labelled) -> Tensor:
         """Returns the logits. The first are checked in training, and in evaluation, where a network may return another kind."""
         logits: Tensor = self(batch["image"])
         if self.training not in self._seen:
@@ -311,14 +329,14 @@ class ImageClassifier(LightningModule):
             self._check(logits)
         return logits
 
-    def _check(self, output: Any) -> None:
+    def _check(self, output: object) -> None:
         if not isinstance(output, Tensor):
             raise UserError(
                 f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "
                 "into a module whose forward returns them; torchvision's networks with a second head have aux_logits=false."
             )
-        data = None if self.trainer.predicting else getattr(self.trainer, "datamodule", None)  # a prediction has no labels
-        wanted = getattr(data, "num_classes", None)
+        data: object = None if self.trainer.predicting else typed(self.trainer).datamodule  # a prediction has no labels
+        wanted = data.num_classes if isinstance(data, Classes) else None
         if output.ndim != 2 or (wanted is not None and output.shape[1] < wanted):
             has = "" if wanted is None else f", and the data has {wanted} classes"
             fix = "return logits (images, classes)" if output.ndim != 2 else f"set model.network.init_args.num_classes={wanted}"
@@ -344,7 +362,7 @@ class ImageClassifier(LightningModule):
             )
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     """Returns a short description of what a network or a function returned."""
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with the keys {', '.join(map(str, list(value)[:8]))}"

@@ -1,7 +1,5 @@
 """Sums over the ranks asynchronously: a step waits neither for them nor for the device that computes them."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,8 +10,8 @@ class DelayedSums:
 
     def __init__(self, sums: Tensor, world_size: int) -> None:
         self._sums = sums.clone()
-        self._work: Any = None
-        self._ready: Any = None
+        self._work: dist.Work | None = None
+        self._ready: torch.cuda.Event | None = None
         if world_size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
         if self._sums.is_cuda:

@@ -1,11 +1,11 @@
 """A small GPT on bytes, and the plain LightningModule that trains it: nothing in here knows of this project's Trainer."""
 
 from math import inf
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -174,7 +174,7 @@ class LanguageModel(LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("test/loss", self.loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,6 +1,6 @@
 """The interface between these modules and the Trainer, beyond what Lightning's has."""
 
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -18,5 +18,5 @@ class Run:
     """Whether this step is skipped, as it is not finite. A tensor on a GPU, where only the device knows."""
 
 
-def run_of(trainer: Any) -> Run:
+def run_of(trainer: object) -> Run:
     return cast(Run, trainer) if hasattr(type(trainer), "least_seconds") else Run()

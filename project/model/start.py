@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -62,7 +61,7 @@ def _read(path: Path) -> dict[str, Tensor | Stored]:
         return _read_safetensors(path)
     try:
         # Of a folder of parts, tensors are read later, when it is known which of them are the weights.
-        content: Any = load(path) if path.is_file() else Parted(path, load).checkpoint(lambda stored: stored)
+        content: object = load(path) if path.is_file() else Parted(path, load).checkpoint(lambda stored: stored)
     except UserError:
         raise
     except Exception as error:  # whatever a file that is none makes of the reader

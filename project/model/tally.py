@@ -2,7 +2,7 @@
 device. Every sample weighs the same, whatever batch it came in."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ _SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64
 _GRID = 2.0**24  # multiples of 1/16,777,216 add up without rounding, in any order, as long as the sum is below 500 million
 _AT_ONCE = 64  # micro-batches summed up together
 
+Number = TypeVar("Number", float, Tensor)
 Note = tuple[Tensor, Tensor]
 """The mean loss of a micro-batch, and for each sample which of its best guesses is right: five, or one of few classes."""
 
@@ -35,7 +36,7 @@ def add_up(notes: Sequence[Note]) -> Tensor:
     return torch.stack([loss, right[0], right.sum(), torch.full_like(loss, len(hits))])
 
 
-def means(sums: Sequence[Any], guesses: int) -> dict[str, Any]:
+def means(sums: Sequence[Number], guesses: int) -> dict[str, Number]:
     """Returns `loss`, `acc`, and `acc5` where there are more than five classes."""
     loss, top1, top5, count = sums
     if not count:  # every step of an epoch was left out

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from project.proof.plan import RUN, Trial
 from project.proof.states import Compared, Difference, compare_states
@@ -53,7 +53,7 @@ _HIDDEN = (
     "HINT: the step depends on something that is in no checkpoint: a global variable, a closure, an object without a state, "
     "the clock, a generator of its own."
 )
-Noted = dict[str, dict[int, list[Any]]]
+Noted = dict[str, dict[int, list[object]]]
 """The records of the ranks of a trial: values by kind and step."""
 
 
@@ -61,7 +61,7 @@ def noted(folder: Path) -> Noted:
     """Reads the records of all ranks. A step, or a validation, that began again counts as its last repetition."""
     whole: Noted = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("record-*.jsonl")):
-        entries: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        entries: dict[tuple[str, int], list[object]] = defaultdict(list)
         for line in path.read_text().splitlines():
             kind, step, values = json.loads(line)
             if kind == "begins":
@@ -85,7 +85,7 @@ def compare_trials(trial: Trial, folder: Path, other: Path, coarse: bool) -> tup
     compared = compare_states(folder / RUN, other / RUN, not trial.other_ranks) if bits else Compared()
     for kind in _SAMPLES:
         for step in sorted(at for at in reference[kind].keys() | tested[kind].keys() if at >= begins + (kind == _VALIDATED)):
-            samples, others = sorted(reference[kind].get(step, [])), sorted(tested[kind].get(step, []))
+            samples, others = (sorted(cast(list[str], record[kind].get(step, []))) for record in (reference, tested))
             compared.counts[kind] += len(samples)
             if samples != others:
                 what = f"{len(samples)} at this step, {len({*samples} ^ {*others})} in one of them only"
@@ -114,9 +114,10 @@ def _place(difference: Difference) -> tuple[int, int]:
 def _numbers(kind: str, reference: Noted, tested: Noted, rounding: float) -> Iterator[Difference]:
     """Yields the first number of each step that differs. Each has a name, a value, and a scale for its rounding."""
     for step in sorted(reference[kind].keys() & tested[kind].keys()):
-        others = {name: value for name, value, _ in tested[kind][step]}
-        most = max((size for _, _, size in reference[kind][step]), default=0.0)
-        for name, value, size in sorted(reference[kind][step]):
+        own, new = (cast(list[tuple[str, float, float]], record[kind][step]) for record in (reference, tested))
+        others = {name: value for name, value, _ in new}
+        most = max((size for _, _, size in own), default=0.0)
+        for name, value, size in sorted(own):
             other = others.get(name, float("nan"))
             tolerance = rounding * (most if kind == "losses" else _MOVED * size)
             if not (value == other or abs(value - other) <= tolerance or (value != value and other != other)):
@@ -131,7 +132,7 @@ def _attributes(reference: Noted, tested: Noted, until: int) -> list[str]:
     """Returns what users' objects keep that differs, in the last step before this one that both have on record."""
     both = reference["attributes"].keys() & tested["attributes"].keys()
     last = max((at for at in both if at < until), default=-1)
-    before, after = dict(reference["attributes"].get(last, [])), dict(tested["attributes"].get(last, []))
+    before, after = (dict(cast(list[tuple[str, str]], record["attributes"].get(last, []))) for record in (reference, tested))
     values = {name: (before.get(name, "not set"), after.get(name, "not set")) for name in [*before, *after]}
     return [f"{name}: {value}, and {other}" for name, (value, other) in values.items() if value != other][:_NAMED]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict, cast
 
 from project.cluster.settings import flat
 from project.config_files import option
@@ -68,7 +68,19 @@ class Plan:
     """The number of samples of the training set that are read, so that an epoch ends with a shorter step; None: all of them."""
 
 
-def alone(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+class Facts(TypedDict):
+    """The facts about a configuration that its first micro-batch shows."""
+
+    micro_batch: int | None
+    samples: int | None
+    ends: bool
+    """An epoch may end with a shorter step."""
+    automatic: bool
+    validates: bool
+    gpus: int | None
+
+
+def alone(words: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     """Returns the options of a trial: it ends by its steps, writes to its own folder, and connects to no server.
 
     A number of threads that the command's words or the settings of its YAML name is kept: a sum's last bits may go by it.
@@ -89,24 +101,25 @@ def alone(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def shortened(base: Sequence[str], facts: Mapping[str, Any], config: Mapping[str, Any]) -> Plan:
+def shortened(base: Sequence[str], facts: Facts, config: Mapping[str, object]) -> Plan:
     """Returns a plan: the number and the size of the steps, and the possible trials.
 
     `facts`: what the first micro-batch has shown; `config`: the resolved configuration.
     """
-    keys, exact = flat(config), bool(config["trainer"].get("exact"))
-    images = "class_path" not in (config.get("data") or {})
+    trainer, data = (cast(Mapping[str, object], config.get(section) or {}) for section in ("trainer", "data"))
+    keys, exact = flat(config), bool(trainer.get("exact"))
+    images = "class_path" not in data
     prefix = "data." if images else "data.init_args."
     size, samples, automatic = facts["micro_batch"], facts["samples"], facts["automatic"]
     sized, words = f"{prefix}batch_size" in keys and bool(size), []
     many = _MICRO_BATCHES if automatic and size else 1
-    if many > 1:
+    if size and many > 1:
         if sized and size > _SAMPLES:
             size = _SAMPLES
             words += [f"--{prefix}batch_size={size}"]
         section = "data" if images else "trainer"
         words += [f"--{section}.global_batch_size={many * size}", "--trainer.accumulate_grad_batches=auto"]
-    elif sized:
+    elif size and sized:
         size = max(_MICRO_BATCHES, size - size % _MICRO_BATCHES)
         words += [f"--{prefix}batch_size={size}"]
     steps = _STEPS if samples is None or size is None else min(_STEPS, max(1, samples // (many * size)))
@@ -151,5 +164,5 @@ def shortened(base: Sequence[str], facts: Mapping[str, Any], config: Mapping[str
             trial = replace(trial, title=f"{trial.title}{what}", kept=kept)
         more = (f"--{workers}=2",) if trial.name == "workers" else ()
         trials.append(replace(trial, words=more, skipped=why))
-    coarse = "16" in str(config["trainer"].get("precision"))
+    coarse = "16" in str(trainer.get("precision"))
     return Plan((*base, *words), on, steps, tuple(trials), coarse, summary, cut)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from project.checkpoints.callback import checkpoints_of
 from project.data.values import Digests
+from project.proof.plan import Facts
 from project.resume.attributes import values
 from project.step.evaluation import loaders_of
 from project.step.state import micro_batch, step_state
@@ -117,7 +118,7 @@ class Recorder(Callback):
             self._strike(trainer, "validation")
 
 
-def _facts(trainer: Trainer, module: LightningModule) -> dict[str, object]:
+def _facts(trainer: Trainer, module: LightningModule) -> Facts:
     """Returns the facts about a configuration that its first micro-batch shows."""
     order, batch = micro_batch(trainer).order, typed(trainer).global_batch
     return {
@@ -130,7 +131,7 @@ def _facts(trainer: Trainer, module: LightningModule) -> dict[str, object]:
     }
 
 
-def _flattened(value: object) -> Iterator[Any]:
+def _flattened(value: object) -> Iterator[object]:
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _flattened(item)
