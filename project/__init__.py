@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # torch reads both when a process makes its first group. torch 2.15 puts another library behind "nccl", whose flight recorder
 # does not tell a device that hangs from one that waits for the others. Where there is a group already, that library may be in
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imports `Trainer` and `Sharded` when they are first used: `import project` loads nothing heavy."""
     if name == "Trainer":
         from project.trainer import Trainer

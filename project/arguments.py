@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -27,6 +27,8 @@ from project.survive.requeue import REQUEUE
 log = logging.getLogger(__name__)
 
 Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
+TypedPlugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync
+"""Those that Lightning declares; it takes some names, too."""
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {
@@ -58,7 +60,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(init)
-    def filled(self: Any, *args: Any, **settings: Any) -> None:
+    def filled(self: object, *args: object, **settings: object) -> None:
         names = {*signature(init).parameters, *signature(pl.Trainer.__init__).parameters} - {"self", "kwargs"}
         prefix = f"PL_{type(self).__name__}_".upper()
         for name in names - settings.keys():
@@ -89,7 +91,7 @@ def resolve_precision(
     return used, compression
 
 
-def resolve_plugins(given: Plugin | list[Plugin] | None, launch: Launch) -> list[Any]:
+def resolve_plugins(given: Plugin | list[Plugin] | None, launch: Launch) -> list[TypedPlugin]:
     """Returns the plugins with a reader of checkpoints and the launcher's environment, where the user names no others."""
     plugins: list[Plugin] = [] if given is None else [*given] if isinstance(given, (list, tuple)) else [given]
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -100,11 +102,11 @@ def resolve_plugins(given: Plugin | list[Plugin] | None, launch: Launch) -> list
         REQUEUE.given_up = True
     plugins = [plugin for plugin in plugins if plugin not in slurms]
     has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
-    return plugins if has_environment else [*plugins, launch.environment()]
+    return cast(list[TypedPlugin], plugins if has_environment else [*plugins, launch.environment()])
 
 
 @contextmanager
-def named_errors(given: Mapping[str, Any]) -> Iterator[None]:
+def named_errors(given: Mapping[str, object]) -> Iterator[None]:
     """Turns Lightning's errors of arguments into UserErrors that name the argument at fault."""
     try:
         yield

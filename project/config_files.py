@@ -8,7 +8,6 @@ import re
 import stat
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -95,7 +94,7 @@ def without(argv: list[str], *names: str) -> list[str]:
     return kept
 
 
-def documents(argv: list[str]) -> list[dict[str, Any]]:
+def documents(argv: list[str]) -> list[dict[str, object]]:
     """Reads the configs of a command line, one after the other; of one that `expand` has returned."""
     return [read_yaml(config) or {} for config in named_configs(argv)]
 

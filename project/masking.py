@@ -5,7 +5,9 @@ What a module keeps by `save_hyperparameters` goes by the same rules where a che
 
 import re
 from copy import copy
-from typing import Any
+from typing import TypeVar, cast
+
+T = TypeVar("T")
 
 MASK = "(secret)"
 _NAMES = re.compile(
@@ -24,12 +26,12 @@ def masked_text(text: str) -> str:
     return _IN_QUERIES.sub(rf"\1{MASK}", _IN_ADDRESSES.sub(r"\1", text))
 
 
-def masked(value: Any) -> Any:
+def masked(value: T) -> T:
     """Returns the same configuration, with a mask for each secret in it."""
-    return without_secrets(value, set())
+    return cast(T, without_secrets(value, set()))
 
 
-def without_secrets(value: Any, names: set[str], name: str = "") -> Any:
+def without_secrets(value: object, names: set[str], name: str = "") -> object:
     """Returns the same object, or, where it has secrets, a copy of its kind with masks; adds their names to `names`."""
     if isinstance(value, str):
         new = masked_text(value)
@@ -43,7 +45,7 @@ def without_secrets(value: Any, names: set[str], name: str = "") -> Any:
         if changed:
             value = copy(value)
             value.update(changed)
-    elif type(value) in (list, tuple):
+    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         parts = [without_secrets(item, names, name) for item in value]
         if any(new is not old for new, old in zip(parts, value, strict=True)):
             return type(value)(parts)

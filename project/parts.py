@@ -5,13 +5,13 @@ rank's part has which of its slices. `part-00001-of-00003.pt` holds rank 1's sli
 memory: who asks for a slice reads that, and no whole tensor is made where nobody asks for one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Final, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,37 @@ from torch import Tensor
 from project.errors import UserError
 
 WHOLE = "whole.pt"
-_MARK = "tensor in parts"
+_MARK: Final = "tensor in parts"
+T = TypeVar("T")
+
+
+Mark = TypedDict(
+    "Mark",
+    {
+        "tensor in parts": str,
+        "shape": tuple[int, ...],
+        "dtype": torch.dtype,
+        "ranks": tuple[int, ...],
+        "grid": tuple[int, ...],
+        "along": tuple[int | None, ...],
+    },
+)
+"""What stands in `whole.pt` for a tensor that is sharded."""
+
+
+class _Whole(TypedDict):
+    """The content of `whole.pt`."""
+
+    name: str
+    ranks: int
+    checkpoint: dict[str, object]
+
+
+class _Part(TypedDict):
+    """The content of a rank's part."""
+
+    name: str
+    slices: Mapping[str, Tensor]
 
 
 def part_name(rank: int, ranks: int) -> str:
@@ -91,23 +121,29 @@ class Layout:
                 yield rank, box
 
 
-def mark(name: str, tensor: Tensor, layout: Layout) -> dict[str, Any]:
+def mark(name: str, tensor: Tensor, layout: Layout) -> Mark:
     """Returns what stands in `whole.pt` for a tensor that is sharded."""
-    spread = {"ranks": layout.ranks, "grid": layout.grid, "along": layout.along}
-    return {_MARK: name, "shape": tuple(tensor.shape), "dtype": tensor.dtype, **spread}
+    return {
+        _MARK: name,
+        "shape": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "ranks": layout.ranks,
+        "grid": layout.grid,
+        "along": layout.along,
+    }
 
 
-def changed(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+def changed(value: T, change: Callable[[object, str], object], name: str = "") -> T:
     """Returns the same dicts, lists and tuples, with other values in them: `change` receives each value, and its name."""
     if isinstance(value, Mapping) and _MARK not in value:
-        made: Any = copy(value)
+        made = cast(MutableMapping[object, object], copy(value))
         for key, item in value.items():
             if (new := changed(item, change, f"{name}/{key}")) is not item:
                 made[key] = new
-        return made
-    if type(value) in (list, tuple):
-        return type(value)(changed(item, change, f"{name}/{at}") for at, item in enumerate(value))
-    return change(value, name)
+        return cast(T, made)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return cast(T, type(value)(changed(item, change, f"{name}/{at}") for at, item in enumerate(value)))
+    return cast(T, change(value, name))
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -116,10 +152,10 @@ def changed(value: Any, change: Callable[[Any, str], Any], name: str = "") -> An
 class Stored:
     """A tensor that lies in parts."""
 
-    def __init__(self, folder: "Parted", entry: Mapping[str, Any]) -> None:
+    def __init__(self, folder: "Parted", entry: Mark) -> None:
         self.folder, self.name = folder, str(entry[_MARK])
-        self.shape: tuple[int, ...] = tuple(entry["shape"])
-        self.dtype: torch.dtype = entry["dtype"]
+        self.shape = tuple(entry["shape"])
+        self.dtype = entry["dtype"]
         self.layout = Layout(entry["ranks"], entry["grid"], entry["along"])
 
     @property
@@ -147,28 +183,27 @@ class Stored:
 class Parted:
     """A checkpoint's folder. A part is opened when something of it is needed; `load` reads one, mapped into memory."""
 
-    def __init__(self, path: Path, load: Callable[[Path], Any]) -> None:
+    def __init__(self, path: Path, load: Callable[[Path], object]) -> None:
         self.path, self._load = path, load
         self._parts: dict[int, Mapping[str, Tensor]] = {}
-        content = self._open(WHOLE, "what is not spread")
-        self._name: str = content["name"]
-        self._ranks: int = content["ranks"]
-        self._whole: dict[str, Any] = content["checkpoint"]
+        content = cast(_Whole, self._open(WHOLE, "what is not spread"))
+        self._name = content["name"]
+        self._ranks = content["ranks"]
+        self._whole = content["checkpoint"]
 
-    def checkpoint(self, make: Callable[[Stored], Any] = Stored.read) -> dict[str, Any]:
+    def checkpoint(self, make: Callable[[Stored], object] = Stored.read) -> dict[str, object]:
         """Returns the whole checkpoint, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
 
-        def change(value: Any, _: str) -> Any:
-            return make(Stored(self, value)) if isinstance(value, Mapping) else value
+        def change(value: object, _: str) -> object:
+            return make(Stored(self, cast(Mark, value))) if isinstance(value, Mapping) else value
 
-        content: dict[str, Any] = changed(self._whole, change)
-        return content
+        return changed(self._whole, change)
 
     def slice_of(self, rank: int, name: str, box: Box) -> Tensor:
         """Returns what a rank has written of a tensor."""
         file = part_name(rank, self._ranks)
         if rank not in self._parts:
-            content = self._open(file, f"what rank {rank} held")
+            content = cast(_Part, self._open(file, f"what rank {rank} held"))
             if content["name"] != self._name:
                 raise UserError(f"{self.path / file} is a part of another checkpoint.")
             self._parts[rank] = content["slices"]
@@ -177,7 +212,7 @@ class Parted:
             raise UserError(f"{self.path / file}: rank {rank} has not written its slice of {name}.")
         return part
 
-    def _open(self, file: str, what: str) -> Any:
+    def _open(self, file: str, what: str) -> object:
         try:
             return self._load(self.path / file)
         except FileNotFoundError:

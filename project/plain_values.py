@@ -7,14 +7,16 @@ check what they are given: numpy's own take any memory address for an object, an
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.serialization import MAP_LOCATION
 
 from project.untrusted import regular_size
 
@@ -33,13 +35,13 @@ class _Type:
             raise pickle.UnpicklingError(f"an array of {code!r}")
         self.value = np.dtype(code)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Sequence[object]) -> None:
         version, order, base, names, fields, *more = state
         if (base, names, fields) != (None, None, None) or order not in ("<", ">", "|", "="):
             raise pickle.UnpicklingError("an array of records")
         if version == 4 and self.value.kind in "mM" and more[3] is not None:
-            unit, number = more[3][1][:2]
-            if not _UNIT.fullmatch(unit) or type(number) is not int or not 0 < number < 1 << 31:
+            unit, number = cast(Sequence[Sequence[object]], more[3])[1][:2]
+            if type(unit) is not bytes or not _UNIT.fullmatch(unit) or type(number) is not int or not 0 < number < 1 << 31:
                 raise pickle.UnpicklingError("an array of times without a unit")
             self.value = np.dtype(f"{self.value.kind}8[{number}{unit.decode()}]")
         self.value = self.value.newbyteorder(order)
@@ -49,14 +51,14 @@ class _Array:
     """A numpy.ndarray, of bytes that are there."""
 
     def __init__(self, *_: object) -> None:
-        self.value = np.empty(0)
+        self.value: NDArray[np.generic] = np.empty(0)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: tuple[object, tuple[int, ...], _Type, object, bytes]) -> None:  # `_array` checks each
         _, shape, kind, by_columns, data = state
         self.value = _array(kind, data, shape, "F" if by_columns else "C")
 
 
-def _array(kind: _Type, data: bytes, shape: tuple[int, ...], order: Any = "C") -> np.ndarray[Any, Any]:
+def _array(kind: _Type, data: bytes, shape: tuple[int, ...], order: Literal["C", "F"] = "C") -> NDArray[np.generic]:
     if type(kind) is not _Type or type(data) is not bytes or not all(type(size) is int and size >= 0 for size in shape):
         raise pickle.UnpicklingError("an array of something else than bytes")
     if prod(shape) * kind.value.itemsize != len(data):
@@ -66,7 +68,7 @@ def _array(kind: _Type, data: bytes, shape: tuple[int, ...], order: Any = "C") -
     return np.frombuffer(data, kind.value).reshape(shape, order=order).copy(order="K")
 
 
-def _number(kind: _Type, data: bytes) -> Any:
+def _number(kind: _Type, data: bytes) -> object:
     return _array(kind, data, (1,))[0]
 
 
@@ -75,7 +77,7 @@ def _no_bytes() -> bytes:
     return b""
 
 
-_CONSTRUCTORS: list[Any] = [
+_CONSTRUCTORS: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
     (_no_bytes, "builtins.bytes"),
     *((_Type, "numpy.dtype"), (_Array, "numpy.ndarray")),
     *((_Array, f"{place}._reconstruct") for place in _PLACES),
@@ -90,14 +92,14 @@ def plain_values() -> AbstractContextManager[None]:
     return context
 
 
-def finished(value: Any, depth: int = 0) -> Any:
+def finished(value: object, depth: int = 0) -> Any:
     """Returns the same value with numpy's own arrays and types in it.
 
     Refuses a tensor far larger than its file: a row that stands for 10^12, by a stride of 0, takes its room when copied.
     """
     if depth > _DEPTH:
         raise pickle.UnpicklingError("it is nested too deeply")
-    if type(value) in (_Array, _Type):
+    if isinstance(value, (_Array, _Type)):
         return value.value
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         if value.nbytes > (size := value.untyped_storage().nbytes()) + _STRETCHED:
@@ -113,7 +115,7 @@ def finished(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def load(path: Path, map_location: Any = "cpu", mmap: bool = True) -> Any:
+def load(path: Path, map_location: MAP_LOCATION = "cpu", mmap: bool = True) -> Any:
     """Reads a file of `torch.save`: tensors and plain values. `mmap`: a tensor is read when it is used.
 
     Refuses an archive that unpacks to more than what is there: torch compresses nothing.

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -170,13 +170,13 @@ class Run:
         except (ValueError, OSError) as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
-    def _compare(self, manifest: Mapping[str, Any], config: Mapping[str, object], words: list[str]) -> None:
+    def _compare(self, manifest: Mapping[str, object], config: Mapping[str, object], words: list[str]) -> None:
         """Reports what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
 
         Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.
         """
         before = manifest.get("configuration") or saved_config(self.folder)
-        if before is None:
+        if not isinstance(before, Mapping):
             return
         changes = differences(masked(before), masked(config))
         texts = {key: f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()}
@@ -195,7 +195,7 @@ class Run:
         if changes:
             log.warning("The configuration of the run has changed: %s", "; ".join(texts.values()))
         if named:
-            self._keep_config(manifest["position"]["global_step"])
+            self._keep_config(cast(Mapping[str, int], manifest["position"])["global_step"])
 
     def _keep_config(self, step: int) -> None:
         """Keeps the configuration that the run was trained with up to here."""
@@ -221,7 +221,7 @@ def _words(change: str | None) -> list[str]:
     return words
 
 
-def saved_config(folder: Path) -> dict[str, Any] | None:
+def saved_config(folder: Path) -> dict[str, object] | None:
     """Returns a run's config.yaml, where it can be read."""
     try:
         config = read_yaml(folder / "config.yaml")

@@ -122,21 +122,21 @@ def read_json(path: Path, limit: int = LARGEST, follow: bool = True) -> dict[str
     return document
 
 
-def as_count(value: Any, least: int = 0, most: int = LARGEST_COUNT) -> int:
+def as_count(value: object, least: int = 0, most: int = LARGEST_COUNT) -> int:
     """Returns a whole number within bounds; a UserError for everything else."""
     if type(value) is not int or not least <= value <= most:
         raise UserError(f"{str(value)[:40]!r} is no number from {least} to {most}")
     return value
 
 
-def as_time(value: Any) -> float:
+def as_time(value: object) -> float:
     """Returns seconds since 1970."""
-    if type(value) not in (int, float) or not 0 <= value < LATEST:
+    if not isinstance(value, (int, float)) or type(value) is bool or not 0 <= value < LATEST:
         raise UserError(f"{str(value)[:40]!r} is no time")
     return float(value)
 
 
-def as_text(value: Any, most: int = 500) -> str:
+def as_text(value: object, most: int = 500) -> str:
     """Returns a text, of a longer one the beginning."""
     if not isinstance(value, str):
         raise UserError(f"{str(value)[:40]!r} is no text")
@@ -146,9 +146,9 @@ def as_text(value: Any, most: int = 500) -> str:
 class _Loader(_Parser):  # type: ignore[misc, valid-type]
     """Refuses a document that stands for more than it should, before anything is made of it."""
 
-    def get_single_node(self) -> Any:
+    def get_single_node(self) -> yaml.Node | None:
         try:
-            node = super().get_single_node()
+            node: yaml.Node | None = super().get_single_node()
         except RecursionError:
             raise yaml.YAMLError("it is nested too deeply") from None
         if node is not None:
@@ -183,7 +183,7 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(read_text(path))
 
 
-def compose_yaml(path: Path) -> Any:
+def compose_yaml(path: Path) -> yaml.Node | None:
     """Returns the document's nodes, which know their lines."""
     return yaml.compose(read_text(path), _Loader)
 
