@@ -124,17 +124,33 @@ def attributes_by_room() -> dict[str, set[str]]:
     return rooms
 
 
-def guesses() -> list[str]:
-    """Returns each `getattr(x, "name", default)` whose name is an attribute in other rooms, and in none of its own."""
-    rooms, found = attributes_by_room(), []
+STRANGERS = {
+    ("resume/changes.py", "_get_closed_form_lr"): "torch's schedules have it, or the user's",
+    ("step/loaders.py", "batch_size"): "the user's loader, which may be any iterable",
+    ("step/loaders.py", "dataset"): "the same loader",
+}
+"""Guesses about objects that are not ours: that a class of ours has an attribute of this name is a coincidence."""
+
+
+def guesses() -> dict[tuple[str, str], list[str]]:
+    """Returns each `getattr(x, "name", default)` whose name is an attribute in other rooms, and in none of its own: the places
+    by file and name."""
+    rooms, found = attributes_by_room(), defaultdict(list)
     for file in FILES:
         own = file.relative_to(PACKAGE).parts[0]
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
                 if rooms.get(name) and own not in rooms[name]:
-                    found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+                    found[str(file.relative_to(PACKAGE)), name].append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def test_no_room_guesses_what_another_has():
+    """A typed attribute, a Protocol with isinstance, or a method; what is not needed any more leaves the list, too."""
+    found = guesses()
+    assert {key: places for key, places in found.items() if key not in STRANGERS} == {}
+    assert [key for key in STRANGERS if key not in found] == []
 
 
 def count(pattern: str) -> int:
@@ -143,9 +159,8 @@ def count(pattern: str) -> int:
 
 def test_types_are_checked():
     """Each of these hides an error from mypy, or a name from who looks for it. The limits may only go down."""
-    assert count(r"# type: ignore") <= 69  # the goal is none
-    assert count(r"\bAny\b") <= 919  # the goal is 300
-    assert len(guesses()) <= 17, "\n".join(guesses())  # the goal is none
+    assert count(r"# type: ignore") <= 68  # the goal is none
+    assert count(r"\bAny\b") <= 572  # the goal is 300
 
 
 NO_NAMES = {

@@ -24,7 +24,7 @@ from project.errors import UserError
 from project.resume.checkpoint import current_checkpoint
 from project.sharded.shards import Split, split
 from project.sharded.strategy import Sharded
-from project.step.logged import TakesMeasurements, measurement_loggers
+from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
 from project.step.position import out_of_time, position, stopped_within_epoch
 from project.typed import typed
 
@@ -293,8 +293,8 @@ class Checkpoints(Checkpoint):
         first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
         for logger in trainer.loggers:  # what was logged up to here is on the disk no later than the checkpoint
-            if flush := getattr(logger, "flush", None):
-                flush()
+            if isinstance(logger, Flushes):
+                logger.flush()
             if isinstance(logger, TakesMeasurements):
                 logged += logger.logged_since(first)
         configuration = typed(trainer).configuration

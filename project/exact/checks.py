@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from project.errors import UserError
 from project.sharded.shards import local
 from project.step.batch_norm_layers import batch_norms, is_translated
+from project.typed import typed
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
     """Returns the method of the module, or of its data, that reads a guarded property; '' where other code reads it."""
     if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
         asks = asks.f_back  # self.global_rank
-    those = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    those = trainer.lightning_module, typed(trainer).datamodule
     who = asks.f_locals.get("self")
     ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
     known = who is not None and any(owner is who for owner in those) and not ours
@@ -106,6 +107,13 @@ def refuse_missing_loss() -> NoReturn:
     )
 
 
+@runtime_checkable
+class StaticShapes(Protocol):
+    """A module that says whether it has torch.compile translate it for each shape by itself."""
+
+    static_shapes: bool
+
+
 def check_compiled(module: LightningModule, exact: bool) -> None:
     """Warns of what the module has had torch.compile translate, or refuses it with trainer.exact: kernels become dynamic when a
     shorter micro-batch comes by, and after a restart they are not until one does.
@@ -115,7 +123,7 @@ def check_compiled(module: LightningModule, exact: bool) -> None:
     names = [name or type(module).__name__ for name, submodule in module.named_modules() if is_translated(submodule)]
     if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
         names.insert(0, type(module).__name__)
-    if not names or getattr(module, "static_shapes", False):
+    if not names or (isinstance(module, StaticShapes) and module.static_shapes):
         return
     why = f"torch.compile translates {names[0]} anew as shapes change, and so after a restart sums may be rounded otherwise"
     hint = "torch.compile(..., dynamic=False), and static_shapes = True in the LightningModule."

@@ -49,7 +49,7 @@ def refuse_single_rank(tensor: int, ranks: int) -> None:
 
 def plan_of(module: nn.Module) -> Plan:
     """Returns the plan of a module, or of its `network`, with the names of all modules that its patterns mean."""
-    owners = {"": module, "network.": getattr(module, "network", None)}
+    owners = {"": module, "network.": dict(module.named_modules(remove_duplicate=False)).get("network")}
     prefix = next((prefix for prefix, owner in owners.items() if callable(getattr(owner, _METHOD, None))), None)
     if prefix is None:
         raise UserError(

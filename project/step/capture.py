@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -41,9 +41,16 @@ HOOKS_WITHIN_STEP = ("on_before_zero_grad", "on_before_backward", "on_after_back
 _BY_GRAPH = ("lr", "capturable")  # settings of an optimiser that are others in a graph
 
 
+@runtime_checkable
+class Capturable(Protocol):
+    """A part of a step that says whether it can be in a graph."""
+
+    capturable: bool
+
+
 def is_capturable(part: Any, *methods: str) -> bool:
     """Returns whether a part of a step can be in a graph. A class that gives one of `methods` anew says so anew, too."""
-    if not getattr(part, "capturable", False):
+    if not isinstance(part, Capturable) or not part.capturable:
         return False
     classes = type(part).__mro__
     declared = next(at for at, kind in enumerate(classes) if "capturable" in vars(kind) or kind is object)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -293,6 +293,13 @@ class TakesMeasurements:
     def logged_since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what was logged for this step and later ones, which a checkpoint takes along."""
         return []
+
+
+@runtime_checkable
+class Flushes(Protocol):
+    """A logger that keeps lines back until it is told to write them."""
+
+    def flush(self) -> None: ...
 
 
 def measurement_loggers(trainer: Trainer) -> list[Logger]:

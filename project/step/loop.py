@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -161,7 +162,7 @@ class Steps(EpochLoop):
     def _train_on_batch(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
         """Computes the gradient of a batch on the device; after the last micro-batch of a step, takes the step."""
         if accumulates:
-            with getattr(self._strategy, "block_backward_sync", nullcontext)():
+            with self._strategy.block_backward_sync() if isinstance(self._strategy, ParallelStrategy) else nullcontext():
                 return self._forward_and_backward(batch, number, accumulates)
         outputs = self._forward_and_backward(batch, number, accumulates)
         self._take_step()

@@ -11,7 +11,7 @@ from datetime import timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
@@ -268,6 +268,13 @@ def _measuring(trainer: Trainer) -> list[Throughput]:
     return [callback for callback in typed(trainer).callbacks if isinstance(callback, Throughput)]
 
 
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A schedule that says how many steps it takes to the full learning rate."""
+
+    warmup_steps: int
+
+
 def _plan(trainer: Trainer, module: LightningModule) -> str:
     """Returns the line hosts x processes x micro-batch x accumulation = global batch, and what follows from it."""
     ranks, accumulation = trainer.world_size, trainer.accumulate_grad_batches
@@ -280,7 +287,9 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
     parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in _groups(trainer)[:1])]
-    warmups = [getattr(config.scheduler, "warmup_steps", 0) for config in trainer.lr_scheduler_configs]
+    warmups = [
+        config.scheduler.warmup_steps for config in trainer.lr_scheduler_configs if isinstance(config.scheduler, WarmsUp)
+    ]
     parts += [f"warm-up {steps} steps" for steps in warmups if steps]
     if trainer.num_training_batches != float("inf"):
         parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")

@@ -65,8 +65,12 @@ def least_seconds(trainer: TypedTrainer, sample_shape: Callable[[], Sequence[int
     if not (fastest := peak(trainer)):
         return 0.0
     samples = trainer.estimated_stepping_batches * (trainer.global_batch or 0)
-    network = getattr(trainer.lightning_module, "network", None)
-    return flops(network, sample_shape()) * samples / (fastest * trainer.world_size)
+    return flops(network_of(trainer.lightning_module), sample_shape()) * samples / (fastest * trainer.world_size)
+
+
+def network_of(module: nn.Module) -> nn.Module | None:
+    """Returns the part of a module that takes the images, by its name."""
+    return dict(module.named_modules(remove_duplicate=False)).get("network")
 
 
 def flops(network: object, shape: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ dict with `image` and `label`, or a pair of these. Where nothing of the kind is 
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -190,10 +190,18 @@ def _show_results(trainer: Trainer, evaluated: Evaluated, suffix: str) -> None:
         show(trainer, f"val/mistakes{suffix}", tiles(evaluated.images[: len(texts)], texts), trainer.global_step)
 
 
+@runtime_checkable
+class NamesClasses(Protocol):
+    """Data that know what the classes are called."""
+
+    class_names: object
+
+
 def _names(trainer: Trainer) -> Sequence[str] | None:
     """Returns the names of the classes, of a data module that has a list of `class_names`."""
     try:
-        names = getattr(typed(trainer).datamodule, "class_names", None)
+        data = typed(trainer).datamodule
+        names = data.class_names if isinstance(data, NamesClasses) else None
     except Exception as error:  # a property of somebody's
         log.debug("The names of the classes can't be told: %s", error)
         return None

@@ -30,7 +30,7 @@ from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
 from project.step.state import micro_batch
 from project.typed import typed
-from project.watch.flops import flops, peak
+from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
 from project.watch.stragglers import Stragglers, Times, excess
 
@@ -139,7 +139,7 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
-                self._flops = flops(getattr(pl_module, "network", None), images.shape[1:])
+                self._flops = flops(network_of(pl_module), images.shape[1:])
             self._peak = peak(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
