@@ -12,7 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 
-from project.checkpoints.reading import manifest_at, sha256_of
+from project.checkpoints.reading import Manifest, manifest_at, sha256_of
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.folder import ABOUT
@@ -28,7 +28,7 @@ def origin(checkpoint: Path | None) -> dict[str, Any]:
     """Returns the run, the checkpoint, its step and its metrics, as far as they are known."""
     if checkpoint is None:
         return {"run": None, "checkpoint": None, "step": None, "metrics": {}}
-    manifest: dict[str, Any] = {}
+    manifest: Manifest = {}
     with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
         manifest = manifest_at(checkpoint)
     folder = checkpoint.absolute().parent
