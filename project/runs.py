@@ -15,12 +15,13 @@ from datetime import datetime
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import yaml
 
 from project.checkpoints.callback import chosen_metric
 from project.checkpoints.reading import (
+    Manifest,
     check_complete,
     checkpoints_in,
     manifest_at,
@@ -130,7 +131,7 @@ class Run:
 
     def begin(
         self, config: Mapping[str, object], resume: str, change: str | None, start: str | None, content: bool = True
-    ) -> tuple[Path, dict[str, Any]] | None:
+    ) -> tuple[Path, Manifest] | None:
         """Returns the checkpoint to resume from and its manifest, or None to begin at the beginning.
 
         `resume`: auto, never or a path; `change`: keys that may have another value than they had, with commas; `start`: a
@@ -160,7 +161,7 @@ class Run:
                 put_aside(path, ".later")
         return checkpoint
 
-    def _at(self, path: Path) -> tuple[Path, dict[str, Any]]:
+    def _at(self, path: Path) -> tuple[Path, Manifest]:
         if not path.exists():
             raise UserError(f"resume={path}: there is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
         try:
@@ -170,7 +171,7 @@ class Run:
         except (ValueError, OSError) as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 
-    def _compare(self, manifest: Mapping[str, object], config: Mapping[str, object], words: list[str]) -> None:
+    def _compare(self, manifest: Manifest, config: Mapping[str, object], words: list[str]) -> None:
         """Reports what differs from the configuration that the checkpoint was trained with, and refuses what is not allowed.
 
         Not from config.yaml: a run that was ended between a change and its first checkpoint has not trained with it.

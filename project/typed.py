@@ -1,7 +1,7 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule
@@ -10,6 +10,25 @@ from lightning.pytorch.profilers import Profiler
 if TYPE_CHECKING:
     from project.step.gradients import Gradients
     from project.step.state import StepState
+
+Batch: TypeAlias = Any
+"""A micro-batch as a user's loader gives it, which may be of any kind."""
+StateDict: TypeAlias = dict[str, Any]
+"""A checkpoint, or a part of it: what lies under a name is known to whoever has put it there."""
+Configuration: TypeAlias = dict[str, Any]
+"""A resolved YAML."""
+Fetcher: TypeAlias = Any
+"""Lightning's fetcher of micro-batches, whose class has no public name."""
+
+
+class Stateful(Protocol):
+    """An object with a state that can be saved and restored."""
+
+    def state_dict(self) -> StateDict:
+        """Returns its state."""
+
+    def load_state_dict(self, state_dict: StateDict, /) -> None:
+        """Takes what `state_dict` gave."""
 
 
 class TypedTrainer(pl.Trainer):
@@ -23,7 +42,7 @@ class TypedTrainer(pl.Trainer):
     overfit_batches: float
     reload_dataloaders_every_n_epochs: int
 
-    configuration: dict[str, Any]
+    configuration: Configuration
     """The resolved YAML; empty where the Trainer was made in Python."""
     global_batch: int | None
     """Samples behind one optimiser step, where they can be counted."""

@@ -9,7 +9,6 @@ from copy import deepcopy
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -55,7 +54,7 @@ def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
 
 def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> bool:
     """Returns whether what is not this project's has a hook at the start of a validation: it may exchange the weights."""
-    owners: list[tuple[Any, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
+    owners: list[tuple[object, type]] = [(callback, Callback) for callback in typed(trainer).callbacks]
     owners.append((module, LightningModule))
     return any(
         is_overridden(hook, owner, kind)
@@ -298,8 +297,8 @@ class Checkpoints(Checkpoint):
             if isinstance(logger, TakesMeasurements):
                 logged += logger.logged_since(first)
         configuration = typed(trainer).configuration
-        manifest = {
-            **({"configuration": configuration} if configuration else {}),
+        manifest: Manifest = {"configuration": configuration} if configuration else {}
+        manifest |= {
             "position": at.state_dict(),
             "finished": finished,
             "logged": logged,
@@ -346,7 +345,7 @@ class Checkpoints(Checkpoint):
         self.last = path
         metrics = manifest.get("metrics", {})
         name, mode = chosen_metric(self.monitor, self.mode, metrics)
-        value = self._current = metrics.get(name)
+        value = self._current = None if name is None else metrics.get(name)
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)
@@ -365,7 +364,7 @@ class Checkpoints(Checkpoint):
 
 def copy_to_host(own: Split) -> Split:
     """Returns a copy in main memory. The host waits for the device here: it must hold this step's values, not a later one's."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         copies[id(tensor)] = tensor.detach().to("cpu", copy=True)

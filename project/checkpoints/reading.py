@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict, cast
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.serialization import MAP_LOCATION
 
 from project.errors import TRY_AGAIN, UserError, as_user_error
 from project.parts import Parted, Stored
 from project.plain_values import finished, load, plain_values
+from project.typed import Configuration, StateDict
 from project.untrusted import as_count, as_text, foreign_link, open_to_read, read_json, regular_size, shortened
 
 log = logging.getLogger(__name__)
@@ -38,9 +40,37 @@ _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file 
 _COUNTS = {"epoch", "step", "global_step", "logged_steps"}
 _SWITCHES = ("epoch_over", "validation_due", "begun")  # of a position; the rest of it are counts
 
-Manifest = dict[str, Any]
-Entry = dict[str, Any]
-"""A file in a manifest: its size and checksum, and the rank and host that have written it."""
+
+class Content(TypedDict, total=False):
+    """A file's size and checksum."""
+
+    bytes: int
+    sha256: str
+
+
+class Entry(Content, total=False):
+    """A part of a checkpoint, and the rank and host that have written it."""
+
+    rank: int
+    host: str
+
+
+class Manifest(Content, total=False):
+    """The manifest of a checkpoint. One that is a file has a size and a checksum, one of parts their entries."""
+
+    configuration: Configuration | None
+    position: dict[str, int]
+    finished: bool
+    logged: list[tuple[int, str, float]]
+    """What was logged for this step and later ones: the step, the name and the value."""
+    metrics: dict[str, float]
+    world_size: int
+    versions: dict[str, str] | None
+    image: str | None
+    saved: str
+    parts: dict[str, Entry]
+    before: "Manifest"
+    """The manifest of the file that this one replaces."""
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -103,21 +133,21 @@ def manifest_at(path: Path) -> Manifest:
     return _check_manifest(read_json(manifest_of(path)))
 
 
-def check_complete(manifest: Mapping[str, Any]) -> None:
+def check_complete(manifest: Manifest) -> None:
     """Raises a UserError where a manifest lacks what a run that is resumed has to know."""
     lacking = {"position", "finished"} - manifest.keys() or _COUNTS - manifest["position"].keys()
     if lacking:
         raise UserError(f"its manifest has no {min(lacking)}")
 
 
-def _check_manifest(manifest: Manifest) -> Manifest:
+def _check_manifest(document: Mapping[str, object]) -> Manifest:
     """Returns the manifest; raises a UserError that names a value of the wrong kind."""
-    for name, value in manifest.items():
+    for name, value in document.items():
         try:
             _check_value(name, value)
         except (TypeError, AttributeError, ValueError, KeyError) as error:
             raise UserError(f"its {name} can't be: {error}") from error
-    return manifest
+    return cast(Manifest, document)
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -156,7 +186,7 @@ def _check_kind(value: object, *kinds: type) -> None:
         raise UserError(f"{str(value)[:40]!r} is no {kinds[0].__name__}")
 
 
-def _check_entry(entry: Entry) -> None:
+def _check_entry(entry: Content) -> None:
     as_count(entry["bytes"])
     as_text(entry["sha256"])
 
@@ -211,7 +241,7 @@ def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) ->
     return f"{by} {problem}" if problem else ""
 
 
-def _problem(path: Path, entry: Entry, content: bool = True) -> str:
+def _problem(path: Path, entry: Content, content: bool = True) -> str:
     """Returns how a file differs from what was written, or ''."""
     size = regular_size(path)
     if size != entry["bytes"]:
@@ -272,15 +302,18 @@ class Verification(Callback):
 class SafeCheckpointIO(TorchCheckpointIO):
     """Reads files and folders of parts, with `weights_only` on unless it was switched off; writes like Lightning's."""
 
-    slice_of: Callable[[Stored], Any] | None = None
+    slice_of: Callable[[Stored], Tensor] | None = None
     """Returns what this rank takes of a tensor in parts, where the network is sharded; None: all of it. Files are then mapped
     into memory: who takes a slice of a tensor reads no more than that."""
 
     def load_checkpoint(
-        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self,
+        path: str | Path,
+        map_location: MAP_LOCATION = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> StateDict:
         try:
-            checkpoint: dict[str, Any] = self._read(path, map_location, weights_only is not False)
+            checkpoint = self._read(path, map_location, weights_only is not False)
         except UserError:
             raise
         except Exception as error:  # whatever a damaged file makes of the reader
@@ -296,7 +329,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             raise UserError(f"{path} holds no checkpoint, but a {type(checkpoint).__name__}.")
         return checkpoint
 
-    def _read(self, address: str | Path, map_location: Any, safe: bool) -> Any:
+    def _read(self, address: str | Path, map_location: MAP_LOCATION, safe: bool) -> object:
         """Reads a folder of parts, a file or a remote address; `safe`: runs no code from it."""
         path = Path(address)
         if path.is_dir():

@@ -17,12 +17,12 @@ import pickle
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from project.checkpoints.reading import (
+    Content,
     Entry,
     Manifest,
     delete,
@@ -45,6 +46,7 @@ from project.errors import UserError
 from project.parts import WHOLE, Parted, Stored, part_name
 from project.plain_values import load, plain_values
 from project.sharded.shards import Split
+from project.typed import StateDict
 from project.untrusted import foreign_link, make_folder
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ T = TypeVar("T")
 # Can it be read again ------------------------------------------------------------------------------------------------
 
 
-def check(checkpoint: dict[str, Any]) -> None:
+def check(checkpoint: StateDict) -> None:
     """Raises a UserError that names the part of a checkpoint that could not be read again. Skips tensors, which can."""
     if not (problem := _reading_problem(checkpoint)):
         return
@@ -72,7 +74,7 @@ def check(checkpoint: dict[str, Any]) -> None:
     )
 
 
-def _reading_problem(part: Any) -> str:
+def _reading_problem(part: object) -> str:
     """Returns PyTorch's reason not to read a part, without its page of advice, or ''."""
     file = io.BytesIO()
     try:
@@ -117,18 +119,18 @@ def write_file(
         raise
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: Mapping[str, object]) -> None:
     """Writes the manifest of a checkpoint that is about to get this name."""
     text = json.dumps(manifest, indent=1).encode()
     write_file(manifest_of(path), lambda file: file.write(text))
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path) -> Content:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": sha256_of(file)}
 
 
-def write(path: Path, checkpoint: dict[str, Any], manifest: Manifest) -> int:
+def write(path: Path, checkpoint: StateDict, manifest: Manifest) -> int:
     """Writes a checkpoint as a file, and its manifest, and reads it back; returns how many bytes it has."""
 
     def describe(temporary: Path) -> None:
@@ -248,9 +250,9 @@ class ShardWriters:
             result = action()
         except Exception as error:
             problem = cause(error) or type(error).__name__
-        of_ranks: list[Any] = [None] * self._ranks
+        of_ranks = cast(list[tuple[T, str, str]], [None] * self._ranks)
         try:
-            dist.all_gather_object(of_ranks, (result, problem, self.host), group=group)
+            dist.all_gather_object(of_ranks, (cast(T, result), problem, self.host), group=group)
         except RuntimeError as error:  # gloo's, which begins with its file and goes on with guesses
             text = re.sub(r"^\[\S+gloo\S+\] ", "", str(error).strip())
             reason = text.partition(" This is typically")[0].partition("\n")[0].rstrip(".")
@@ -267,13 +269,13 @@ class ShardWriters:
 
     def _write_own_files(self, staging: Path, name: str, own: Split) -> dict[str, Entry]:
         """Writes this rank's files, and returns their entries of the manifest."""
-        contents: dict[str, dict[str, Any]] = {}
+        contents: dict[str, StateDict] = {}
         if self._rank == 0:
             check(own.marked)
             contents[WHOLE] = {"name": name, "ranks": self._ranks, "checkpoint": own.marked}
         if own.slices:
             contents[part_name(self._rank, self._ranks)] = {"name": name, "slices": own.slices}
-        entries = {}
+        entries: dict[str, Entry] = {}
         for file, content in contents.items():
             write_file(staging / file, partial(torch.save, content))
             entries[file] = {**entry_of(staging / file), "rank": self._rank, "host": self.host}

@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.reading import Verification
+from project.checkpoints.reading import Manifest, Verification
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import take_functions
 from project.cli.complaints import condensed
@@ -262,7 +262,7 @@ class ProjectCLI(LightningCLI):
         named = loggers.made(given, self.folder, name, rank)
         return [Events(str(self.folder)), *named] if fit else named
 
-    def _open(self, root: Path, launch: Launch) -> tuple[Path, dict[str, Any]] | None:
+    def _open(self, root: Path, launch: Launch) -> tuple[Path, Manifest] | None:
         """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it resumes from."""
         settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
         verb, path = str(self.subcommand), settings.get("ckpt_path")

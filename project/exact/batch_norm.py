@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, reduce
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.batch_norm_layers import batch_norms, compiled_modules
 from project.step.state import step_state
+
+T = TypeVar("T")
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -40,11 +42,11 @@ class _PassCounter(Tensor):
 
     @staticmethod
     def create(on_next_pass: Callable[[], None]) -> "_PassCounter":
-        made: Any = torch.zeros((), dtype=torch.int64).as_subclass(_PassCounter)
+        made = torch.zeros((), dtype=torch.int64).as_subclass(_PassCounter)
         made.number, made.on_next_pass = 0, on_next_pass
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
+    def add_(self, other: object, *, alpha: object = 1) -> Tensor:
         if self.number:
             self.on_next_pass()
         self.number += 1
@@ -180,10 +182,10 @@ class StepStatistics(Callback):
         if self._layers:
             self._clear_step()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._number = batch_idx % trainer.accumulate_grad_batches
 
-    def _forward(self, trainer: Trainer, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, trainer: Trainer, training_step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Computes the forward pass of a micro-batch."""
         self._in_forward = True
         for layer in self._layers:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from project.errors import UserError
 from project.sharded.shards import local
 from project.step.batch_norm_layers import batch_norms, is_translated
-from project.typed import typed
+from project.typed import TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _INSTEAD = {
 }
 
 
-def refuse_inexact_settings(settings: Mapping[str, Any], compression: str, strategy: object) -> None:
+def refuse_inexact_settings(settings: Mapping[str, object], compression: str, strategy: object) -> None:
     """Raises a UserError for arguments of the Trainer with which sums can't be exact."""
     reasons = {
         "trainer.gradient_compression": "rounds what the ranks send each other" if compression != "none" else None,
@@ -66,7 +66,7 @@ def guarded_property(name: str) -> property:
     """
     original: property = getattr(Trainer, name)
 
-    def ask(self: Any) -> Any:
+    def ask(self: TypedTrainer) -> object:
         if self.exact and (who := _user_code_that_reads(self, sys._getframe(1))):
             why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
             if name in _INSTEAD:
@@ -79,7 +79,7 @@ def guarded_property(name: str) -> property:
     return property(ask, doc=original.__doc__)
 
 
-def _user_code_that_reads(trainer: Any, asks: FrameType) -> str:
+def _user_code_that_reads(trainer: TypedTrainer, asks: FrameType) -> str:
     """Returns the method of the module, or of its data, that reads a guarded property; '' where other code reads it."""
     if asks.f_globals.get("__name__") == LightningModule.__module__ and asks.f_back is not None:
         asks = asks.f_back  # self.global_rank

@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from fractions import Fraction
 from operator import mul
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from project.errors import UserError
 from project.exact.sums import ExactScalar, canonical_parts, exact_mean, exact_total, to_host
 from project.step.data_ranks import DataRanks
 from project.step.ddp import all_gather_numbers, all_gather_objects
-from project.step.logged import Results, Sums
+from project.step.logged import Results, Sums, Value
 
 _OF_MICRO_BATCH = {
     *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
@@ -33,6 +34,24 @@ _OF_MICRO_BATCH = {
 _T = TypeVar("_T")
 _Terms = list[tuple[float, float]]
 """Values, and what each counts for."""
+
+
+class _Meta(Protocol):
+    """How a value was logged, as Lightning keeps it."""
+
+    on_epoch: bool
+
+    @property
+    def is_mean_reduction(self) -> bool: ...
+
+    @property
+    def is_sum_reduction(self) -> bool: ...
+
+    @property
+    def is_max_reduction(self) -> bool: ...
+
+    @property
+    def is_min_reduction(self) -> bool: ...
 
 
 class ExactResults(Results):
@@ -58,12 +77,12 @@ class ExactResults(Results):
             for metric in self.values():
                 metric._forward_cache = None
 
-    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+    def _discard_value_of_step(self, key: str, before: Value | None, skipped: bool | Tensor) -> None:
         if skipped is True and key in self._sums:
             self._sums[key] = self._sums_before.get(key) or ExactScalar()
         super()._discard_value_of_step(key, before, skipped)
 
-    def _whole_value(self, name: str, value: Any) -> Any:
+    def _whole_value(self, name: str, value: object) -> object:
         if isinstance(value, DTensor):
             raise UserError(
                 f"trainer.exact can't be kept: {name!r}, which is logged, follows from parameters or gradients that are spread "
@@ -72,8 +91,8 @@ class ExactResults(Results):
             )
         return value
 
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        metric = self[key]
+    def update_metrics(self, key: str, value: Metric | Tensor, batch_size: int) -> None:
+        metric: _ResultMetric = self[key]
         meta, hook = metric.meta, _hook_name(metric.meta.fx)
         is_term = hook in _OF_MICRO_BATCH
         if is_term and meta.sync.rank_zero_only:
@@ -87,7 +106,7 @@ class ExactResults(Results):
                 f"self.log({meta.name!r}, on_step=True) in {hook} logs each micro-batch of rank 0, which are "
                 "others on another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all."
             )
-        if metric.is_tensor and is_term and _is_sum_of_epoch(meta):
+        if isinstance(value, Tensor) and metric.is_tensor and is_term and _is_sum_of_epoch(meta):
             if metric.has_reset or key not in self._sums:
                 self._sums[key] = ExactScalar()
             self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
@@ -194,7 +213,7 @@ class ExactResults(Results):
                 )
 
     @staticmethod
-    def _get_cache(result_metric: Any, on_step: bool) -> Tensor | None:
+    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
         """Returns the value as it is: the ranks have met already, and Lightning would add up what all of them have."""
         meta = result_metric.meta
         if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
@@ -242,11 +261,11 @@ def _hook_name(fx: str) -> str:
     return fx.partition(".")[0]
 
 
-def _is_sum_of_epoch(meta: Any) -> bool:
+def _is_sum_of_epoch(meta: _Meta) -> bool:
     return bool(meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction))
 
 
-def _is_reduced_over_epoch(metric: Any) -> bool:
+def _is_reduced_over_epoch(metric: _ResultMetric) -> bool:
     """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
     in_epoch = metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
     return bool(in_epoch and _hook_name(metric.meta.fx) in _OF_MICRO_BATCH)
@@ -258,7 +277,7 @@ def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) 
     return {key: [next(pairs) for _ in range(count)] for key, count in names}
 
 
-def _reduce_terms(terms: _Terms, meta: Any, is_tensor: bool) -> float:
+def _reduce_terms(terms: _Terms, meta: _Meta, is_tensor: bool) -> float:
     """Returns the sum, mean, largest or smallest value of terms, rounded once."""
     values = [value for value, _ in terms]
     if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):

@@ -6,8 +6,8 @@ and lists by the micro-batch that they belong to. At the end of an epoch, all ra
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypedDict, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,15 +20,25 @@ from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.ddp import all_gather_objects
 from project.step.logged import Logged
 from project.step.metric_states import metrics_of
+from project.typed import StateDict
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
 
-Where = tuple[int, ...]
+Where: TypeAlias = tuple[int, ...]
 """Identifies a micro-batch: what sorts them in the same way on any number of ranks."""
+Element: TypeAlias = tuple[Where, int, object]
+"""An element of a state that is a list: its micro-batch, its number in it, and what it is."""
+State: TypeAlias = Tensor | list[Element]
 
-Counted = dict[str, Any]
-"""A metric's counts: by the name of a state what its updates have brought (`states`), and how many they were (`updates`)."""
+
+class Counted(TypedDict):
+    """A metric's counts."""
+
+    states: dict[str, State]
+    """What its updates have brought, by the name of the state."""
+    updates: int
+    """How many they were."""
 
 
 class ExactLogged(Logged):
@@ -50,10 +60,10 @@ class ExactLogged(Logged):
     def reduce_metrics(self, stage: str) -> None:
         self.metrics_of_module.reduce_epoch(stage)
 
-    def metrics_of_ranks(self) -> dict[str, Any]:
+    def metrics_of_ranks(self) -> dict[str, object]:
         return {"exact_metrics": self.metrics_of_module.state_dict()}
 
-    def restore_metrics(self, checkpoint: dict[str, Any]) -> None:
+    def restore_metrics(self, checkpoint: StateDict) -> None:
         super().restore_metrics(checkpoint)
         self.metrics_of_module.load_state_dict(checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
 
@@ -66,7 +76,7 @@ class ExactMetrics:
         self._counted: dict[str, dict[str, Counted]] = {}  # by stage, then by metric
         self._stage: str | None = None
         self._key: Where = ()
-        self._reduced: dict[str, tuple[Metric, Callable[..., Any]]] = {}
+        self._reduced: dict[str, tuple[Metric, Callable[..., bool | None]]] = {}
         self._updated_between: dict[str, int] = {}
         """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
 
@@ -104,15 +114,16 @@ class ExactMetrics:
                 states = counted["states"]
                 for key, value in metric.metric_state.items():
                     own = self._part_of_micro_batch(value, how := metric._reductions[key])
-                    if key not in states:
+                    before = states.get(key)
+                    if isinstance(own, list) and isinstance(before, list):
+                        before += own
+                    elif isinstance(own, Tensor) and isinstance(before, Tensor):  # which may come from a checkpoint
+                        states[key] = _reduce_states([before.to(own.device), own], how)
+                    else:
                         states[key] = own
-                    elif isinstance(own, list):
-                        states[key] += own
-                    else:  # what was counted before may come from a checkpoint
-                        states[key] = _reduce_states([states[key].to(own.device), own], how)
             Metric.reset(metric)
 
-    def _part_of_micro_batch(self, value: Any, how: Any) -> Any:
+    def _part_of_micro_batch(self, value: Tensor | list[Tensor], how: object) -> State:
         """Returns what the last micro-batch adds to a state. `how`: the metric's reduction."""
         if isinstance(value, list):
             parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
@@ -132,10 +143,10 @@ class ExactMetrics:
             metric = metrics[name]
             for key, state in counted["states"].items():
                 how, default = metric._reductions[key], metric.metric_state[key]
-                if isinstance(default, list):
+                if isinstance(state, list):
                     parts = [element for _, _, element in state]
-                    value: Any = [part.to(metric.device) if isinstance(part, Tensor) else part for part in parts]
-                elif how is dim_zero_sum and default.is_floating_point():
+                    value: object = [part.to(metric.device) if isinstance(part, Tensor) else part for part in parts]
+                elif isinstance(default, Tensor) and how is dim_zero_sum and default.is_floating_point():
                     value = sum_from_coarsest(state).view(default.shape).to(metric.device, default.dtype)
                 else:
                     value = state.to(metric.device)
@@ -147,12 +158,13 @@ class ExactMetrics:
 
     def _gather_counts(self, stage: str) -> dict[str, Counted]:
         """Returns what all ranks have counted, in the order of the micro-batches."""
-        own = {}
+        own: dict[str, Counted] = {}
         for name, counted in self._counted.get(stage, {}).items():
             states = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in counted["states"].items()}
-            own[name] = {**counted, "states": states}
-        by_rank: list[dict[str, Counted]] = all_gather_objects(own, self._world_size)
-        metrics, made = dict(metrics_of(self.module)), {}
+            own[name] = {"states": states, "updates": counted["updates"]}
+        by_rank = all_gather_objects(own, self._world_size)
+        metrics = dict(metrics_of(self.module))
+        made: dict[str, Counted] = {}
         for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
             parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
             reductions = metrics[name]._reductions
@@ -194,15 +206,17 @@ def _never_distributed() -> bool:
     return False
 
 
-def _reduce_states(parts: list[Any], how: Any) -> Any:
+def _reduce_states(parts: Sequence[State], how: object) -> State:
     """Reduces the parts of a state to one. `how`: the metric's reduction."""
     if isinstance(parts[0], list):
-        return sorted((element for part in parts for element in part), key=lambda element: element[:2])
+        elements = [element for part in cast(Sequence[list[Element]], parts) for element in part]
+        return sorted(elements, key=lambda element: element[:2])
+    tensors = torch.stack(cast(list[Tensor], parts))
     if how is dim_zero_max:
-        return torch.stack(parts).amax(0)
+        return tensors.amax(0)
     if how is dim_zero_min:
-        return torch.stack(parts).amin(0)
-    return torch.stack(parts).sum(0)
+        return tensors.amin(0)
+    return tensors.sum(0)
 
 
 def _refuse_unsupported(name: str, metric: Metric) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -52,9 +51,15 @@ class ExactStep(Gradients):
         grids = self._restored or self.state_dict()
         if self._sums is not None:
             self._sums.close()
-        gathered: Any = (strategy.gathered_parameters(), strategy.layouts) if isinstance(strategy, Sharded) else ()
+        sharded = strategy if isinstance(strategy, Sharded) else None
         ranks: int = trainer.world_size
-        self._sums = ExactGradients(trainer.lightning_module, trainer.accumulate_grad_batches * ranks, ranks, *gathered)
+        self._sums = ExactGradients(
+            trainer.lightning_module,
+            trainer.accumulate_grad_batches * ranks,
+            ranks,
+            sharded.gathered_parameters() if sharded else None,
+            sharded.layouts if sharded else None,
+        )
         self._sums.scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._sums.load_state_dict(grids)
         self._restored, self._checks_weights = {}, True

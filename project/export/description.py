@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Trainer
 from typing_extensions import NotRequired
 
-from project.checkpoints.reading import manifest_at, sha256_of
+from project.checkpoints.reading import Manifest, manifest_at, sha256_of
 from project.data.self_dealing import Description
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
@@ -75,7 +75,7 @@ def origin(checkpoint: Path | None) -> About:
     """Returns the run, the checkpoint, its step and its metrics, as far as they are known."""
     if checkpoint is None:
         return {"run": None, "checkpoint": None, "step": None, "metrics": {}}
-    manifest: Mapping[str, object] = {}
+    manifest: Manifest = {}
     with suppress(OSError, ValueError):  # where it was named, nobody has looked at its manifest
         manifest = manifest_at(checkpoint)
     folder = checkpoint.absolute().parent

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from project.checkpoints.reading import manifest_of, read_manifest
+from project.checkpoints.reading import Manifest, manifest_of, read_manifest
 from project.checkpoints.writing import entry_of, write_file, write_manifest
 from project.errors import UserError
 from project.export import description
@@ -46,7 +46,7 @@ def as_one_file(trainer: Trainer, checkpoint: Path | None, target: Path) -> Path
     return file
 
 
-def _manifest(checkpoint: Path) -> dict[str, object]:
+def _manifest(checkpoint: Path) -> Manifest:
     if not manifest_of(checkpoint).exists():
         return {}
     try:

@@ -6,7 +6,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from types import FunctionType
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, Digests, is_of_a_library
 from project.step.evaluation import loaders_of
-from project.typed import typed
+from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
@@ -49,7 +48,7 @@ def attributes(trainer: Trainer) -> Attributes:
     }
 
 
-def values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+def values(trainer: Trainer) -> Iterator[tuple[str, object]]:
     """Yields what users keep in their objects, with its name."""
     for name, owner in owners(trainer):
         yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
@@ -65,7 +64,7 @@ def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, 
     }
 
 
-def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping[str, Any]) -> dict[str, bytes]:
+def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> dict[str, bytes]:
     """Returns the attributes that have changed since `before` and that a checkpoint of now does not hold, and their digests."""
     moved = changed_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
@@ -88,7 +87,7 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: Mapping
     }
 
 
-def owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
     """Yields what users write, by name: the module and those in it, callbacks, the data, its training sets, optimisers."""
     module = trainer.lightning_module
     for path, part in module.named_modules():
@@ -113,9 +112,9 @@ def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
     yield from (owner for _, owner in owners(trainer))
 
 
-def _values(owner: Any) -> dict[str, Any]:
+def _values(owner: object) -> dict[str, object]:
     """Returns its attributes, and those that its class has for all its instances."""
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     for kind in reversed(type(owner).__mro__):
         if not is_of_a_library(kind):
             shared |= _plain(vars(kind))
@@ -133,14 +132,14 @@ def _values(owner: Any) -> dict[str, Any]:
     }
 
 
-def _plain(kept: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(kept: Mapping[str, object]) -> dict[str, object]:
     """Returns the numbers, lists and generators among a class's or a file's values."""
     return {
         name: value for name, value in [*kept.items()] if isinstance(value, (*_PLAIN, *_DRAW)) and not name.startswith("__")
     }
 
 
-def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields the functions that users have hung on layers: what they have closed over may change."""
     module = trainer.lightning_module
     for path, part in module.named_modules():
@@ -149,7 +148,7 @@ def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{type(module).__name__}{'.' if path else ''}{path}", those
 
 
-def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields the numbers, lists and generators of the files in which the user's classes are."""
     files = {kind.__module__ for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
     for name in sorted(files & sys.modules.keys()):

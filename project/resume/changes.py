@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from project.errors import UserError
-from project.typed import typed
+from project.typed import Configuration, StateDict, typed
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +29,18 @@ _OPTIMISATION_KEYS = ("optimizer", "lr_scheduler", "lr_reference_batch", "lr_sca
 class ChangedSettings(Callback):
     """Applies the configured settings of optimisers and schedules where they differ from those of the checkpoint."""
 
-    def __init__(self, configuration: Mapping[str, Any]) -> None:
-        self.configuration: dict[str, Any] = json.loads(json.dumps(configuration, default=str))
+    def __init__(self, configuration: Mapping[str, object]) -> None:
+        self.configuration: Configuration = json.loads(json.dumps(configuration, default=str))
         for place in ("devices", "num_nodes"):  # the manifest says where it ran
             (self.configuration.get("trainer") or {}).pop(place, None)
         self._schedule_steps: int | None = None  # steps of the schedule to repeat; None: no setting has changed
         self._saved_global_batch: int | None = None
-        self._configured_groups: list[dict[str, Any]] = []
+        self._configured_groups: list[StateDict] = []
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict) -> None:
         checkpoint["configuration"], checkpoint["global_batch"] = self.configuration, typed(trainer).global_batch
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict) -> None:
         """Compares the settings; if they differ, drops the schedules' states from the checkpoint and counts their steps."""
         self._schedule_steps = None
         if trainer.state.fn != "fit" or "configuration" not in checkpoint:
@@ -86,7 +86,7 @@ class ChangedSettings(Callback):
         log.info("From step %d on the learning rate is %s.", trainer.global_step, lrs)
 
 
-def _param_groups(trainer: Trainer) -> list[dict[str, Any]]:
+def _param_groups(trainer: Trainer) -> list[StateDict]:
     return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
@@ -114,14 +114,16 @@ def _check_optimizer_state(optimizer: Optimizer) -> None:
 # Schedules -----------------------------------------------------------------------------------------------------------
 
 
-def restore_schedules(trainer: Trainer, saved: Sequence[Any], then: Sequence[Any], now: Sequence[Any]) -> None:
+def restore_schedules(
+    trainer: Trainer, saved: Sequence[StateDict], then: Sequence[StateDict], now: Sequence[StateDict]
+) -> None:
     """Restores the schedules, with today's settings where they have changed since the run began, and reports the result.
 
     `saved`: the states in the checkpoint; `then`, `now`: those before any step, as the run had and has configured them.
     """
     changed = False
     for config, state, before, built in zip(trainer.lr_scheduler_configs, saved, then, now, strict=True):
-        merged = _merge(state, before, built)
+        merged = cast(StateDict, _merge(state, before, built))
         config.scheduler.load_state_dict(merged)
         if not _is_equal(merged, state):
             changed = True
@@ -146,7 +148,7 @@ def _replay(schedule: LRScheduler, moves: int) -> None:
             schedule.step()
 
 
-def _merge(saved: Any, then: Any, now: Any) -> Any:
+def _merge(saved: object, then: object, now: object) -> object:
     """Returns what was saved, but with today's settings where those are others than the run began with."""
     if isinstance(saved, dict) and isinstance(then, dict) and isinstance(now, dict):
         return {key: _merge(value, then.get(key, value), now.get(key, then.get(key, value))) for key, value in saved.items()}
@@ -157,7 +159,7 @@ def _merge(saved: Any, then: Any, now: Any) -> Any:
     return saved if _is_equal(then, now) else now
 
 
-def _set_rates(schedule: Any) -> None:
+def _set_rates(schedule: LRScheduler) -> None:
     """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
     compute = getattr(schedule, "_get_closed_form_lr", None)
     if compute is None and isinstance(schedule, (LambdaLR, OneCycleLR)):
@@ -170,7 +172,7 @@ def _set_rates(schedule: Any) -> None:
             group["lr"] = lr
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def _is_equal(value: object, other: object) -> bool:
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
     if isinstance(value, dict) and isinstance(other, dict):

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from project.step.evaluation import loaders_of
 from project.step.logged import Logged
 from project.step.loop import Steps
 from project.step.position import Position, check_loop_progress, position, set_counters
-from project.typed import typed
+from project.typed import StateDict, typed
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def resuming(trainer: Trainer) -> "Resuming":
     return connector
 
 
-def current_checkpoint(trainer: Trainer) -> dict[str, Any]:
+def current_checkpoint(trainer: Trainer) -> StateDict:
     """Returns what a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
     return resuming(trainer).dump_checkpoint(weights_only=False)
 
@@ -57,7 +57,7 @@ def current_checkpoint(trainer: Trainer) -> dict[str, Any]:
 class Resuming(_CheckpointConnector):
     """Saves and restores also position, logged sums, schedules, buffers and ranks' states. Replaces Lightning's connector."""
 
-    _schedules_as_built: list[dict[str, Any]] | None = None
+    _schedules_as_built: list[StateDict] | None = None
     """The states of the schedules as the configuration has them, before any step."""
     _buffers_as_built: Mapping[str, Tensor] = MappingProxyType({})
     """Those that lie in no state_dict, before any step."""
@@ -86,9 +86,9 @@ class Resuming(_CheckpointConnector):
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
-    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+    def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint of this moment. All ranks must call this together."""
-        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        checkpoint: StateDict = super().dump_checkpoint(weights_only)
         self._mask_secrets(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
             self._add_position(checkpoint)
@@ -105,7 +105,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(self.trainer, checkpoint)
         return checkpoint
 
-    def _add_position(self, checkpoint: dict[str, Any]) -> None:
+    def _add_position(self, checkpoint: StateDict) -> None:
         """Adds the position, and what belongs to it: the loaders' states, the sums and metrics of this epoch so far."""
         loaders, at = loaders_of(self.trainer), position(self.trainer)
         fit_loop = checkpoint["loops"]["fit_loop"]
@@ -121,7 +121,7 @@ class Resuming(_CheckpointConnector):
         checkpoint["logged_sums"] = self._steps._results.sums(data_ranks(self.trainer))
         checkpoint |= self._logged.metrics_of_ranks()
 
-    def _mask_secrets(self, checkpoint: dict[str, Any]) -> None:
+    def _mask_secrets(self, checkpoint: StateDict) -> None:
         """Masks the secrets that `save_hyperparameters` keeps: a checkpoint is copied and given away."""
         masked: set[str] = set()
         for part in ("hyper_parameters", "datamodule_hyper_parameters"):
@@ -165,11 +165,11 @@ class Resuming(_CheckpointConnector):
 
     # And back --------------------------------------------------------------------------------------------------------
 
-    def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+    def read(self, checkpoint_path: str | Path | None, weights_only: bool | None) -> None:
         """Reads the checkpoint as Lightning does; `ResumingOnHosts` overrides this."""
         super().resume_start(checkpoint_path, weights_only)
 
-    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
         path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
@@ -190,7 +190,7 @@ class Resuming(_CheckpointConnector):
         if of_loaders := saved.get("states_of_loaders"):
             saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] = of_loaders
 
-    def _restore_position(self, saved: dict[str, Any]) -> None:
+    def _restore_position(self, saved: StateDict) -> None:
         """Sets loops and loaders to the checkpoint's position, also on another number of ranks."""
         try:
             at = Position.from_state_dict(saved["position"])
@@ -285,8 +285,8 @@ class Resuming(_CheckpointConnector):
                         restored[name] = value.to(now.device)
 
     def restore_lr_schedulers(self) -> None:
-        then: list[Any] | None = self._loaded_checkpoint.get("schedules_as_built")
-        saved: list[Any] = self._loaded_checkpoint["lr_schedulers"]
+        then: list[StateDict] | None = self._loaded_checkpoint.get("schedules_as_built")
+        saved: list[StateDict] = self._loaded_checkpoint["lr_schedulers"]
         now = self._schedules_as_built
         if then is not None and now is not None and len(saved) == len(then) == len(now):
             restore_schedules(self.trainer, saved, then, now)
@@ -309,7 +309,7 @@ def _optimizer_names(trainer: Trainer) -> str:
     return ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
 
 
-def _gather_states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> list[dict[str, Any] | None] | None:
+def _gather_states_of_ranks(trainer: Trainer, checkpoint: StateDict) -> list[StateDict | None] | None:
     """Returns on rank 0 what differs between the ranks: the states of callbacks, of the data and of its loaders, by rank.
 
     None for a rank whose states are rank 0's; None where all are alike. Called by all ranks.
@@ -326,7 +326,7 @@ def _gather_states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> lis
     digests = ranks.all_gather_objects(hashlib.sha256(file.getvalue()).hexdigest())
     if len(set(digests)) == 1:
         return None
-    states: list[Any] = [None] * ranks.count
+    states: list[StateDict | None] = [None] * ranks.count
     differing = own if digests[ranks.rank] != digests[0] else None
     dist.gather_object(differing, states if ranks.rank == 0 else None, group=ranks.group, group_dst=0)
     return states
@@ -335,7 +335,7 @@ def _gather_states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> lis
 # The network ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -348,7 +348,7 @@ def shapes(module: nn.Module) -> Shapes:
     return sizes
 
 
-def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
+def refuse_made_later(saved: Mapping[str, object], at_start: Shapes) -> None:
     """Raises a UserError that names a tensor that was made, or a parameter that was given another shape, since the fit began.
 
     `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.
@@ -367,12 +367,12 @@ def refuse_made_later(saved: Mapping[str, Any], at_start: Shapes) -> None:
         )
 
 
-def resize_buffers(module: nn.Module, saved: Mapping[str, Any]) -> None:
+def resize_buffers(module: nn.Module, saved: Mapping[str, object]) -> None:
     """Gives buffers the shapes that were saved (a queue may have grown). A UserError reports another network."""
     buffers, differing = dict(module.named_buffers()), []
-    ours, saved = _tensors(module.state_dict(keep_vars=True)), _tensors(saved)
-    for name in {**ours, **saved}:
-        here, value = ours.get(name), saved.get(name)
+    ours, tensors = _tensors(module.state_dict(keep_vars=True)), _tensors(saved)
+    for name in {**ours, **tensors}:
+        here, value = ours.get(name), tensors.get(name)
         if here is not None and (is_lazy(here) or (value is not None and here.shape == value.shape)):
             continue
         if name in buffers and value is not None:

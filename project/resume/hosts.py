@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,11 +17,15 @@ from project.sharded.strategy import Sharded
 from project.step.ddp import all_gather_objects
 from project.typed import typed
 
+T = TypeVar("T")
+
 
 class ResumingOnHosts(Resuming):
     """Reads a checkpoint where each rank finds it."""
 
-    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+    def _parse_ckpt_path(
+        self, state_fn: TrainerFn, ckpt_path: str | Path | None, model_provided: bool, model_connected: bool
+    ) -> str | Path | None:
         """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
         ours = ckpt_path == "last" and checkpoints_of(self.trainer)
         # All ranks look, so nothing is set aside.
@@ -30,7 +34,7 @@ class ResumingOnHosts(Resuming):
             return str(newest[0])
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
-    def read(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+    def read(self, checkpoint_path: str | Path | None, weights_only: bool | None) -> None:
         strategy, io = self.trainer.strategy, self.trainer.strategy.checkpoint_io
         sharded = strategy if isinstance(strategy, Sharded) and strategy.is_sharded else None
         if isinstance(io, SafeCheckpointIO):
@@ -39,7 +43,7 @@ class ResumingOnHosts(Resuming):
         if checkpoint_path and sharded:
             self._loaded_checkpoint = sharded.shards_of(self._loaded_checkpoint)
 
-    def _read_on_hosts(self, checkpoint_path: Any, weights_only: bool | None) -> None:
+    def _read_on_hosts(self, checkpoint_path: str | Path | None, weights_only: bool | None) -> None:
         trainer = typed(self.trainer)
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
@@ -57,10 +61,10 @@ class ResumingOnHosts(Resuming):
                 del trainer.strategy.load_checkpoint
 
 
-def _from_rank_0(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _from_rank_0(load: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Returns on all ranks what rank 0 reads."""
-    group: Any = dist.new_group(backend="gloo")
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     sent = [load(*args, **kwargs) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0, group=group)
     dist.destroy_process_group(group)
-    return sent[0]
+    return cast(T, sent[0])

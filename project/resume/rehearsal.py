@@ -7,7 +7,6 @@ user runs but what saves its state. What changes later is named by the run that 
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -53,7 +52,7 @@ class Rehearsal(Callback):
             connector.values_as_built = {**self._before, **connector.values_as_built}
             self._compare_with_saved(trainer, self._before)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warns, in the first step's second micro-batch, of values that follow a rank's micro-batches."""
         if self._before and not self._micro_batches_compared and batch_idx % trainer.accumulate_grad_batches == 1:
             self._micro_batches_compared = True
@@ -74,7 +73,7 @@ class Rehearsal(Callback):
             )
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Warns of attributes that have changed unsaved. What an epoch's end empties need not be saved."""
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):

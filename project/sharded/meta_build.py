@@ -6,11 +6,11 @@ What is drawn at random for a parameter is drawn on these ranks, too, and droppe
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -32,13 +32,24 @@ SMALL = 16_384
 """Bytes of a parameter that keeps its values: Python often reads them."""
 
 
+class _Operator(Protocol):
+    """An operator of torch."""
+
+    @property
+    def tags(self) -> Collection[torch.Tag]: ...
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+
 class _DrawsOnMeta(TorchDispatchMode):
     """Draws for a tensor on the meta device as many random numbers as for one with values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: _Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags or not any(map(_on_meta, (*args, *kwargs.values()))):
             return function(*args, **kwargs)
@@ -47,11 +58,11 @@ class _DrawsOnMeta(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def _on_meta(value: Any) -> bool:
+def _on_meta(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _with_memory(value: Any) -> Any:
+def _with_memory(value: object) -> object:
     return torch.empty_like(value, device="cpu") if _on_meta(value) else value
 
 
@@ -68,7 +79,7 @@ _SKIP_META = {
 """Functions of torch.nn.init that draw nothing for a tensor on the meta device, by name."""
 
 
-def _initialize_twin(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _initialize_twin(function: Callable[..., Tensor], tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Initializes a tensor as large as one on the meta device: how much is drawn may depend on the values."""
     function(_with_memory(tensor), *args, **kwargs)
     return tensor
@@ -78,7 +89,7 @@ def _initialize_twin(function: Callable[..., Tensor], tensor: Tensor, *args: Any
 def parameters_on_meta() -> Iterator[None]:
     """Moves each parameter to the meta device as soon as a module has it, unless it is small."""
 
-    def move(module: nn.Module, name: str, parameter: Any) -> None:
+    def move(module: nn.Module, name: str, parameter: object) -> None:
         if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.nbytes > SMALL:
             _replace(parameter, parameter.to("meta"))
 
@@ -133,10 +144,16 @@ def without_values(*networks: nn.Module) -> str:
 class StayOnMeta(TorchFunctionMode):
     """Leaves tensors on the meta device where code moves a copy of the network to another one, before there are values."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        if function is Tensor.to and args[0].is_meta:
-            args = ("meta" if isinstance(value, (str, torch.device)) else value for value in args)
+        if function is Tensor.to and _on_meta(args[0]):
+            args = tuple("meta" if isinstance(value, (str, torch.device)) else value for value in args)
             kwargs = {name: "meta" if name == "device" else value for name, value in kwargs.items()}
         return function(*args, **kwargs)
 

@@ -1,21 +1,34 @@
 """The root of a network that is spread: it gathers what is in no block before each of its steps, as before its `forward`."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from project.step.state import step_state
 
+T = TypeVar("T")
+Hooks: TypeAlias = OrderedDict[int, Callable[..., object]]
+
 _STEP = "step_of_root"
 
+if TYPE_CHECKING:
 
-def _call(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    class Part(FSDPModule, nn.Module):
+        """A module that `fully_shard` was applied to."""
+
+    class RootPart(Part, LightningModule):
+        """The LightningModule that it was applied to."""
+
+
+def _call(step: Callable[..., T], *args: object, **kwargs: object) -> T:
     return step(*args, **kwargs)
 
 
@@ -34,11 +47,11 @@ class Root:
         self, module: nn.Module, exact: bool, keeps_gathered: bool, gathered_as: torch.dtype | None, offloaded: bool
     ) -> None:
         assert isinstance(module, FSDPModule)
-        self._root: Any = module
+        self._root = cast("RootPart", module)
         self._exact, self._keeps_gathered, self._gathered_as, self._offloaded = exact, keeps_gathered, gathered_as, offloaded
-        self._parts: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._parts = [cast("Part", part) for part in module.modules() if isinstance(part, FSDPModule)]
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
-        self._order: list[Any] = []
+        self._order: list[Part] = []
         module.set_requires_gradient_sync(not exact)
         setattr(module, _STEP, _call)
         register_fsdp_forward_method(module, _STEP)
@@ -65,7 +78,7 @@ class Root:
 
     # The forward pass ------------------------------------------------------------------------------------------------
 
-    def run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run_step(self, name: str, *args: object, **kwargs: object) -> object:
         """Runs a step of the module (`training_step`, say) between what `fully_shard` does before and after a `forward`."""
         module = self._root
         step, training = getattr(module, name), name == "training_step"
@@ -87,12 +100,12 @@ class Root:
             torch.cuda.current_stream().synchronize()
         return output
 
-    def _run_without_root_hooks(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_without_root_hooks(self, step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call."""
         # Entered once more, it would let go after that of what the backward pass needs, and gather it again.
         module = self._root
-        first = module._forward_pre_hooks
-        places = [(hooks, key, hook) for hooks in (first, module._forward_hooks) for key, hook in hooks.items()]
+        first, second = cast(Hooks, module._forward_pre_hooks), cast(Hooks, module._forward_hooks)
+        places = [(hooks, key, hook) for hooks in (first, second) for key, hook in hooks.items()]
         taken = [place for place in places if "fully_shard" in getattr(place[-1], "__module__", "")]
         for hooks, key, _ in taken:
             del hooks[key]
@@ -106,13 +119,16 @@ class Root:
                 hooks[key] = hook
                 hooks.move_to_end(key, last=hooks is not first)
 
-    def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cast(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Casts floating-point inputs to the dtype that parameters are gathered in."""
 
-        def cast(tensor: Tensor) -> Tensor:
+        def converted(tensor: Tensor) -> Tensor:
             return tensor.to(self._gathered_as) if tensor.is_floating_point() else tensor
 
-        return apply_to_collection((args, kwargs), Tensor, cast)
+        made: tuple[tuple[object, ...], dict[str, object]] = apply_to_collection((args, kwargs), Tensor, converted)
+        return made
 
     def _reshard(self) -> None:
         """Frees what is gathered: a copy, which is outdated when the shards are changed, by an average of weights, say."""
@@ -124,7 +140,7 @@ class Root:
         """Records which parts a forward pass gathers, and in which order."""
         self._order = [self._root]
 
-        def note(part: Any, _: Any) -> None:
+        def note(part: "Part", _: object) -> None:
             if not self._keeps_gathered or part not in self._order:
                 self._order.append(part)
 

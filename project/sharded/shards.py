@@ -1,7 +1,7 @@
 """Tensors of which each rank has a shard: shards of others, norms and overflows of all, and their place in a checkpoint."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from project.errors import UserError
 from project.parts import Layout, Stored, changed, mark
 from project.step.gradients import with_gradients
+from project.typed import StateDict
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(value: Any, like: Any) -> Any:
+def shard_like(value: object, like: object) -> object:
     """Returns this rank's shard of a tensor, placed like another one of its shape. Of a whole tensor, nothing is sent."""
     if isinstance(value, DTensor):
         if isinstance(like, DTensor):
@@ -83,7 +84,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a norm in which each slice counts once. Torch takes none of tensors that are placed differently."""
-    first: dict[Any, bool] = {None: dist.get_rank() == 0}  # by placement, whether this rank's slice counts
+    first: dict[object, bool] = {None: dist.get_rank() == 0}  # by placement, whether this rank's slice counts
     own = []
     for tensor in tensors:
         placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -109,10 +110,16 @@ def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> T
 def clip_by_norm(optimizer: Optimizer, most: float) -> None:
     """Takes the place of Lightning's `clip_grad_by_norm` where parameters are placed in several ways."""
     parameters = with_gradients(optimizer)
-    clip_with_norm(parameters, most, total_norm([parameter.grad for parameter in parameters]))
+    clip_with_norm(parameters, most, total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
 
-def skip_overflow_on_all_ranks(scaler: Any) -> None:
+class _Scaler(Protocol):
+    """A GradScaler, one of whose methods is replaced."""
+
+    _unscale_grads_: Callable[..., dict[torch.device, Tensor]]
+
+
+def skip_overflow_on_all_ranks(scaler: _Scaler) -> None:
     """Has all ranks skip a step whose gradient overflows on one of them, where parameters are placed in several ways: torch's
     GradScaler asks only the ranks that share the first gradient, and the others would take the step, and another scale.
     """
@@ -120,9 +127,8 @@ def skip_overflow_on_all_ranks(scaler: Any) -> None:
         return
     unscale = scaler._unscale_grads_
 
-    def unscale_everywhere(*args: Any) -> dict[torch.device, Tensor]:
-        flags: dict[torch.device, Tensor] = unscale(*args)
-        return {device: max_over_ranks(flag) for device, flag in flags.items()}
+    def unscale_everywhere(*args: object) -> dict[torch.device, Tensor]:
+        return {device: max_over_ranks(flag) for device, flag in unscale(*args).items()}
 
     scaler._unscale_grads_ = unscale_everywhere
 
@@ -133,7 +139,7 @@ def skip_overflow_on_all_ranks(scaler: Any) -> None:
 class Split(NamedTuple):
     """A checkpoint with marks in the places of sharded tensors, and the slices that this rank writes: of copies, the first."""
 
-    marked: dict[str, Any]
+    marked: StateDict
     slices: dict[str, Tensor]
 
 
@@ -153,12 +159,12 @@ def layout_of(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
     return Layout(tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(along)), tuple(place)
 
 
-def split(checkpoint: dict[str, Any]) -> Split:
+def split(checkpoint: StateDict) -> Split:
     """Splits a checkpoint into what all ranks have and this rank's slices. Nothing is copied, and nothing is sent."""
     slices: dict[str, Tensor] = {}
-    layouts: dict[Any, tuple[Layout, tuple[int, ...]]] = {}  # the same object for the same placement: the file has it once
+    layouts: dict[object, tuple[Layout, tuple[int, ...]]] = {}  # the same object for the same placement: the file has it once
 
-    def take(value: Any, name: str) -> Any:
+    def take(value: object, name: str) -> object:
         if not isinstance(value, DTensor):
             return value
         placed = (value.device_mesh, value.placements)
@@ -173,7 +179,7 @@ def split(checkpoint: dict[str, Any]) -> Split:
     return Split(changed(checkpoint, take), slices)
 
 
-def read_shard(stored: Stored, mesh: DeviceMesh, like: Any = None) -> DTensor:
+def read_shard(stored: Stored, mesh: DeviceMesh, like: object = None) -> DTensor:
     """Reads this rank's slice of a tensor that lies in parts, placed like another one, or else as `fully_shard` places it."""
     if not isinstance(like, DTensor) or tuple(like.shape) != stored.shape:
         sharded = any(dimension is not None for dimension in stored.layout.along) and bool(stored.shape)

@@ -10,13 +10,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -297,23 +298,23 @@ class Sharded(ShardedCheckpoints):
         with nullcontext() if self._root is None else self._root.accumulating():
             yield
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
-            return self._call("training_step", *args, **kwargs)
+            return cast(STEP_OUTPUT, self._call("training_step", *args, **kwargs))
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         with self.precision_plugin.val_step_context():
-            return self._call("validation_step", *args, **kwargs)
+            return cast(STEP_OUTPUT, self._call("validation_step", *args, **kwargs))
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         with self.precision_plugin.test_step_context():
-            return self._call("test_step", *args, **kwargs)
+            return cast(STEP_OUTPUT, self._call("test_step", *args, **kwargs))
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> object:
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", *args, **kwargs)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, *args: object, **kwargs: object) -> object:
         if self._root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
         return self._root.run_step(name, *args, **kwargs)

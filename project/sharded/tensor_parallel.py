@@ -5,7 +5,6 @@ dropout, too, as random numbers follow from the micro-batch.
 """
 
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +56,8 @@ def plan_of(module: nn.Module) -> Plan:
             f"network, a method {_METHOD}() that returns what torch's parallelize_module takes: "
             "{'layers.*.mlp.0': ColwiseParallel()}."
         )
-    owner: Any = owners[prefix]
+    owner = owners[prefix]
+    assert isinstance(owner, nn.Module)
     plan: Plan = {}
     for pattern, style in getattr(owner, _METHOD)().items():
         if not isinstance(style, ParallelStyle):

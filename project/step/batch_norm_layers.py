@@ -5,7 +5,6 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -59,7 +58,9 @@ def _gathers_only(layer: _BatchNorm) -> bool:
     """Returns whether a layer only gathers: computes a batch with two different running statistics, and looks whether they
     leave a trace, and what is gathered.
     """
-    memory: dict[int, Any] = {id(parameter): nn.Parameter(torch.ones(parameter.shape)) for parameter in layer.parameters()}
+    memory: dict[int, torch.Tensor] = {
+        id(parameter): nn.Parameter(torch.ones(parameter.shape)) for parameter in layer.parameters()
+    }
     memory |= {id(buffer): torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
     twin = copy.deepcopy(layer, memory).train()
     twin.momentum = 1.0

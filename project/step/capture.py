@@ -14,27 +14,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from project.errors import UserError
 from project.step.optimizers import is_fused
-from project.step.runner import Runner
+from project.step.runner import Outputs, Runner, Train, Transfer
 from project.step.state import step_state
-from project.typed import typed
+from project.typed import Batch, typed
 
 log = logging.getLogger(__name__)
 
 Capture = Literal["auto", "none"]
 Kind = Literal["only", "first", "middle", "last"]
 """A micro-batch's place in its step."""
+
+T = TypeVar("T")
+Taken: TypeAlias = tuple[Outputs, Batch, Tensor, Tensor | None]
+"""A micro-batch that was taken: its outputs, the batch on the device, the loss, and the gradient's norm, if it was clipped."""
+Shapes: TypeAlias = list[tuple[torch.Size, torch.dtype]]
 
 HOOKS_WITHIN_STEP = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Lightning's hooks within a step."""
@@ -48,7 +53,7 @@ class Capturable(Protocol):
     capturable: bool
 
 
-def is_capturable(part: Any, *methods: str) -> bool:
+def is_capturable(part: object, *methods: str) -> bool:
     """Returns whether a part of a step can be in a graph. A class that gives one of `methods` anew says so anew, too."""
     if not isinstance(part, Capturable) or not part.capturable:
         return False
@@ -62,13 +67,13 @@ class _Graph:
     """A micro-batch that was recorded: where its batch is copied to, and what comes out."""
 
     replay: Callable[[], None]
-    outputs: Any
+    outputs: Taken
     inputs: list[Tensor]
-    shapes: Any
+    shapes: Shapes | None
     gradients: list[Tensor | None]
 
 
-def _record_graph(work: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
+def _record_graph(work: Callable[[], T], pool: Any = None) -> tuple[Callable[[], None], T]:
     """Records work as a CUDA graph; returns a function that replays it, and its outputs, which are not computed yet."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
@@ -81,12 +86,12 @@ class StepGraphs(Runner):
 
     keeps_norm = True
 
-    def __init__(self, trainer: Trainer, transfer_owner: Any) -> None:
+    def __init__(self, trainer: Trainer, transfer_owner: object) -> None:
         self._trainer, self._transfer_owner = trainer, transfer_owner
         self.module, self._optimizer = trainer.lightning_module, trainer.optimizers[0]
         self._rates: list[Tensor] = []
         self._known_rates: list[float | None] = []
-        self._wrapped: Any = None  # what the strategy has made of the module
+        self._wrapped: nn.Module | None = None  # what the strategy has made of the module
         self._eager_steps = 0
         self._began_as_graph = False  # the step at hand began as a graph
         self._kind: Kind | None = None  # of the micro-batch at hand; None: it is taken eagerly
@@ -94,8 +99,8 @@ class StepGraphs(Runner):
         self._pool = torch.cuda.graph_pool_handle()
         self._refusal: str | None = None
         self._has_refused = False
-        self._signature: Any = None
-        self._settings: Any = None
+        self._signature: tuple[object, ...] = ()
+        self._settings: list[dict[str, bool | int | float | str]] = []
 
     def begin_epoch(self) -> None:
         """Checks again what takes part in a step, and notes the numbers that graphs hold fixed."""
@@ -140,12 +145,12 @@ class StepGraphs(Runner):
                 return f"there is a hook on {name or 'the module'}"
         return None
 
-    def prepare(self, batch: Any, number: int, accumulates: bool, transfer: Callable[[Any, int], Any]) -> Any:
+    def prepare(self, batch: Batch, number: int, accumulates: bool, transfer: Transfer) -> Batch:
         """Chooses how the micro-batch is taken. A graph holds the data module's work on it, too."""
         self._kind = self._choose_kind(batch, number, accumulates)
         return transfer(batch, 0) if self._kind is None else batch
 
-    def _choose_kind(self, batch: Any, number: int, accumulates: bool) -> Kind | None:
+    def _choose_kind(self, batch: Batch, number: int, accumulates: bool) -> Kind | None:
         """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
         first is.
         """
@@ -157,10 +162,10 @@ class StepGraphs(Runner):
             self._began_as_graph = self._begins_as_graph()
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
-    def _check_outputs(self, outputs: dict[str, Any]) -> None:
+    def _check_outputs(self, outputs: Outputs) -> None:
         """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
         for name, value in outputs.items():
-            if any(tensor is None for tensor in _tensors(value)):
+            if not all(isinstance(element, Tensor) for element in _elements(value)):
                 self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
 
     def _begins_as_graph(self) -> bool:
@@ -179,7 +184,7 @@ class StepGraphs(Runner):
         self._eager_steps -= 1
         return self._eager_steps < 0
 
-    def _recorded_constants(self) -> Any:
+    def _recorded_constants(self) -> tuple[object, ...]:
         """Returns what graphs hold fixed: where tensors lie, and numbers that are no tensors. Where one changes, graphs are
         recorded anew.
         """
@@ -194,27 +199,28 @@ class StepGraphs(Runner):
         kept = [value.data_ptr() for value in states if isinstance(value, Tensor)]
         return [*map(Tensor.data_ptr, self._tensors)], kept, groups, learning, modes, self._settings
 
-    def run(self, batch: Any, transfer: Callable[[Any, int], Any], train: Callable[[Any], dict[str, Any]]) -> Any:
+    def run(self, batch: Batch, transfer: Transfer, train: Train) -> tuple[Outputs, Batch]:
         state = step_state(self._trainer)
         if self._kind is None:
             outputs = train(batch)
             self._check_outputs(outputs)
             return outputs, batch
 
-        def work(batch: Any) -> tuple[Any, ...]:
+        def work(batch: Batch) -> Taken:
             state.recording = True
             try:
                 batch = transfer(batch, 0)
                 outputs = train(batch)
             finally:
                 state.recording = False
+            assert state.loss is not None
             return outputs, batch, state.loss, state.clipped_norm
 
         outputs, batch, loss, state.clipped_norm = self._replay(self._kind, batch, work)
         state.has_loss, state.loss = True, loss.clone()  # the next micro-batch of its kind overwrites it
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}, batch
 
-    def _replay(self, kind: Kind, batch: Any, work: Callable[[Any], Any]) -> Any:
+    def _replay(self, kind: Kind, batch: Batch, work: Callable[[Batch], Taken]) -> Taken:
         """Returns what `work` makes of the batch, by its graph, which is recorded where there is none."""
         graph = self._graphs.get(kind)
         if graph is None:
@@ -227,10 +233,10 @@ class StepGraphs(Runner):
             parameter.grad = gradient  # another kind, or an eager step, has left others
         return graph.outputs
 
-    def _record(self, batch: Any, work: Callable[[Any], Any]) -> _Graph:
+    def _record(self, batch: Batch, work: Callable[[Batch], Taken]) -> _Graph:
         """Records a micro-batch as a graph, with a copy of its batch as input."""
         own = apply_to_collection(batch, Tensor, torch.clone)
-        inputs = list(_tensors(own))  # `work` may take them out of the batch
+        inputs = _tensors(own)  # `work` may take them out of the batch
         try:
             replay, made = _record_graph(lambda: work(own), self._pool)
             return _Graph(replay, made, inputs, _shapes(batch), [parameter.grad for parameter in self._parameters])
@@ -263,8 +269,8 @@ class StepGraphs(Runner):
             return
         if not step_state(self._trainer).recording:
             self._set_rates()
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        before: list[dict[str, Any]] = [{name: group[name] for name in _BY_GRAPH if name in group} for group in groups]
+        groups = self._optimizer.param_groups
+        before = [{name: group[name] for name in _BY_GRAPH if name in group} for group in groups]
         for group, rate, known in zip(groups, self._rates, before, strict=True):
             group.update(dict.fromkeys(known, True), lr=rate)
         try:
@@ -293,7 +299,7 @@ class _RecordedWork:
         return made.clone()
 
 
-def choose_runner(trainer: Trainer, transfer_owner: Any, why_not: str | None) -> Runner:
+def choose_runner(trainer: Trainer, transfer_owner: object, why_not: str | None) -> Runner:
     """Returns the runner of an epoch's micro-batches, with trainer.capture. `why_not`: why Lightning's own loop takes the
     steps, or None.
     """
@@ -318,16 +324,21 @@ def _log_refusal(trainer: Trainer, reason: str) -> None:
         log.info("trainer.capture: steps are taken one operation after the other, as %s.", reason)
 
 
-def _shapes(batch: Any) -> Any:
+def _shapes(batch: Batch) -> Shapes | None:
     """Returns what tells a batch from one of another size; None if it holds more than tensors."""
-    shapes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in _tensors(batch)]
-    return None if None in shapes else shapes
+    if not all(isinstance(element, Tensor) for element in _elements(batch)):
+        return None
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors(batch)]
 
 
-def _tensors(batch: Any) -> Iterator[Any]:
-    """Yields all tensors of a batch, and None for everything else in it."""
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [element for element in _elements(batch) if isinstance(element, Tensor)]
+
+
+def _elements(batch: object) -> Iterator[object]:
+    """Yields all tensors of a batch, and everything else in it."""
     if isinstance(batch, (dict, list, tuple)):
         for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(part)
+            yield from _elements(part)
     else:
-        yield batch if isinstance(batch, Tensor) else None
+        yield batch

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeAlias, cast
 from zlib import crc32
 
 import numpy as np
@@ -50,7 +50,15 @@ _MOMENTS = _OF_A_RUN | _OF_AN_EPOCH | _OF_A_STEP
 _SEEDED_AFTER = ("prepare_data", "configure_callbacks")
 """Hooks after which Lightning itself seeds the generators, when it connects the ranks."""
 
-States = tuple[torch.Tensor, Any, Any]
+States: TypeAlias = tuple[torch.Tensor, object, object]
+Profile: TypeAlias = Callable[[str], AbstractContextManager[object]]
+"""A profiler's context of an action, which it gets the name of."""
+
+
+class _Profiler(Protocol):
+    """A profiler whose method is replaced."""
+
+    profile: Profile
 
 
 def run_seed() -> int:
@@ -82,11 +90,11 @@ class Moments:
         self._depth, self._last_moment, self._states_at_last_moment = 0, "", None  # type: int, str, States | None
         self._states_at_transfer: States | None = None
         self._checks, self._batches_to_check = True, _CHECKED_BATCHES
-        profiler: Any = typed(trainer).profiler
+        profiler = cast(_Profiler, typed(trainer).profiler)
         vars(profiler).pop("profile", None)  # of another Trainer that had it
         profiler.profile = partial(self._wrap_profile, profiler.profile)
 
-    def _wrap_profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> AbstractContextManager[Any]:
+    def _wrap_profile(self, profile: Profile, action: str) -> AbstractContextManager[object]:
         """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code."""
         hook = action.rpartition(".")[2]
         if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
@@ -96,7 +104,7 @@ class Moments:
         return self._seed_hook(profile, action, hook)
 
     @contextmanager
-    def _seed_hook(self, profile: Callable[[str], AbstractContextManager[Any]], action: str, hook: str) -> Iterator[Any]:
+    def _seed_hook(self, profile: Profile, action: str, hook: str) -> Iterator[object]:
         """Seeds the generators for a hook, and notes their states when it ends."""
         self._check_draws(action)
         # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
@@ -201,7 +209,8 @@ def _drawn_from(before: States) -> list[str]:
 
 
 def _generator_states() -> States:
-    numpy: Any = np.random.get_state()
+    numpy = np.random.get_state(legacy=True)
+    assert isinstance(numpy, tuple)
     return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
 
 
@@ -215,7 +224,7 @@ class ChanceByMicroBatch(Callback):
     _has_checked = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -233,7 +242,7 @@ class ChanceByMicroBatch(Callback):
         seed_moment(epoch, step, what)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if (position := step_state(trainer).evaluated_key) is not None:
             looks = not self._has_checked and not typed(trainer).exact
@@ -244,7 +253,13 @@ class ChanceByMicroBatch(Callback):
                 self._has_checked, self._states_at_start = True, _generator_states()
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         before, self._states_at_start = self._states_at_start, None
         drawn = [] if before is None else [*dict.fromkeys([*self._drawn_in_transfer, *_drawn_from(before)])]
@@ -259,7 +274,7 @@ class ChanceByMicroBatch(Callback):
     on_predict_batch_end = on_validation_batch_end
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         begin_evaluated_micro_batch(trainer, dataloader_idx)
         self.on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)

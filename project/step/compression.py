@@ -1,6 +1,7 @@
 """Sends gradients in 16 bits: half the bytes, where the network is what a step waits for."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -9,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from project.errors import UserError
 
 Compression = Literal["none", "fp16", "bf16"]
-_HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+_HOOKS: dict[str, Callable[..., object]] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 def supported_compression(

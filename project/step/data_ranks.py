@@ -6,7 +6,7 @@ by data ranks; a mean over all ranks is the same either way. What is about proce
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -17,6 +17,8 @@ from torchmetrics import Metric
 
 from project.step.ddp import all_gather_objects
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class DataRanks:
@@ -24,12 +26,12 @@ class DataRanks:
 
     rank: int
     count: int
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     """torch's, of one rank of each; None: of all ranks, or of none that are connected yet."""
     shared_by: int = 1
     """Ranks that are one data rank: neighbours."""
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: T) -> list[T]:
         """Returns the objects of all data ranks, by data rank. Called by all ranks together."""
         return all_gather_objects(value, self.count, self.group)
 
@@ -44,15 +46,20 @@ class ByDataRanks(DDPStrategy):
     Args:
         shared_by: so many. On one rank there are no neighbours.
         timeout: as in DDPStrategy.
-        settings: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy.
     """
 
-    def __init__(self, shared_by: int = 1, timeout: timedelta | None = default_pg_timeout, **settings: Any) -> None:
-        super().__init__(timeout=timeout, **settings)
+    def __init__(
+        self,
+        shared_by: int = 1,
+        timeout: timedelta | None = default_pg_timeout,
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout, process_group_backend=process_group_backend)
         self.shared_by, self.patience = shared_by, timeout
         """`patience`: how long the ranks wait for each other."""
-        self._group: Any = None
-        self._met: list[Any] = []
+        self._group: dist.ProcessGroup | None = None
+        self._met: list[tuple[Metric | nn.SyncBatchNorm, dist.ProcessGroup | None]] = []
 
     @property
     def data_ranks(self) -> DataRanks:
@@ -61,7 +68,7 @@ class ByDataRanks(DDPStrategy):
         return DataRanks(self.global_rank // share, self.world_size // share, self._group, share)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Returns the data ranks under Lightning's names."""
         here = self.data_ranks
         return {"num_replicas": here.count, "rank": here.rank}
@@ -69,13 +76,16 @@ class ByDataRanks(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.data_ranks.shared_by > 1 and self._group is None:
-            self._group, _ = dist.new_subgroups_by_enumeration(self.data_ranks.replica_groups(), timeout=self.patience)
+            own, _ = dist.new_subgroups_by_enumeration(self.data_ranks.replica_groups(), timeout=self.patience)
+            self._group = cast(dist.ProcessGroup, own)  # each rank is in one
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
         """Reduces what is logged over the data ranks: each sample counts once."""
         return super().reduce(tensor, group or self._group, reduce_op)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers for the module what the data ranks have computed from their data."""
         return super().all_gather(tensor, group or self._group, sync_grads)
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from project.step.batch_norm_layers import batch_norms
 
+T = TypeVar("T")
+
 _NEW, _OLD = "forward_sync_buffers", "broadcast_buffers"  # since torch 2.15, and before
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names that a module wants left to each rank
 _SYNC_BUFFERS = _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else _OLD
 
 
-def all_gather_objects(value: Any, ranks: int, group: Any = None) -> list[Any]:
+def all_gather_objects(value: T, ranks: int, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the objects of all ranks, or of a group's, by rank. Called by all of them together."""
-    brought: list[Any] = [value]
+    brought = [value] * max(1, ranks)
     if ranks > 1:
-        brought = [None] * ranks
         dist.all_gather_object(brought, value, group=group)
     return brought
 
@@ -75,7 +76,7 @@ class OrderedDDP(DistributedDataParallel):
         given = ignored_by_ddp(module) - {*kept_equal}
         self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
         others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
-        defaults: dict[str, Any] = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
+        defaults = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
         if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
             defaults["gradient_as_bucket_view"] = True
@@ -86,10 +87,10 @@ class OrderedDDP(DistributedDataParallel):
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
-        self._trainable_at_start, self._settings = _trainable(module), {**settings, "for_graphs": for_graphs}
+        self._trainable_at_start, self._for_graphs, self._settings = _trainable(module), for_graphs, settings
         self._known = [*module.parameters()]
         self._learned_at_start = [parameter.requires_grad for parameter in self._known]
-        self._hooks: list[tuple[object, Callable[..., Any]]] = []
+        self._hooks: list[tuple[object, Callable[..., object]]] = []
 
     @property
     def trainable_at_start(self) -> set[int]:
@@ -111,14 +112,14 @@ class OrderedDDP(DistributedDataParallel):
         with nullcontext() if self.static_graph else super().no_sync():
             yield
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         super().register_comm_hook(state, hook)
         self._hooks.append((state, hook))
 
     def wrapped_again(self, module: nn.Module) -> "OrderedDDP":
         """Returns a new wrapper of the module, for the parameters that learn now. This one is of no use any more."""
         del self.reducer, self.logger  # what they have hooked to the parameters goes with them
-        new = OrderedDDP(module, **self._settings)
+        new = OrderedDDP(module, self._for_graphs, **self._settings)
         for state, hook in self._hooks:
             new.register_comm_hook(state, hook)
         return new
@@ -169,7 +170,7 @@ def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> 
     return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
 
 
-def _wrap_again_before_step(strategy: DDPStrategy, batch: Any, batch_idx: int) -> None:
+def _wrap_again_before_step(strategy: DDPStrategy, batch: object, batch_idx: int) -> None:
     """Wraps the module again if needed, before a step; within it gradients are there already. Called after all hooks of that
     name, which may have unfrozen a layer.
     """

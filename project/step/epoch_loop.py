@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -13,10 +12,10 @@ from project.step.chance import Moments
 from project.step.hooks import StepHooks
 from project.step.logged import Results
 from project.step.metric_states import States
-from project.step.position import out_of_time, timers
+from project.step.position import counts, out_of_time, timers
 from project.step.slow_path import WeightedResults
 from project.step.state import step_state
-from project.typed import typed
+from project.typed import Fetcher, StateDict, typed
 
 _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
 """The name of the wait for data in a profiler's report."""
@@ -58,12 +57,12 @@ class EpochLoop(_TrainingEpochLoop):
     captures_graphs = False
     """Steps are taken as CUDA graphs, where that is possible."""
 
-    def __init__(self, trainer: Trainer, moments: Moments, **settings: Any) -> None:
-        super().__init__(trainer, **settings)
+    def __init__(self, trainer: Trainer, moments: Moments, min_steps: int | None = None, max_steps: int = -1) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.moments = moments
         self.automatic_optimization.output_result_cls = WeightedResults(trainer)  # type: ignore[assignment]
         self.state = step_state(trainer)
-        self._methods_of_hooks: dict[tuple[str, bool], list[Callable[..., Any]]] = {}
+        self._methods_of_hooks: dict[tuple[str, bool], list[Callable[..., object]]] = {}
 
     # Where a run resumes ---------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Sets whether the run resumes within an epoch."""
         self._resumes_within_epoch = within
 
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, state_dict: StateDict) -> None:
         super().on_load_checkpoint(state_dict)
         self._validation_due = state_dict.get("validation_due", False)
 
@@ -81,7 +80,7 @@ class EpochLoop(_TrainingEpochLoop):
             super().reset()
             return
         self._resumes_within_epoch = False  # the counters stand where the run was
-        batches: Any = self.batch_progress.current
+        batches = counts(self.batch_progress.current)
         if batches.processed > batches.completed:
             # Saved by Lightning's own Trainer, in on_train_batch_end.
             self.batch_progress.increment_completed()
@@ -90,7 +89,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
 
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+    def _should_check_val_fx(self, data_fetcher: Fetcher) -> bool:
         if self._validation_due:
             return True
         if not self._has_validation:
@@ -104,7 +103,7 @@ class EpochLoop(_TrainingEpochLoop):
             return due
         return self._is_validation_due(data_fetcher)
 
-    def _is_validation_due(self, data_fetcher: Any) -> bool:
+    def _is_validation_due(self, data_fetcher: Fetcher) -> bool:
         """Returns whether a validation is due, on all ranks alike. Lightning reads each rank's clock, within a step, too; and
         it counts micro-batches.
         """
@@ -137,7 +136,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     def ends_epoch(self, coming: int = 0) -> bool:
         """Returns whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""
-        batches: Any = self.batch_progress
+        batches = self.batch_progress
         return bool(batches.is_last_batch or batches.current.ready + coming == self.trainer.num_training_batches)
 
     def accumulates(self, coming: int = 0) -> bool:
@@ -154,7 +153,7 @@ class EpochLoop(_TrainingEpochLoop):
             self._out_of_time = self.trainer.strategy.broadcast(out_of_time(self.trainer))
         return self._out_of_time
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
+    def on_advance_end(self, data_fetcher: Fetcher) -> None:
         self.moments.end_micro_batch()
         if not self.accumulates():
             self._results.discard_skipped_step()
@@ -220,7 +219,7 @@ class EpochLoop(_TrainingEpochLoop):
         if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
             self._call_hook("on_step_begins")
 
-    def _call_hook(self, hook: str, *args: Any) -> None:
+    def _call_hook(self, hook: str, *args: object) -> None:
         """Calls a hook of the callbacks, then of the model, where they have it."""
         recording = self.state.recording
         methods = self._methods_of_hooks.get((hook, recording))
@@ -236,10 +235,10 @@ class EpochLoop(_TrainingEpochLoop):
         self._methods_of_hooks = {}
         self.state.runner.change_callbacks()
 
-    def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., Any]]:
+    def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., object]]:
         """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""
         trainer, module = self.trainer, self._module
-        methods: list[Callable[..., Any]] = []
+        methods: list[Callable[..., object]] = []
         for callback in trainer.callbacks:
             method = getattr(callback, hook, None)
             if method is None or getattr(method, "__func__", method) is getattr(StepHooks, hook, None):

@@ -11,7 +11,7 @@ over it.
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,12 +26,16 @@ from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
 from project.step.logged import Results
 from project.step.loop import Steps
-from project.step.position import stopped_within_epoch
+from project.step.position import counts, stopped_within_epoch
 from project.step.structure import Structure, apply_structure, current_structure
-from project.typed import typed
+from project.typed import StateDict, Stateful, typed
+
+T = TypeVar("T")
 
 
-def install_loops(trainer: Trainer, val_check_interval: Any, moments: Moments, results: type[Results]) -> Results:
+def install_loops(
+    trainer: Trainer, val_check_interval: int | float | None, moments: Moments, results: type[Results]
+) -> Results:
     """Replaces the trainer's loops with ours. Returns the store of what training logs.
 
     Args:
@@ -57,7 +61,7 @@ class Epochs(_FitLoop):
     """The loop over all epochs of a fit."""
 
     epoch_loop: Steps
-    val_check_interval: Any = 1.0
+    val_check_interval: int | float | None = 1.0
     _resumes_within_epoch = False
     """The run resumes within an epoch that has begun."""
     _structure_at_start: Structure | None = None
@@ -70,7 +74,7 @@ class Epochs(_FitLoop):
     def reset(self) -> None:
         loaders_of(self.trainer).recount_progress(self.epoch_loop.batch_progress)
         if self.restarting:
-            epoch: Any = self.epoch_progress.current
+            epoch = counts(self.epoch_progress.current)
             self._resumes_within_epoch = epoch.started > epoch.processed
             self.epoch_loop.resume(self._resumes_within_epoch)
             self.restarting = False
@@ -122,14 +126,14 @@ class Epochs(_FitLoop):
         finally:
             del connector.update_train_epoch_metrics
 
-    def on_save_checkpoint(self) -> dict[str, Any]:
+    def on_save_checkpoint(self) -> StateDict:
         return {
             **super().on_save_checkpoint(),
             "structure": current_structure(self.trainer),
             "began_with": self._structure_at_start,
         }
 
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, state_dict: StateDict) -> None:
         """Restores which parameters learn. Called before the optimisers' states are loaded, which must find their groups."""
         super().on_load_checkpoint(state_dict)
         if "structure" in state_dict:
@@ -168,12 +172,13 @@ def _acts_at_epoch_start(callback: Callback) -> bool:
 def _copy_states(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:
     """Copies the weights, and the states of optimisers, schedules and callbacks; returns a function that restores them."""
 
-    def copied(value: Any) -> Any:
-        return deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
+    def copied(value: T) -> T:
+        copy: T = deepcopy(apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True)))
+        return copy
 
     module = trainer.lightning_module
     weights = copied(module.state_dict())
-    holders: list[Any] = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs), *callbacks]
+    holders: list[Stateful] = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs), *callbacks]
     states = [copied(holder.state_dict()) for holder in holders]
 
     def restore_copies() -> None:

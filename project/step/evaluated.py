@@ -1,7 +1,5 @@
 """Names the micro-batch of an evaluation: by its loader, and by the position of its first sample."""
 
-from typing import Any
-
 from lightning.pytorch import Trainer
 
 from project.data.dealing import DealtLoader
@@ -33,7 +31,8 @@ def begin_evaluated_micro_batch(trainer: Trainer, dataloader_idx: int) -> tuple[
     return span
 
 
-def _loaders(trainer: Trainer) -> list[Any]:
-    loop: Any = trainer._active_loop
-    loaders: list[Any] = loop._combined_loader.flattened
-    return loaders
+def _loaders(trainer: Trainer) -> list[object]:
+    loop = trainer._active_loop
+    assert loop is not None
+    assert loop._combined_loader is not None
+    return loop._combined_loader.flattened

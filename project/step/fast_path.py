@@ -3,8 +3,6 @@
 They are where the hooks and settings are the common ones; else Lightning's own loop takes them.
 """
 
-from typing import Any
-
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
@@ -26,7 +24,7 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
     """Returns why Lightning's own loop takes the steps, or None where ours does. `fetches_batches`: `training_step` fetches the
     batches by itself.
     """
-    module: Any = trainer.lightning_module
+    module = trainer.lightning_module
     strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
     own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
     optimizers = trainer.optimizers

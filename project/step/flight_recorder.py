@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+Collective: TypeAlias = dict[str, Any]
+"""A collective as torch has recorded it, in JSON."""
 
-def recorded_collectives() -> list[dict[str, Any]]:
+
+def recorded_collectives() -> list[Collective]:
     """Returns the entries of all recorders of this process: gloo's (from torch 2.15 on), NCCL's, and those of nccl2.
 
     No source file is read and no device is asked: this works in a process in which nothing else does. torch records by
@@ -20,7 +23,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
         lambda: c10d._dump_fr_trace_json(backend="nccl2"),
         lambda: c10d._dump_nccl_trace_json(),  # type: ignore[attr-defined]
     ]
-    entries: list[dict[str, Any]] = []
+    entries: list[Collective] = []
     for dump in dumps:
         with suppress(Exception):  # this torch has no such recorder, or not for this backend
             entries += json.loads(dump()).get("entries", [])

@@ -1,7 +1,7 @@
 """Replaces an abort by a message: `self.all_gather` where the ranks' micro-batches are not of one size."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -10,8 +10,10 @@ from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.state import micro_batch
 
+T = TypeVar("T")
 
-def gather_evenly(trainer: Trainer, gather: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+
+def gather_evenly(trainer: Trainer, gather: Callable[..., T], tensor: Tensor, *args: object, **kwargs: object) -> T:
     """Gathers in the place of the strategy's `all_gather`, which `self.all_gather` calls: given tensors of different sizes gloo
     aborts the process, and NCCL waits. All ranks know when their micro-batches differ by a sample, and so all of them end
     alike.

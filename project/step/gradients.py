@@ -6,7 +6,6 @@ up in the backward pass. exact/step.py and sharded/gradients.py have others.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -91,7 +90,7 @@ class Gradients:
         """Takes what `state_dict` gave."""
 
 
-def with_gradients(optimizer: Optimizer) -> list[Any]:
+def with_gradients(optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters of an optimiser that have a gradient."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
 

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, Literal
+from typing import Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
@@ -22,6 +22,7 @@ from project.step.batch_norm_layers import normalises_batches
 from project.step.batching import Batching, accumulates_by_epoch, accumulation, apply_batching
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
+from project.step.position import Progress
 from project.typed import TypedTrainer, typed
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Loaders(_DataConnector):
         self.micro_batch: int | None = None
         """The samples in a micro-batch of the first training loader."""
         self._dealt: list[DealtLoader] = []  # for training, in this verb
-        self._undealt: list[Any] = []  # and those that are left as they are, of this epoch
+        self._undealt: list[object] = []  # and those that are left as they are, of this epoch
         self._accumulation_is_set = False
         self._warned: set[str] = set()
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
@@ -77,16 +78,17 @@ class Loaders(_DataConnector):
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
 
-    def attach_datamodule(self, model: Any, datamodule: LightningDataModule | None = None) -> None:
+    def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         super().attach_datamodule(model, datamodule)
         self.attached = datamodule
 
     @property
-    def read_in_process(self) -> list[Any]:
+    def read_in_process(self) -> list[object]:
         """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
         puts them together; of a loader that is left as it is its samplers, too.
         """
-        read = [part for loader in self._dealt if not loader.num_workers for part in (loader.dataset, loader.collate_fn)]
+        dealt = [loader for loader in self._dealt if not loader.num_workers]
+        read: list[object] = [part for loader in dealt for part in (loader.dataset, loader.collate_fn)]
         for loader in self._undealt:
             if not hasattr(loader, "state_dict"):
                 parts = vars(loader) if hasattr(loader, "__dict__") else {}
@@ -100,14 +102,13 @@ class Loaders(_DataConnector):
     def note_limits(self, *stages: str) -> None:
         """Notes what trainer.limit_*_batches are now. Lightning cuts a run that only tries the code, and the training of one
         that overfits."""
-        trainer: Any = self.trainer
         for stage in stages or ("train", "val", "test", "predict"):
-            limit: Limit = getattr(trainer, f"limit_{stage}_batches")
+            limit: Limit = getattr(self.trainer, f"limit_{stage}_batches")
             everything = isinstance(limit, float) and limit == 1
             self.limits[stage] = None if everything or self._is_trial(stage) else limit
 
     def _is_trial(self, stage: str) -> bool:
-        trainer: Any = self.trainer
+        trainer = typed(self.trainer)
         return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage == "train"))
 
     @contextmanager
@@ -187,8 +188,7 @@ class Loaders(_DataConnector):
         Loaders may have been made already: a schedule that needs the length of the run has them made, and a sharded network is
         restored after that.
         """
-        trainer: Any = self.trainer
-        same = within or not trainer.reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
+        same = within or not typed(self.trainer).reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
         self._start, self._restored_sizes, self._resumes_within_epoch = (
             (epoch, micro_batches),
             list(sizes) if same else [],
@@ -231,7 +231,7 @@ class Loaders(_DataConnector):
         self._start, self._size_before_and_now = (epoch, done * before // now), (before, now)
         return self._start[1]
 
-    def recount_progress(self, batches: Any) -> None:
+    def recount_progress(self, batches: Progress) -> None:
         """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
         before, now = self._size_before_and_now
         for counters in (batches.current, batches.total):
@@ -302,7 +302,7 @@ class Loaders(_DataConnector):
             )
         self._limit_trial()
 
-    def _deal_for_training(self, loader: DataLoader[Any]) -> DealtLoader:
+    def _deal_for_training(self, loader: DataLoader[object]) -> DealtLoader:
         """Deals out a training loader in this project's order, from where the run is."""
         trainer, size = self.trainer, micro_batch_of(loader)
         self._set_accumulation(size)
@@ -330,7 +330,7 @@ class Loaders(_DataConnector):
         self._dealt.append(dealt)
         return self._set_start(dealt)
 
-    def _deal_for_evaluation(self, loader: DataLoader[Any], mode: RunningStage) -> DealtLoader:
+    def _deal_for_evaluation(self, loader: DataLoader[object], mode: RunningStage) -> DealtLoader:
         """Deals out every sample once, whatever the number of ranks: the ranks' batches are as many, and may differ by one
         sample.
         """
@@ -356,7 +356,7 @@ class Loaders(_DataConnector):
         dealt = deal(loader, order, here.rank, here.count, seed, each=True)
         dealt.aligned = exact
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
-            inner: Any = dealt.batch_sampler
+            inner = cast(BatchSampler, dealt.batch_sampler)  # or ours, which has its methods
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted
             object.__setattr__(dealt, "batch_sampler", wrapped)
         return dealt
@@ -427,11 +427,11 @@ def attached_for_fit(
         trainer.training = False
 
 
-def _shuffles(loader: DataLoader[Any]) -> bool:
+def _shuffles(loader: DataLoader[object]) -> bool:
     return hasattr(sampling(loader).sampler, "replacement")  # torch's RandomSampler; `why_not` lets no other pass
 
 
-def _seed_of(loader: DataLoader[Any], trainer: Any) -> int:
+def _seed_of(loader: DataLoader[object], trainer: Trainer) -> int:
     """Returns the seed of a loader's generator, of rank 0's where the ranks' differ; else the run's."""
     generator = loader.generator or getattr(sampling(loader).sampler, "generator", None)
     if generator is None:

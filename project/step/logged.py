@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, TypedDict, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -11,19 +11,57 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from project.errors import UserError
 from project.step.data_ranks import ByDataRanks, DataRanks
 from project.step.evaluated import begin_evaluated_micro_batch
-from project.step.metric_states import gather_metric_states
+from project.step.metric_states import States, gather_metric_states
 from project.step.state import micro_batch, step_state
+from project.typed import StateDict
 
-Sums = dict[str, dict[str, Any]]
-"""By what was logged: how (`meta`, `sync`), and of each rank the sum, or largest or smallest value, of the epoch so far, and
-the number of samples in it (`ranks`)."""
+
+class Sync(TypedDict):
+    """The arguments of `self.log` by which the ranks meet."""
+
+    should: bool
+    rank_zero_only: bool
+
+
+class Sum(TypedDict):
+    """A value that was logged, of the epoch so far."""
+
+    meta: StateDict
+    """The arguments of `self.log`."""
+    sync: Sync
+    ranks: list[tuple[Tensor, Tensor]]
+    """Of each rank the sum, or largest or smallest value, and the number of samples in it."""
+
+
+Sums: TypeAlias = dict[str, Sum]
+"""By what was logged."""
+Value: TypeAlias = tuple[Tensor, Tensor | None]
+"""A value of an epoch so far, and the number of samples in it where it is a mean."""
+Shown: TypeAlias = dict[str, float | Tensor]
+"""The numbers that a bar shows: those of a step lie on the GPU until they are read, where one computes them."""
+
+
+class Metrics(TypedDict):
+    """The values that were logged, as Lightning returns them: for callbacks, for loggers and for a bar."""
+
+    callback: dict[str, Tensor]
+    log: dict[str, Tensor]
+    pbar: dict[str, float]
+
+
+class _Steps(Protocol):
+    """The loop of an epoch, which restores the states of metrics."""
+
+    metric_states: States | None
+
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
@@ -34,7 +72,7 @@ def _without_host_wait(log: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(log)
-    def logged(self: LightningModule, name: str, value: Any, *args: Any, **how: Any) -> None:
+    def logged(self: LightningModule, name: str, value: object, *args: object, **how: object) -> None:
         if isinstance(value, (int, float)) and self.device.type == "cuda":
             value = torch.full((), value, dtype=torch.get_default_dtype(), device=self.device)
         log(self, name, value, *args, **how)
@@ -58,11 +96,11 @@ class Results(_ResultCollection):
         """Hooks that logged before the run was stopped, and have not logged since."""
         self._not_logged_since: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
-        self._before_step: dict[str, Any] = {}  # this step, of an epoch
+        self._before_step: dict[str, Value] = {}  # this step, of an epoch
         self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
         """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
 
-    def log(self, fx: str, name: str, value: Any, **how: Any) -> None:
+    def log(self, fx: str, name: str, value: object, **how: object) -> None:
         if self._state.recording:
             raise UserError(
                 f"self.log({name!r}) in {fx}: that is a part of a graph (trainer.capture), and is not called when the graph is "
@@ -75,14 +113,15 @@ class Results(_ResultCollection):
         if (key := f"{fx}.{name}") in self._not_logged_since:
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
             self._not_logged_since.discard(key)
-            meta: Any = self[key].meta
+            metric: _ResultMetric = self[key]
+            meta, reduce, reduce_fx = metric.meta, how.get("sync_dist_fn", metric.meta.sync.fn), how.get("reduce_fx")
             # First the function, which `should` takes: of another, Lightning makes a copy, with the strategy and the network.
-            meta.sync.fn = how.get("sync_dist_fn", meta.sync.fn)
-            meta.sync.should = how.get("sync_dist", False)
-            meta.reduce_fx = how["reduce_fx"] if callable(how.get("reduce_fx")) else meta.reduce_fx
+            meta.sync.fn = reduce if callable(reduce) else None
+            meta.sync.should = bool(how.get("sync_dist", False))
+            meta.reduce_fx = reduce_fx if callable(reduce_fx) else meta.reduce_fx
         super().log(fx, name, self._whole_value(name, value), **how)
 
-    def _whole_value(self, name: str, value: Any) -> Any:
+    def _whole_value(self, name: str, value: object) -> object:
         """Returns a value as a whole tensor: one that follows from sharded parameters is sharded, too. All ranks log it."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -96,12 +135,11 @@ class Results(_ResultCollection):
 
     def _keys_of_epoch(self) -> list[str]:
         """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
-        metrics: Any = self.items()
-        return [key for key, metric in metrics if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
+        return [key for key, metric in self.items() if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
 
-    def _value_and_samples(self, key: str) -> Any:
+    def _value_and_samples(self, key: str) -> Value:
         """Returns the value of a key so far, and the number of samples in it where it is a mean."""
-        metric: Any = self[key]
+        metric: _ResultMetric = self[key]
         return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
     def discard_skipped_step(self) -> None:
@@ -110,9 +148,9 @@ class Results(_ResultCollection):
         for key in self._keys_of_epoch() if self._state.may_be_skipped and skipped is not False else ():
             self._discard_value_of_step(key, self._before_step.get(key), skipped)
 
-    def _discard_value_of_step(self, key: str, before: Any, skipped: bool | Tensor) -> None:
+    def _discard_value_of_step(self, key: str, before: Value | None, skipped: bool | Tensor) -> None:
         """Sets a value of the epoch back to what it was before the step."""
-        metric: Any = self[key]
+        metric: _ResultMetric = self[key]
         now = self._value_and_samples(key)
         if skipped is True:
             if before is None:
@@ -122,19 +160,19 @@ class Results(_ResultCollection):
             fresh = deepcopy(metric)
             fresh.reset()
             before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
-        value, count = (
-            earlier if skipped is True or earlier is None else torch.where(skipped, earlier.to(other.device), other)  # type: ignore[arg-type]
-            for earlier, other in zip(before, now, strict=True)
-        )
-        metric.value = value
-        if count is not None:
-            metric.cumulated_batch_size = count
 
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        def chosen(earlier: Tensor, other: Tensor) -> Tensor:
+            return earlier if isinstance(skipped, bool) else torch.where(skipped, earlier.to(other.device), other)
+
+        metric.value = chosen(before[0], now[0])
+        if before[1] is not None and now[1] is not None:
+            metric.cumulated_batch_size = chosen(before[1], now[1])
+
+    def update_metrics(self, key: str, value: Metric | Tensor, batch_size: int) -> None:
         """Shows a step as the mean of its micro-batches. Lightning shows the last one, which is another one on another number
         of ranks.
         """
-        metric: Any = self[key]
+        metric: _ResultMetric = self[key]
         meta = metric.meta
         if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
             super().update_metrics(key, value, batch_size)
@@ -142,6 +180,7 @@ class Results(_ResultCollection):
         shared, meta.sync.should = meta.sync.should, False  # the ranks need not meet before the step is over
         super().update_metrics(key, value, batch_size)
         meta.sync.should = shared
+        assert metric._forward_cache is not None
         total, weights, count = self._values_of_step.get(key, (0.0, 0.0, 0))
         total, weights, count = total + metric._forward_cache * self.weight, weights + self.weight, count + 1
         self._values_of_step[key] = total, weights, count
@@ -149,7 +188,7 @@ class Results(_ResultCollection):
         met = shared and self.ends_step
         metric._forward_cache = meta.sync(total / count) if met else total / weights
 
-    def metrics(self, on_step: bool) -> Any:
+    def metrics(self, on_step: bool) -> Metrics:
         """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device."""
         if not (self.training and on_step):
             return super().metrics(on_step)
@@ -157,13 +196,14 @@ class Results(_ResultCollection):
         for meta in metas:
             meta.prog_bar = False
         try:
-            known: Any = super().metrics(on_step)
+            known: Metrics = super().metrics(on_step)
         finally:
             for meta in metas:
                 meta.prog_bar = True
         names = [meta.forked_name(on_step) for meta in metas]
         values = {name: known["callback"][name] for name in names if name in known["callback"]}
-        known["pbar"] = {name: value if value.is_cuda else value.item() for name, value in values.items()}
+        shown: Shown = {name: value if value.is_cuda else value.item() for name, value in values.items()}
+        known["pbar"] = cast(dict[str, float], shown)
         return known
 
     def reduce_step(self, hook_is_over: bool) -> None:
@@ -178,8 +218,7 @@ class Results(_ResultCollection):
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
         own: dict[str, tuple[Tensor, Tensor]] = {}
-        for key, result in self.items():
-            metric: Any = result
+        for key, metric in self.items():
             if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
                 samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
                 own[key] = self._sum_of_this_rank(key), samples.cpu()
@@ -187,7 +226,8 @@ class Results(_ResultCollection):
         made: Sums = {}
         for key in own:
             if all(key in of_rank for of_rank in by_rank):
-                meta: Any = self[key].meta
+                result: _ResultMetric = self[key]
+                meta = result.meta
                 made[key] = {
                     "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
                     "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
@@ -197,30 +237,29 @@ class Results(_ResultCollection):
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
         """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
-        metric: Any = self[key]
-        value: Tensor = metric.value.detach().cpu()
+        value: Tensor = self[key].value.detach().cpu()
         return value
 
     def resume_with(self, sums: Sums, rank: int, ranks: int) -> None:
         """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
         self._sums_to_restore = sums, rank, ranks
 
-    def restore_sums(self, device: torch.device, reduce: Callable[..., Any]) -> None:
+    def restore_sums(self, device: torch.device, reduce: Callable[..., object]) -> None:
         """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now."""
         if self._sums_to_restore is None:
             return
         (sums, rank, ranks), self._sums_to_restore = self._sums_to_restore, None
         for key, entry in sums.items():
             value, samples = self._restored_sum(key, sums, rank, ranks)
-            should, rank_zero_only = entry["sync"].values()
             meta = dict(entry["meta"])
             self.pop(key, None)  # of an earlier fit
             fx, name = meta.pop("fx"), meta.pop("name")
             # As when it was logged for the first time, but without that value, which the ranks need not meet for.
-            self.log(fx, name, torch.zeros(()), **meta, batch_size=1, sync_dist_fn=reduce, rank_zero_only=rank_zero_only)
-            metric: Any = self[key]
+            how = {**meta, "batch_size": 1, "sync_dist_fn": reduce, "rank_zero_only": entry["sync"]["rank_zero_only"]}
+            self.log(fx, name, torch.zeros(()), **how)
+            metric: _ResultMetric = self[key]
             metric.reset()
-            metric.has_reset, metric.meta.sync.should = False, should
+            metric.has_reset, metric.meta.sync.should = False, entry["sync"]["should"]
             metric.value = value
             if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = samples
@@ -256,11 +295,13 @@ class _Reduction:
     def __hash__(self) -> int:
         return id(self.strategy)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reduction":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Reduction":
         """Returns this one: a copy of what was logged does not need the strategy, and with it the network."""
         return self
 
-    def __call__(self, value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def __call__(
+        self, value: Tensor, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
         device = self.strategy.root_device
         if not isinstance(value, Tensor) or device.type != "cuda" or not dist.is_initialized():
             return self.strategy.reduce(value, group, reduce_op)
@@ -314,7 +355,7 @@ class Logged(_LoggerConnector):
     strings, by their length).
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._delayed_numbers: dict[str, _DelayedNumber] = {}
         """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
@@ -322,16 +363,16 @@ class Logged(_LoggerConnector):
     def on_batch_end(self) -> None:
         super().on_batch_end()
         if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
-            bar: dict[str, Any] = self._progress_bar_metrics
+            bar = cast(Shown, self._progress_bar_metrics)
             self._delayed_numbers |= {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
 
     @property
-    def progress_bar_metrics(self) -> Any:
+    def progress_bar_metrics(self) -> dict[str, float]:
         """Returns the metrics that a bar shows: of what a GPU computes, the number of the last step, for which the host hardly
         waits.
         """
-        bar: dict[str, Any] = super().progress_bar_metrics
-        for name, value in bar.items():
+        bar = super().progress_bar_metrics
+        for name, value in cast(Shown, bar).items():
             if isinstance(value, Tensor):
                 late = self._delayed_numbers.get(name)
                 bar[name] = value.item() if late is None else late.read()
@@ -347,19 +388,21 @@ class Logged(_LoggerConnector):
     def reduce_metrics(self, stage: str) -> None:
         """Called at the end of an epoch. `ExactLogged` adds up what metrics have counted."""
 
-    def metrics_of_ranks(self) -> dict[str, Any]:
+    def metrics_of_ranks(self) -> dict[str, object]:
         """Returns the states of metrics for a checkpoint, by its key. Called by all ranks."""
         return {"metric_states": gather_metric_states(self.trainer, self.trainer.lightning_module)}
 
-    def restore_metrics(self, checkpoint: dict[str, Any]) -> None:
+    def restore_metrics(self, checkpoint: StateDict) -> None:
         """Restores the states of metrics of a run that resumes within an epoch."""
-        steps: Any = self.trainer.fit_loop.epoch_loop
+        steps = cast(_Steps, self.trainer.fit_loop.epoch_loop)
         steps.metric_states = checkpoint.get("metric_states")
 
-    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+    def on_batch_start(self, batch: object, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)
-        results: Any = self.trainer._results
+        results = self.trainer._results
+        assert results is not None
         if self.trainer.training:
+            assert isinstance(results, Results)
             at, steps = micro_batch(self.trainer), self.trainer.fit_loop.epoch_loop
             results.batch_size = at.size or None
             begins = (steps.batch_progress.current.ready - 1) % self.trainer.accumulate_grad_batches == 0
@@ -380,7 +423,7 @@ class Logged(_LoggerConnector):
         epoch.
         """
         reset: bool = super().should_reset_tensors(fx)
-        results: Any = self.trainer._results
+        results = self.trainer._results
         if isinstance(results, Results) and fx in results.hooks_before_resume:
             results.hooks_before_resume.discard(fx)
             return False
@@ -391,7 +434,8 @@ class Logged(_LoggerConnector):
         be 3.
         """
         super().epoch_end_reached()
-        results: Any = self.trainer._results
+        results = self.trainer._results
+        assert results is not None
         if isinstance(results, Results):
             results.reduce_epoch()
         if not self.trainer.predicting:
@@ -402,7 +446,7 @@ class Logged(_LoggerConnector):
                 metric.cumulated_batch_size = metric.cumulated_batch_size.to(dtype)
 
     def on_epoch_end(self) -> None:
-        results: Any = self.trainer._results
+        results = self.trainer._results
         if isinstance(results, Results):
             results.refuse_values_of_single_ranks()
         super().on_epoch_end()

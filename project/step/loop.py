@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -26,13 +25,14 @@ from project.step.capture import choose_runner
 from project.step.chance import run_seed
 from project.step.data_ranks import data_ranks
 from project.step.epoch_loop import EpochLoop
+from project.step.evaluation import loaders_of
 from project.step.fast_path import why_not_fast_path
 from project.step.gradients import clip_by_value
 from project.step.metric_states import restore_metric_states
 from project.step.micro_batch import MicroBatch, count_samples
-from project.step.runner import Runner
-from project.step.slow_path import NotingFetcher, adapt_strategy, restore_strategy
-from project.typed import typed
+from project.step.runner import Outputs, Runner
+from project.step.slow_path import Fetched, NotingFetcher, adapt_strategy, restore_strategy
+from project.typed import Batch, Fetcher, typed
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Steps(EpochLoop):
     """The steps of an epoch. `advance` takes them on the fast path; else Lightning's own loop does."""
 
-    def on_run_start(self, data_fetcher: Any) -> None:
+    def on_run_start(self, data_fetcher: Fetcher) -> None:
         """Prepares an epoch: restores what was logged before the run was stopped, and chooses which loop takes the steps."""
         self.moments.begin_epoch(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
@@ -88,30 +88,31 @@ class Steps(EpochLoop):
         )
         self.state.runner.begin_epoch()
 
-    def _transfer_owner(self, hook: str) -> Any:
+    def _transfer_owner(self, hook: str) -> LightningDataModule | LightningModule:
         """Returns what moves a batch to the device by this hook: the data module, where it has one of its own, or the
         module.
         """
-        loaders: Any = self.trainer._data_connector
-        data, module = loaders.attached, self.trainer.lightning_module
+        data = loaders_of(self.trainer).attached
+        module: LightningModule = self.trainer.lightning_module
         if data is None or not is_overridden(hook, data, LightningDataModule):
             return module
         if is_overridden(hook, module, LightningModule):
             rank_zero_warn(f"`{hook}` is the LightningDataModule's. That of the LightningModule is not called.")
         return data
 
-    def _fetch(self, data_fetcher: Any) -> Any:
+    def _fetch(self, data_fetcher: Fetcher) -> Fetched:
         """Fetches a micro-batch."""
         self._begin_step()
         self._call_hook("on_fetch_begins")
         if not self._all_dealt:
             self.moments.begin_fetch(self.batch_progress.current.ready)
         try:
-            return next(data_fetcher)
+            fetched: Fetched = next(data_fetcher)
         finally:
             self._call_hook("on_fetch_ends")
+        return fetched
 
-    def advance(self, data_fetcher: Any) -> None:
+    def advance(self, data_fetcher: Fetcher) -> None:
         """Trains on one micro-batch: from the loader to the metrics."""
         if self._validation_due:
             return  # what follows is `on_advance_end`
@@ -159,7 +160,7 @@ class Steps(EpochLoop):
         if logged:
             trainer._logger_connector.update_train_step_metrics()
 
-    def _train_on_batch(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
+    def _train_on_batch(self, batch: Batch, number: int, accumulates: bool) -> Outputs:
         """Computes the gradient of a batch on the device; after the last micro-batch of a step, takes the step."""
         if accumulates:
             with self._strategy.block_backward_sync() if isinstance(self._strategy, ParallelStrategy) else nullcontext():
@@ -198,7 +199,7 @@ class Steps(EpochLoop):
             lightnings = "Skipping the `training_step` by returning None in distributed training is not supported."
             raise as_user_error(RuntimeError(), f"{text} {lightnings} HINT: {hint}.")
 
-    def _note(self, batch: Any) -> None:
+    def _note(self, batch: Batch) -> None:
         """Notes which micro-batch was fetched, and seeds for it. Of several loaders, which advance together, the first one
         names it.
         """
@@ -221,7 +222,7 @@ class Steps(EpochLoop):
         self._methods_of_hooks, self.state.runner, self._counts_own_steps = {}, Runner(), False
         super().teardown()
 
-    def _forward_and_backward(self, batch: Any, number: int, accumulates: bool) -> dict[str, Any]:
+    def _forward_and_backward(self, batch: Batch, number: int, accumulates: bool) -> Outputs:
         """Computes the forward and the backward pass of a micro-batch, with the hooks around them."""
         micro_batches = self.trainer.accumulate_grad_batches
         self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
@@ -231,8 +232,9 @@ class Steps(EpochLoop):
         output = self._strategy.training_step(batch, number) if self._takes_batch_idx else self._strategy.training_step(batch)
         if first:
             self.gradients.check_weights("in its forward pass")
-        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        if output is not None and not isinstance(outputs.get("loss"), Tensor):
+        outputs: Outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        given = outputs.get("loss")
+        if output is not None and not isinstance(given, Tensor):
             what = (
                 "a dict where the 'loss' key needs to be present"
                 if isinstance(output, Mapping)
@@ -251,9 +253,10 @@ class Steps(EpochLoop):
             self._refuse_on_several_ranks("training_step returned None", "return a loss that has none: (output * 0).sum()")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
+        assert isinstance(given, Tensor)
         self.state.has_loss = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
-        loss, weight = outputs["loss"], self.state.micro_batch.weight
+        loss, weight = given, self.state.micro_batch.weight
         self.state.loss = loss.detach()
         if micro_batches != 1 and self.gradients.divides_loss:
             loss = loss / micro_batches

@@ -5,10 +5,11 @@ torchmetrics leaves its states out of a module's `state_dict`, because at the en
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias, TypedDict, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -16,17 +17,29 @@ from project.step.data_ranks import data_ranks
 
 log = logging.getLogger(__name__)
 
-States = dict[str, list[dict[str, Any]]]
-"""By the name of the metric, of each rank its state, and how often it was updated (`updates`)."""
+State: TypeAlias = Tensor | list[Tensor]
 
-_FIRSTS: dict[Any, Callable[[list[Any]], Any]] = {
-    dim_zero_sum: lambda parts: sum(parts),
+
+class RankStates(TypedDict, total=False):
+    """A rank's states of a metric; of one that has not updated it, nothing."""
+
+    state: dict[str, State]
+    """By their names."""
+    updates: int
+    """How often the metric was updated."""
+
+
+States: TypeAlias = dict[str, list[RankStates]]
+"""By the name of the metric, of each rank its states."""
+
+_FIRSTS: dict[object, Callable[[list[State]], State]] = {
+    dim_zero_sum: lambda parts: cast(Tensor, sum(_tensors(parts))),
     dim_zero_cat: lambda parts: [element for part in parts for element in _listed(part)],
 }
-_OF_ALL_RANKS: dict[Any, Callable[[list[Any]], Any]] = {
-    dim_zero_max: lambda parts: torch.stack(parts).amax(0),
-    dim_zero_min: lambda parts: torch.stack(parts).amin(0),
-    dim_zero_mean: lambda parts: torch.stack(parts).mean(0),
+_OF_ALL_RANKS: dict[object, Callable[[list[State]], State]] = {
+    dim_zero_max: lambda parts: torch.stack(_tensors(parts)).amax(0),
+    dim_zero_min: lambda parts: torch.stack(_tensors(parts)).amin(0),
+    dim_zero_mean: lambda parts: torch.stack(_tensors(parts)).mean(0),
 }
 """The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
 
@@ -36,14 +49,15 @@ def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
     left out.
     """
     counted = _logged_in_training(trainer) if trainer.validating else None
-    own: dict[str, dict[str, Any]] = {}
+    own: dict[str, RankStates] = {}
     for name, metric in metrics_of(module):
         if metric.update_called and (counted is None or any(metric is other for other in counted)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
     by_rank = data_ranks(trainer).all_gather_objects(own)
     # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
-    return {name: [of_rank.get(name, {}) for of_rank in by_rank] for name in {key for of_rank in by_rank for key in of_rank}}
+    names = {key for of_rank in by_rank for key in of_rank}
+    return {name: [of_rank.get(name, RankStates()) for of_rank in by_rank] for name in names}
 
 
 def restore_metric_states(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
@@ -58,9 +72,9 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
         metric._update_count = here.get("updates", metric._update_count)
 
 
-def _on_other_ranks(name: str, metric: Metric, of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank: int) -> RankStates:
     """Returns the states of a metric for today's ranks: all sums are rank 0's, or none where they can't be brought together."""
-    made: dict[str, Any] = {}
+    made: dict[str, State] = {}
     entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():
         parts = [entry["state"][key] for entry in entries]
@@ -86,17 +100,22 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
 
 
 def _logged_in_training(trainer: Trainer) -> list[Metric]:
-    results: Any = trainer.fit_loop.epoch_loop._results
+    results = trainer.fit_loop.epoch_loop._results
     return [result.value for result in results.values() if isinstance(result.value, Metric)]
 
 
-def _listed(part: Any) -> list[Any]:
+def _listed(part: State) -> list[Tensor]:
     return part if isinstance(part, list) else [part]
 
 
-def _on_host(value: Any) -> Any:
+def _tensors(parts: list[State]) -> list[Tensor]:
+    """Returns the parts of a state that is a tensor and no list."""
+    return cast(list[Tensor], parts)
+
+
+def _on_host(value: State) -> State:
     return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
 
 
-def _on_device(value: Any, metric: Metric) -> Any:
+def _on_device(value: State, metric: Metric) -> State:
     return [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)

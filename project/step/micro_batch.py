@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -46,7 +45,7 @@ class MicroBatch:
         return high - low
 
 
-def count_samples(batch: Any) -> int:
+def count_samples(batch: object) -> int:
     """Returns how many samples a batch seems to have: the length of the first tensor in it."""
     lengths: list[int] = []
     apply_to_collection(batch, Tensor, lambda tensor: lengths.append(len(tensor) if tensor.ndim else 1))

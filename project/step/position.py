@@ -8,17 +8,43 @@ in which they were saved; so they are not restored but written anew, from the po
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Protocol, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
-from project.typed import typed
+from project.typed import Fetcher, StateDict, typed
 from project.untrusted import as_count
 
 log = logging.getLogger(__name__)
+
+
+class Counts(Protocol):
+    """Lightning's counts of epochs or micro-batches: how many are ready, and so on."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+class Progress(Protocol):
+    """Lightning's counts of an epoch so far, and since the run began."""
+
+    @property
+    def current(self) -> object:
+        """Returns those of the epoch."""
+
+    @property
+    def total(self) -> object:
+        """Returns those of the run."""
+
+
+def counts(tracker: object) -> Counts:
+    """Returns one of Lightning's counts, with types: it declares two of the four."""
+    return cast(Counts, tracker)
 
 
 @dataclass(frozen=True)
@@ -42,11 +68,11 @@ class Position:
     begun: bool = False
     """The hooks at the start of this epoch have been called."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
     @classmethod
-    def from_state_dict(cls, saved: Any) -> "Position":
+    def from_state_dict(cls, saved: StateDict) -> "Position":
         """Returns the position that `state_dict` gave; raises a TypeError or a ValueError where `saved` is something else."""
         switches = {field.name for field in fields(cls) if field.default is False}
         for name, value in saved.items():
@@ -64,26 +90,26 @@ def position(trainer: Trainer) -> Position:
     """
     loop = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
-    batches: Any = progress.current
+    batches = counts(progress.current)
     taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
     # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
     many, undone = trainer.accumulate_grad_batches, int(taken.ready > taken.completed)
     step = batches.started // many - undone
     ranks = data_ranks(trainer).count
     micro_batches = (batches.started - undone * many) * ranks
-    ever: Any = progress.total
+    ever = counts(progress.total)
     total = (ever.started - undone * many) * ranks
     logged = loop.epoch_loop._batches_that_stepped
     at_its_end = batches.processed > batches.completed and not undone  # in on_train_batch_end
     # The step is done, but for what follows that hook: its validation, and that it is counted.
-    fetcher: Any = loop._data_fetcher
+    fetcher: Fetcher = loop._data_fetcher
     due = bool(trainer.validating) or (at_its_end and loop.epoch_loop._should_check_val_fx(fetcher))
     if at_its_end and not due and batches.started % many == 0:
         logged += 1
     # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
     last = progress.is_last_batch and batches.started == batches.ready
     over = not undone and (last or batches.started >= trainer.num_training_batches)
-    epochs: Any = loop.epoch_progress.current
+    epochs = counts(loop.epoch_progress.current)
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed
         at = epochs.processed, step, trainer.global_step, micro_batches, total, logged
@@ -96,7 +122,7 @@ def position(trainer: Trainer) -> Position:
 
 def stopped_within_epoch(trainer: Trainer) -> bool:
     """Returns, at the end of an epoch, whether training was stopped before all its micro-batches had been trained on."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    batches = trainer.fit_loop.epoch_loop.batch_progress
     return not batches.is_last_batch and batches.current.ready < trainer.num_training_batches
 
 
@@ -119,7 +145,7 @@ def warn_if_cut_short(trainer: Trainer) -> None:
         )
 
 
-def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
+def set_counters(fit_loop: StateDict, at: Position, ranks: int) -> None:
     """Rewrites the saved state of Lightning's fit loop so that it resumes from a position, on so many data ranks."""
     begun = at.begun or at.step > 0 or at.validation_due
     batches = fit_loop["epoch_loop.batch_progress"]
@@ -139,7 +165,7 @@ def set_counters(fit_loop: dict[str, Any], at: Position, ranks: int) -> None:
     validation["is_last_batch"] = False
 
 
-def check_loop_progress(saved: Any, name: str = "loops") -> None:
+def check_loop_progress(saved: object, name: str = "loops") -> None:
     """Raises a UserError where the saved progress of Lightning's loops is no count: it would fail much later."""
     if isinstance(saved, Mapping):
         for key, item in saved.items():

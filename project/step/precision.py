@@ -1,11 +1,9 @@
 """Chooses the precision of a run that has no GPU, and the one that `auto` takes."""
 
-from typing import Any
-
 import torch
 
 
-def on_cpu(accelerator: Any) -> bool:
+def on_cpu(accelerator: object) -> bool:
     """Returns whether `trainer.accelerator` means a CPU here."""
     return accelerator == "cpu" or (
         accelerator == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()

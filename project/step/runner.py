@@ -2,9 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor
+
+from project.typed import Batch
+
+Outputs: TypeAlias = dict[str, object]
+"""What `training_step` returned, by name; the loss is under 'loss'."""
+Transfer: TypeAlias = Callable[[Batch, int], Batch]
+"""The data module's work on a batch on the device; the number is that of the loader."""
+Train: TypeAlias = Callable[[Batch], Outputs]
 
 
 class Runner:
@@ -19,13 +27,13 @@ class Runner:
     def change_callbacks(self) -> None:
         """Called when a callback was added or removed during training."""
 
-    def prepare(self, batch: Any, number: int, accumulates: bool, transfer: Callable[[Any, int], Any]) -> Any:
+    def prepare(self, batch: Batch, number: int, accumulates: bool, transfer: Transfer) -> Batch:
         """Returns the batch as the hooks before the step see it. `number`: of the micro-batch within its step; `transfer`: the
         data module's work on a batch on the device.
         """
         return transfer(batch, 0)
 
-    def run(self, batch: Any, transfer: Callable[[Any, int], Any], train: Callable[[Any], dict[str, Any]]) -> Any:
+    def run(self, batch: Batch, transfer: Transfer, train: Train) -> tuple[Outputs, Batch]:
         """Returns the outputs of `train`, and the batch as the hooks after the step see it."""
         return train(batch), batch
 

@@ -3,18 +3,24 @@
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from project.step.gradients import clip_in_skipped_steps
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import all_evaluate_once, refuse_accumulation_of_lbfgs
 from project.step.state import micro_batch, step_state
+from project.typed import Batch, Fetcher
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Fetched: TypeAlias = tuple[Batch, int, int]
+"""A micro-batch, and the numbers that Lightning gives it and its loader."""
 
 
 class WeightedResults:
@@ -41,7 +47,7 @@ class WeightedResults:
             )
         self._last = at
 
-    def from_training_step_output(self, output: Any, micro_batches: int) -> ClosureResult:
+    def from_training_step_output(self, output: STEP_OUTPUT, micro_batches: int) -> ClosureResult:
         self._warn_of_second_evaluation()
         result = ClosureResult.from_training_step_output(output, micro_batches)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -55,22 +61,29 @@ class WeightedResults:
 class NotingFetcher:
     """Wraps Lightning's data fetcher: each micro-batch is noted before any other code sees it."""
 
-    def __init__(self, fetcher: Any, fetch: Callable[[Any], Any], note: Callable[[Any], None]) -> None:
+    def __init__(self, fetcher: Fetcher, fetch: Callable[[Fetcher], Fetched], note: Callable[[Batch], None]) -> None:
         self._fetcher, self._fetch, self._note = fetcher, fetch, note
 
     @property
     def done(self) -> bool:
         return bool(self._fetcher.done)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Fetched:
         fetched = self._fetch(self._fetcher)
         self._note(fetched[0])
         return fetched
 
 
+class _Replaceable(Protocol):
+    """A strategy's methods that are replaced for a fit."""
+
+    backward: Callable[..., object]
+    optimizer_step: Callable[..., object]
+
+
 def adapt_strategy(trainer: Trainer) -> None:
     """Weighs the loss of a module that steps its optimisers by itself, and of an optimiser that evaluates the loss again."""
-    strategy: Any = trainer.strategy
+    strategy = cast(_Replaceable, trainer.strategy)
     weighs = not trainer.lightning_module.automatic_optimization
     clip_in_skipped_steps(trainer)
     refuse_accumulation_of_lbfgs(trainer)
@@ -86,7 +99,7 @@ def restore_strategy(trainer: Trainer) -> None:
         vars(trainer.strategy).pop(replaced, None)
 
 
-def _weighted_backward(trainer: Trainer, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _weighted_backward(trainer: Trainer, backward: Callable[..., T], loss: Tensor, *args: object, **kwargs: object) -> T:
     """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
     weight.
     """
@@ -96,15 +109,16 @@ def _weighted_backward(trainer: Trainer, backward: Callable[..., Any], loss: Ten
 
 
 def _step_with_mean_loss(
-    trainer: Trainer, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], **settings: Any
-) -> Any:
+    trainer: Trainer, step: Callable[..., T], optimizer: object, closure: Callable[[], object], **settings: object
+) -> T:
     """Takes the place of the strategy's `optimizer_step`: an optimiser that evaluates the loss again gets its mean over the
     ranks. By its own loss a rank would end a search earlier than the others, which would wait for it.
     """
 
-    def evaluate() -> Any:
+    def evaluate() -> object:
         loss = closure()
-        weighed = loss * micro_batch(trainer).weight if isinstance(loss, Tensor) else loss
-        return trainer.strategy.reduce(weighed, reduce_op="mean") if isinstance(loss, Tensor) else loss
+        if not isinstance(loss, Tensor):
+            return loss
+        return trainer.strategy.reduce(loss * micro_batch(trainer).weight, reduce_op="mean")
 
     return step(optimizer, evaluate, **settings)

@@ -6,7 +6,7 @@ does not fit one with fewer groups, and a parameter that was unfrozen is frozen 
 
 import logging
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ def apply_structure(trainer: Trainer, wanted: Structure) -> None:
     for optimizer, groups, ours in zip(trainer.optimizers, wanted["groups"], now, strict=True):
         if groups is None or ours is None or groups == ours or any(name not in named for group in groups for name in group):
             continue
-        before: list[dict[str, Any]] = optimizer.param_groups
+        before = optimizer.param_groups
         optimizer.param_groups = [
             {**(before[at] if at < len(before) else optimizer.defaults), "params": [named[name] for name in group]}
             for at, group in enumerate(groups)
