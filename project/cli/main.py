@@ -24,6 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
+from project.checkpoints.memory import memory_folder
 from project.checkpoints.reading import Verification
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import take_functions
@@ -40,8 +41,10 @@ from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_us
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
 from project.launch.command import command
+from project.launch.fork_server import is_fork_server, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
+from project.launch.supervisor import ATTEMPT
 from project.launch.sweep import with_trial
 from project.masking import masked
 from project.model import ImageClassifier
@@ -51,6 +54,8 @@ from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import exit_at_once, report_error
 from project.survive.hang.watchdog import Watchdog
+from project.survive.recovery import Recovery
+from project.survive.requeue import listen_for_signals
 from project.trainer import Trainer
 from project.typed import typed
 from project.untrusted import write_text
@@ -126,6 +131,7 @@ class ProjectCLI(LightningCLI):
         loggers.take_from_yaml(parser)
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
+        parser.add_lightning_class_args(Recovery, "recover")
         parser.add_lightning_class_args(Profile, "profile")
         parser.add_lightning_class_args(Dashboard, "dashboard")
 
@@ -172,6 +178,8 @@ class ProjectCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
+        if is_fork_server():
+            self._fork_ranks()
         if self.dry:
             add_instantiator(on_meta, nn.Module)
         elif self._is_built_by_rank_0():
@@ -185,6 +193,20 @@ class ProjectCLI(LightningCLI):
             if "Problem with given class_path" not in str(error):
                 raise
             raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
+
+    def _fork_ranks(self) -> None:
+        """Serves the supervisor, and returns in each rank that is forked for it."""
+        trainer = self.config[self.subcommand].trainer
+        strategy = trainer.strategy.as_dict() if isinstance(trainer.strategy, Namespace) else trainer.strategy
+        count = early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
+        if not early_start.starts_ranks(strategy) or not count:
+            raise UserError(
+                "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
+                "a number for trainer.devices."
+            )
+        serve(count)
+        listen_for_signals()
+        open_log(detect().rank, host())
 
     def _placed(self, text: str) -> str:
         """Returns a text with the flag, or the file and line, of the setting that it is about."""
@@ -302,7 +324,7 @@ class ProjectCLI(LightningCLI):
             else:
                 log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"], at["step"])
             # Where it began stays known: a checkpoint of another run, or nothing.
-            own = checkpoint.parent.absolute() == self.folder / "checkpoints"
+            own = checkpoint.parent.absolute() in (self.folder / "checkpoints", memory_folder())
             saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
         self._saved = saved
         return begun
@@ -427,6 +449,8 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
+        if ATTEMPT in os.environ:  # this process is a fork of the one that began
+            rank = detect().rank
         if (trainer := ProjectCLI.running) is not None:
             say = log.debug  # the error is the last word
             observed = getattr(trainer.strategy.launcher, "procs", [])

@@ -324,7 +324,7 @@ class WatchedRank:
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
         line |= {"state": "failed" if why else "killed", "why": why or how or None}
         try:
-            if not _add_stop(life, self.pid, json.dumps(line)):
+            if not add_stop(life, self.pid, json.dumps(line)):
                 return  # it has said so itself, or the run goes on elsewhere
             words = [sys.executable, "-m", "project", "report", str(life.parent)]
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -348,7 +348,7 @@ def _write_whole(file: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _add_stop(life: Path, pid: int, line: str) -> bool:
+def add_stop(life: Path, pid: int, line: str) -> bool:
     """Adds a line to a run's file of starts and stops, if its last line is this process's start; returns whether it was."""
     with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

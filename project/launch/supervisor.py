@@ -1,0 +1,242 @@
+"""The supervisor: the process above the ranks of one host. It starts them, and starts them again when one of them is lost.
+
+Plain Python alone, and only where `recover.restarts` says so: `python -m project fit` becomes the supervisor, loads neither
+torch nor the user's code, and lives as long as the run. Its first child, the fork server (`launch/fork_server.py`), loads all
+libraries and resolves the configuration once; each rank is a fork of it, so that a lost rank costs no imports.
+
+The state to resume from outlives the ranks, too: they keep copies of it in a folder in memory that belongs to the supervisor.
+"""
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from project.config_files import documents, expand, option, run_config
+from project.errors import TRY_AGAIN
+from project.launch.early_start import LAUNCHERS, free_port
+from project.launch.sweep import with_trial
+from project.survive.hang.warden import OomKills, add_stop, kill_with_children
+
+SOCKET = "PROJECT_FORK_SERVER"
+"""The environment variable with the fork server's socket."""
+SUPERVISED = "PROJECT_SUPERVISED"
+"""The environment variable with the name of a supervised run, which stays when its ranks are started again."""
+ATTEMPT = "PROJECT_ATTEMPT"
+"""The environment variable that counts the starts of the ranks, from 0."""
+MEMORY = "PROJECT_MEMORY"
+"""The environment variable with the folder in memory where the ranks keep copies of the run's state."""
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+_GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
+_WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
+_LONGEST_MESSAGE = 1 << 16
+
+
+def restarts(words: list[str]) -> int:
+    """Returns `recover.restarts` of a command line, if this process is to supervise the ranks; 0 where it is not."""
+    if words[:1] != ["fit"] or not LAUNCHERS.isdisjoint(os.environ):
+        return 0
+    if {"-h", "--help"} & {*words} or any(word.startswith(("--print_config", "--dry_run")) for word in words):
+        return 0
+    try:
+        expanded = expand(run_config(with_trial(list(words))))
+        value: object = option(expanded, "--recover.restarts")
+        sections = [section["recover"] for section in documents(expanded) if isinstance(section.get("recover"), Mapping)]
+        if value is None:
+            value = next((section["restarts"] for section in reversed(sections) if "restarts" in section), 0)
+        return max(0, int(str(value)))
+    except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
+        return 0
+
+
+@dataclass
+class Rank:
+    """Represents a rank that was started, and how it ended."""
+
+    number: int
+    pid: int
+    oom_kills: OomKills
+    status: int | None = None
+
+    @property
+    def code(self) -> int:
+        """Returns the exit code, as a shell has it; 0 while the rank lives."""
+        code = 0 if self.status is None else os.waitstatus_to_exitcode(self.status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def killed_by(self) -> int:
+        """Returns the signal that killed the rank, or 0."""
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+
+class Supervisor:
+    """Starts the ranks of a run on this host, and starts them again, `restarts` times, when one of them is lost.
+
+    Args:
+        restarts: how often they are started again.
+        memory: the folder in memory where the ranks keep copies of the run's state.
+    """
+
+    def __init__(self, restarts: int, memory: Path | None) -> None:
+        self._restarts, self._memory = restarts, memory
+        self._host = socket.gethostname().partition(".")[0]
+        self._ranks: list[Rank] = []
+        self._attempt = 0
+        self._requested: int | None = None  # the first signal that asked the run to stop
+        self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
+        self._losses: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        self._wake, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(self._wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ,
+            SOCKET: str(server.fileno()),
+            SUPERVISED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",
+            **({MEMORY: str(memory)} if memory else {}),
+        }
+        command = [sys.executable, *sys.orig_argv[1:]]
+        self._server = subprocess.Popen(command, env=environment, pass_fds=[server.fileno()])
+        server.close()
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """Passes a signal on to the ranks; before there are any, to the fork server."""
+        self._requested = self._requested or number
+        for pid in [rank.pid for rank in self._ranks if rank.status is None] or [self._server.pid]:
+            with suppress(OSError):
+                os.kill(pid, number)
+
+    def run(self) -> int:
+        """Runs the ranks to their end, and returns the exit code."""
+        while (loss := self._run_once()) is not None:
+            if self._requested is not None or not self._may_restart(loss):
+                return TRY_AGAIN
+            self._attempt += 1
+        failed = [rank.code for rank in self._ranks if rank.code]
+        return next((code for code in failed if code != TRY_AGAIN), failed[0] if failed else 0)
+
+    def _run_once(self) -> str | None:
+        """Starts the ranks, and waits until all have ended, or one is lost: returns how, and ends the others."""
+        if self._attempt == 0 and "ready" not in self._receive():
+            code = self._server.wait()  # a wrong configuration, say, which it has reported
+            raise SystemExit(code if code >= 0 else 128 - code)
+        self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
+        pids = self._receive()["pids"]
+        assert isinstance(pids, list)
+        self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids)]
+        if self._requested is not None:  # the signal came while there was no rank
+            self._pass_on(self._requested, None)
+        until = None
+        while alive := [rank for rank in self._ranks if rank.status is None]:
+            ready, _, _ = select.select([self._socket, self._wake], [], [], until and max(0.0, until - time.monotonic()))
+            if self._wake in ready:
+                os.read(self._wake, 1 << 12)
+            if self._socket in ready:
+                self._life = Path(str(self._receive()["life"]))
+            for rank in self._reap(alive):
+                if loss := self._describe_loss(rank):
+                    return self._end_after_loss(loss)
+                if rank.code and until is None:
+                    until = time.monotonic() + _GRACE
+            if until is not None and time.monotonic() > until:
+                numbers = ", ".join(str(rank.number) for rank in alive if rank.status is None)
+                _report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
+                self._kill()
+        return None
+
+    def _receive(self) -> dict[str, object]:
+        """Returns the next message of the fork server or of a rank; {} where the server has ended."""
+        data = b""
+        with suppress(ConnectionError):
+            data = self._socket.recv(_LONGEST_MESSAGE)
+        message: dict[str, object] = json.loads(data) if data else {}
+        return message
+
+    def _reap(self, alive: list[Rank]) -> list[Rank]:
+        """Returns the ranks that have ended. What they have left behind is this process's child, too, and is forgotten."""
+        ended = []
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                for rank in alive:
+                    if rank.pid == found[0]:
+                        rank.status = found[1]
+                        ended.append(rank)
+        return ended
+
+    def _describe_loss(self, rank: Rank) -> str:
+        """Returns how a rank was lost, in a sentence; '' where it has ended by itself, or because it was asked to."""
+        if rank.killed_by and rank.killed_by not in _PASSED_ON:
+            return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
+        return f"rank {rank.number} on {self._host} has ended: it lost another one." if rank.code == TRY_AGAIN else ""
+
+    def _end_after_loss(self, loss: str) -> str:
+        """Ends the other ranks, which can't go on without this one, and records it in the run's folder."""
+        for rank in self._ranks:
+            if rank.status is None and rank.number == 0 and self._life is not None:
+                stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
+                with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+                    add_stop(self._life, rank.pid, json.dumps(stop))
+        self._kill()
+        return loss
+
+    def _kill(self) -> None:
+        """Kills all ranks, with their wardens and loader processes, and waits for their end."""
+        for rank in self._ranks:
+            if rank.status is None:
+                kill_with_children(rank.pid)
+        for rank in self._ranks:
+            if rank.status is None:
+                rank.status = os.waitpid(rank.pid, 0)[1]
+
+    def _may_restart(self, loss: str) -> bool:
+        """Returns whether the ranks are started again after a loss, and reports it."""
+        states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
+        newest, again = states[-1] if states else "", "The same command resumes the run."
+        self._losses.append((newest, "OOM" in loss))
+        alike = [out_of_memory for state, out_of_memory in self._losses if state == newest]
+        if self._attempt >= self._restarts:
+            _report(f"Lost {loss} It was the last of {self._restarts} restarts (recover.restarts). {again}")
+        elif self._memory and (len(alike) >= _WITHOUT_PROGRESS or sum(alike) >= _OUT_OF_MEMORY):
+            cause = "out of memory" if sum(alike) >= _OUT_OF_MEMORY else "a rank was lost"
+            _report(f"Lost {loss} {len(alike)} times in a row {cause}, and no step in between: not restarted. {again}")
+        else:
+            _report(f"Lost {loss} All ranks resume: restart {self._attempt + 1} of {self._restarts}.")
+            return True
+        return False
+
+
+def _report(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
+
+
+def supervise(restarts: int) -> int:
+    """Runs a fit under a supervisor, and returns the exit code."""
+    memory = None
+    with suppress(OSError):
+        memory = Path(tempfile.mkdtemp(prefix="project-", dir="/dev/shm"))
+    try:
+        return Supervisor(restarts, memory).run()
+    finally:
+        if memory is not None:
+            shutil.rmtree(memory, ignore_errors=True)
