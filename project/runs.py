@@ -35,6 +35,7 @@ from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.launch.launcher import Launch
+from project.launch.orphans import launcher_pid
 from project.launch.supervisor import ATTEMPT
 from project.masking import masked
 from project.untrusted import read_text, read_yaml, shortened, write_text
@@ -157,7 +158,10 @@ class Run:
                 "its own results. HINT: choose another --run, or remove that folder."
             )
         if checkpoint is not None:
-            if checkpoint[0].parent.absolute() not in (checkpoints, memory_folder()):  # another run's: how that one began is its own matter
+            if checkpoint[0].parent.absolute() not in (
+                checkpoints,
+                memory_folder(),
+            ):  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}
             self._compare(checkpoint[1], config, words)
             later = [path for path in checkpoints_in(checkpoints) if path.name > checkpoint[0].name] if resume != "auto" else []
@@ -283,7 +287,7 @@ def folder_of_trainer(launch: Launch) -> Path:
     if launch.kind == "torchrun" and launch.name is None:
         if (launch.nodes or 1) > 1:
             raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
-        stem = f"run-{os.getppid()}"
+        stem = f"run-{launcher_pid()}"
     else:
         stem = f"run-{launch.name or _program_started()}"
     number = next(_TRAINERS)

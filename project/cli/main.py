@@ -198,8 +198,9 @@ class ProjectCLI(LightningCLI):
         """Serves the supervisor, and returns in each rank that is forked for it."""
         trainer = self.config[self.subcommand].trainer
         strategy = trainer.strategy.as_dict() if isinstance(trainer.strategy, Namespace) else trainer.strategy
-        count = early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
-        if not early_start.starts_ranks(strategy) or not count:
+        by_engine = detect().kind != "python"
+        count = 0 if by_engine else early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
+        if not by_engine and not (early_start.starts_ranks(strategy) and count):
             raise UserError(
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import NoReturn
 
 from project.errors import UserError
 from project.launch.orphans import end_with_parent
@@ -28,12 +27,15 @@ def is_fork_server() -> bool:
 
 
 def serve(ranks: int) -> None:
-    """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else."""
+    """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else.
+
+    `ranks`: how many; 0: the one that an engine has started, and given its number.
+    """
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         raise UserError(
-            f"recover.restarts forks the ranks from one process, and something that the configuration names has started threads "
-            f"when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
+            f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
+            f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
         )
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_RANKS}
     gc.collect()
@@ -45,7 +47,7 @@ def serve(ranks: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         pids = []
-        for rank in range(ranks):
+        for rank in range(ranks or 1):
             if (pid := _fork(parent)) == 0:
                 for number, handler in before.items():
                     signal.signal(number, handler)

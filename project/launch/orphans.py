@@ -11,6 +11,13 @@ import sys
 from project.survive.hang.warden import QUIET
 
 _PR_SET_PDEATHSIG = 1
+LAUNCHER = "PROJECT_LAUNCHER"
+"""The environment variable with the process id of what started this rank's supervisor."""
+
+
+def launcher_pid() -> int:
+    """Returns the process id of what launched this process, or its supervisor."""
+    return int(os.environ.get(LAUNCHER) or os.getppid())
 
 
 def ends_with_parent() -> bool:

@@ -1,14 +1,18 @@
 """What a supervised run keeps for the ranks that will be started again (`launch/supervisor.py` starts them)."""
 
 import logging
+import os
+import secrets
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.memory import MemoryWriter, memory_folder
+from project.cluster.interfaces import own_address
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor
+from project.launch.supervisor import PORT
 from project.typed import typed
 from project.watch.history import FILE as LIFE
 
@@ -37,5 +41,9 @@ class Recovery(Callback):
             return
         if trainer.is_global_zero:
             tell_supervisor(life=str(Path(trainer.default_root_dir, LIFE).absolute()))
+        if trainer.world_size > 1 and PORT in os.environ:  # each rank has a supervisor of its own: they get to know each other
+            first = own_address(), int(os.environ[PORT]), secrets.token_hex(32)
+            address, port, secret = trainer.strategy.broadcast(first)
+            tell_supervisor(address=address, port=port, secret=secret, ranks=trainer.world_size)
         if checkpoints is not None and self.every_n_steps is not None:
             checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps)

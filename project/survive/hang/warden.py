@@ -137,12 +137,16 @@ def _handles_dump_signal(pid: int) -> bool:
     return False
 
 
+def children(pid: int) -> list[int]:
+    """Returns the process ids of a process's children."""
+    with suppress(OSError):
+        return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return []
+
+
 def kill_with_children(pid: int) -> None:
     """Kills a rank and its loader processes, which may not notice that they are alone."""
-    children: list[int] = []
-    with suppress(OSError):
-        children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    for target in (*children, pid):
+    for target in (*children(pid), pid):
         if target != os.getpid():
             with suppress(OSError):
                 os.kill(target, signal.SIGKILL)
