@@ -39,13 +39,11 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _ENGINES:
         ignore_output_errors()
         sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
-    if ends_with_parent():
-        end_with_parent()
-    if is_fork_server():
-        end_with_parent()
-    elif restarts := supervisor.restarts(sys.argv[1:]):
-        sys.exit(supervisor.supervise(restarts))
-    else:
+    if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
+        if ends_with_parent():
+            end_with_parent()
+        if restarts := supervisor.restarts(sys.argv[1:]):
+            sys.exit(supervisor.supervise(restarts))
         listen_for_signals()
     ignore_output_errors()
     interrupt = signal.getsignal(signal.SIGINT)

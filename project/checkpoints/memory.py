@@ -13,19 +13,18 @@ from lightning.pytorch import Trainer
 from project.checkpoints.reading import Manifest, checkpoints_in, newest_good, step_of
 from project.checkpoints.writing import FileWriter, ShardWriters, cause, remove
 from project.cluster.place import host
+from project.launch.supervisor import MEMORY
 from project.sharded.shards import Split
 from project.sharded.strategy import Sharded
 
 log = logging.getLogger(__name__)
 
-FOLDER = "PROJECT_MEMORY"
-"""The environment variable with the folder, which belongs to the supervisor."""
 _KEPT = 2
 
 
 def memory_folder() -> Path | None:
     """Returns the folder in memory of a supervised run."""
-    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
 
 
 def newest_in_memory(after: Path | None) -> tuple[Path, Manifest] | None:

@@ -65,7 +65,7 @@ from project.watch.dashboard import Dashboard
 from project.watch.events import Events
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
-from project.watch.life import Life
+from project.watch.life import Life, commit_of_run
 from project.watch.profile import Profile
 from project.watch.report import write
 from project.watch.steady import resume_loggers
@@ -178,6 +178,8 @@ class ProjectCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
+        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
         if is_fork_server():
             self._fork_ranks()
         if self.dry:
@@ -201,10 +203,11 @@ class ProjectCLI(LightningCLI):
         by_engine = detect().kind != "python"
         count = 0 if by_engine else early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
         if not by_engine and not (early_start.starts_ranks(strategy) and count):
-            raise UserError(
+            raise SettingError(
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."
             )
+        commit_of_run()  # of the code that is loaded here, once
         serve(count)
         listen_for_signals()
         open_log(detect().rank, host())
@@ -226,8 +229,6 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]
-        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
-        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()

@@ -6,6 +6,7 @@ It is the first child of a supervisor (`launch/supervisor.py`), and has started 
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -13,9 +14,9 @@ import threading
 import time
 from contextlib import suppress
 
-from project.errors import UserError
+from project.errors import SettingError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import ATTEMPT, SOCKET
+from project.launch.supervisor import ATTEMPT, MEMORY, SOCKET
 
 _OF_THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
@@ -33,7 +34,7 @@ def serve(ranks: int) -> None:
     """
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        raise UserError(
+        raise SettingError(
             f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
             f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
         )
@@ -41,8 +42,9 @@ def serve(ranks: int) -> None:
     gc.collect()
     gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
     supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()
-    supervisor.send(b'{"ready": true}')
-    while order := supervisor.recv(1 << 12):
+    with suppress(ConnectionError):
+        supervisor.send(b'{"ready": true}')
+    while order := _next_order(supervisor):
         message = json.loads(order)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -56,7 +58,16 @@ def serve(ranks: int) -> None:
                 return
             pids.append(pid)
         supervisor.send(json.dumps({"pids": pids}).encode())
+    if memory := os.environ.get(MEMORY):  # the supervisor was killed, and its ranks with it
+        shutil.rmtree(memory, ignore_errors=True)
     os._exit(0)
+
+
+def _next_order(supervisor: socket.socket) -> bytes:
+    """Returns what the supervisor asks for; nothing where it has ended."""
+    with suppress(ConnectionError):
+        return supervisor.recv(1 << 12)
+    return b""
 
 
 def _fork(supervisor: int) -> int:

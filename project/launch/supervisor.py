@@ -93,22 +93,48 @@ class Rank:
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
 
 
+class Losses:
+    """Records how often ranks were lost, and decides whether another start is worth while."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+        self._known: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
+
+    def __str__(self) -> str:
+        return f"{len(self._known)} of {self._restarts}"
+
+    def add(self, loss: str, newest: str) -> str:
+        """Records a loss, and returns why the ranks are not started again, or ''.
+
+        `newest`: the newest state in memory, by which it is known whether the run has made progress in between.
+        """
+        self._known.append((newest, "OOM" in loss))
+        alike = [out_of_memory for state, out_of_memory in self._known if state == newest]
+        if len(self._known) > self._restarts:
+            return f"It was restarted {self._restarts} times (recover.restarts)"
+        if sum(alike) >= _OUT_OF_MEMORY:
+            return f"Memory ran out {sum(alike)} times within the same steps"
+        if len(alike) >= _WITHOUT_PROGRESS:
+            return f"Ranks were lost {len(alike)} times within the same steps"
+        return ""
+
+
 class Supervisor:
     """Starts the ranks of a run, and starts them again, `restarts` times, when one of them is lost.
 
-    Under plain Python it has all ranks of the run. Where an engine starts each rank by itself, it has one, and the supervisor of
-    the first rank decides for all (`launch/peers.py`).
+    Under plain Python it has all ranks of the run. Where an engine starts each rank by itself, it has one, and the supervisor
+    of the first rank decides for all (`launch/peers.py`).
     """
 
     def __init__(self, restarts: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool) -> None:
-        """Starts the fork server. `rank`: the first of this supervisor's ranks; `world_size`: of an engine's, else 0."""
-        self._restarts, self._memory, self._rank = restarts, memory, rank
+        """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
+        self._memory, self._rank = memory, rank
         self._host = socket.gethostname().partition(".")[0]
         self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
-        self._losses: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
+        self._losses, self._given_up = Losses(restarts), False
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
         for number in _PASSED_ON:
@@ -133,7 +159,7 @@ class Supervisor:
     def _pass_on(self, number: int, frame: object) -> None:
         """Passes a signal on to the ranks; before there are any, to the fork server."""
         self._requested = self._requested or number
-        for pid in [rank.pid for rank in self._ranks if rank.status is None] or [self._server.pid]:
+        for pid in [rank.pid for rank in self._alive] or [self._server.pid]:
             with suppress(OSError):
                 os.kill(pid, number)
 
@@ -144,14 +170,18 @@ class Supervisor:
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
+        if self._given_up:
+            return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
         return next((code for code in failed if code != TRY_AGAIN), failed[0] if failed else 0)
 
     def _run_once(self) -> bool:
         """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
         self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
-        pids = self._receive()["pids"]
-        assert isinstance(pids, list)
+        pids = self._receive().get("pids")
+        if not isinstance(pids, list):
+            _report("The process from which ranks are forked has ended: no rank is started again.")
+            return False
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
@@ -195,6 +225,9 @@ class Supervisor:
         if self._socket in ready:
             facts = self._receive()
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
+            for rank in self._alive if "reported" in facts else ():
+                if rank.number != facts["reported"]:  # an error that need not be repeated
+                    os.kill(rank.pid, signal.SIGTERM)
             if self._peers is not None and "secret" in facts:
                 others = int(str(facts["ranks"])) - 1
                 self._peers.connect(str(facts["address"]), int(str(facts["port"])), str(facts["secret"]), others)
@@ -203,7 +236,8 @@ class Supervisor:
                 return self._decide(str(message["lost"]))
             if "restart" in message or "end" in message:
                 self._kill()
-                return "restart" in message
+                self._given_up = "end" in message
+                return not self._given_up
         return None
 
     def _receive(self) -> dict[str, object]:
@@ -239,6 +273,7 @@ class Supervisor:
                     add_stop(self._life, rank.pid, json.dumps(stop))
         self._kill()
         restart = self._may_restart(loss)
+        self._given_up = not restart
         if self._peers is not None:
             self._peers.send(**{"restart" if restart else "end": True})
         return restart
@@ -254,25 +289,16 @@ class Supervisor:
     def _may_restart(self, loss: str) -> bool:
         """Returns whether the ranks are started again after a loss, and reports it."""
         states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
-        newest, again = states[-1] if states else "", "The same command resumes the run."
-        self._losses.append((newest, "OOM" in loss))
-        alike = [out_of_memory for state, out_of_memory in self._losses if state == newest]
+        refusal = self._losses.add(loss, states[-1] if states else "")
         if self._requested is not None or (self._peers is not None and not self._peers.complete):
-            return False
-        if self._attempt >= self._restarts:
-            _report(f"Lost {loss} The ranks were restarted {self._restarts} times (recover.restarts). {again}")
-        elif self._memory and sum(alike) >= _OUT_OF_MEMORY:
-            _report(f"Lost {loss} It is out of memory at the same steps again: not restarted. {again}")
-        elif self._memory and len(alike) >= _WITHOUT_PROGRESS:
-            _report(f"Lost {loss} It is the loss number {len(alike)} within the same steps: not restarted. {again}")
-        else:
-            _report(f"Lost {loss} All ranks resume (restart {self._attempt + 1} of {self._restarts}).")
-            return True
-        return False
+            return False  # the run was to stop, or a whole host is lost: who started this process knows what to do
+        again = f"{refusal}: not restarted. The same command resumes the run."
+        _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
+        return not refusal
 
 
 def _report(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} WARNING {text[0].upper()}{text[1:]}", file=sys.stderr, flush=True)
 
 
 def supervise(restarts: int) -> int:

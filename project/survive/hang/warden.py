@@ -246,6 +246,8 @@ def _was_aborted(status: int) -> bool:
 
 
 QUIET = "quiet"
+SUPERVISED = "supervised"
+"""The launcher of a rank whose end a supervisor reports and records."""
 
 
 class WatchedRank:
@@ -287,7 +289,7 @@ class WatchedRank:
     def describe_end(self) -> str:
         """Returns how the rank ended, in a sentence; '' where it lives, or where it or another process reports that."""
         over, status = ended(self.pid, self.began, self.handle)
-        if not over:
+        if not over or self.launcher == SUPERVISED:
             return ""
         if self.launcher and ended(*self.parent, None)[0]:  # which takes its ranks along: see orphans.py
             return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.oom_kills}."
@@ -323,6 +325,8 @@ class WatchedRank:
 
     def record_end(self, how: str) -> None:
         """Records the end in the run's file of starts and stops, where the rank could not, and starts `project report`."""
+        if self.launcher == SUPERVISED:
+            return
         life = Path(self.facts.get("life", ""))
         why = self.facts.get("why")
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
