@@ -25,6 +25,7 @@ from datetime import datetime
 from math import inf
 from pathlib import Path
 
+from project.cluster.place import host
 from project.config_files import documents, expand, option, run_config
 from project.errors import TRY_AGAIN
 from project.launch.early_start import LAUNCHERS, free_port
@@ -129,7 +130,7 @@ class Supervisor:
     def __init__(self, restarts: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool) -> None:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
         self._memory, self._rank = memory, rank
-        self._host = socket.gethostname().partition(".")[0]
+        self._host = host()
         self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
