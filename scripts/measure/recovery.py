@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""From SIGKILL of a random rank to the end of the first new step: ranks that a supervisor replaces, against torchrun's restarts.
+"""From SIGKILL of a rank to the end of the first new step: ranks that a supervisor replaces, against torchrun's restarts.
 
     .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS]
 
@@ -69,7 +69,7 @@ def kills(folder: Path, program: subprocess.Popen[bytes], ranks: int) -> Iterato
 
 
 def main() -> None:
-    ranks, number = (int(word) for word in (sys.argv[1:] + ["2", "10"])[:2])
+    ranks, number = (int(word) for word in [*sys.argv[1:], "2", "10"][:2])
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     programs = {
         "supervised, plain Python": ("-m", "project", *WORDS, f"--trainer.devices={ranks}", "--recover.restarts=100"),
