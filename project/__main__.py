@@ -8,10 +8,11 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from project.launch import supervisor
+from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
 from project.survive.output import ignore_output_errors
-from project.survive.requeue import REQUEUE
-from project.survive.signals import SIGNALS
+from project.survive.requeue import listen_for_signals
 
 _READERS = {
     "same": "project.cli.same",
@@ -38,11 +39,12 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _ENGINES:
         ignore_output_errors()
         sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
-    if ends_with_parent():
-        end_with_parent()
-    SIGNALS.at_first = REQUEUE.begin_countdown
-    SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    SIGNALS.exit_at_second_signal()
+    if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
+        if ends_with_parent():
+            end_with_parent()
+        if restarts := supervisor.restarts(sys.argv[1:]):
+            sys.exit(supervisor.supervise(restarts))
+        listen_for_signals()
     ignore_output_errors()
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:

@@ -20,6 +20,7 @@ from typing import Literal, cast
 import yaml
 
 from project.checkpoints.callback import chosen_metric
+from project.checkpoints.memory import memory_folder, newest_in_memory
 from project.checkpoints.reading import (
     Manifest,
     check_complete,
@@ -35,6 +36,8 @@ from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
 from project.errors import UserError
 from project.launch.launcher import Launch
+from project.launch.orphans import launcher_pid
+from project.launch.supervisor import ATTEMPT
 from project.masking import masked
 from project.untrusted import read_text, read_yaml, shortened, write_text
 from project.watch.history import FILE, lives_of
@@ -62,7 +65,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("logger profiler plugins detect_anomaly deterministic benchmark inference_mode nonfinite capture barebones"),
         *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
         *("data.num_workers", "data.init_args.num_workers", "data.resident", "data.on_error", "data.source.init_args.download"),
-        *("model.channels_last", "model.compile", "checkpoints", "watchdog", "profile", "dashboard"),
+        *("model.channels_last", "model.compile", "checkpoints", "watchdog", "recover", "profile", "dashboard"),
         *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only"),
     ],
     # What may, and need not, have a say in the result.
@@ -143,7 +146,11 @@ class Run:
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
+        if int(os.environ.get(ATTEMPT, "0")) and (checkpoints_in(checkpoints) or newest_in_memory(None)):
+            resume = "auto"  # the supervisor starts this run again, and not what the command line began with
         checkpoint = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
+        if resume == "auto":
+            checkpoint = newest_in_memory(checkpoint and checkpoint[0]) or checkpoint
         if checkpoint is None and start is not None and manifest_of(Path(start)).exists():
             checkpoint = self._at(Path(start))
         if checkpoint is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
@@ -152,7 +159,10 @@ class Run:
                 "its own results. HINT: choose another --run, or remove that folder."
             )
         if checkpoint is not None:
-            if checkpoint[0].parent.absolute() != checkpoints:  # another run's: how that one began is its own matter
+            if checkpoint[0].parent.absolute() not in (
+                checkpoints,
+                memory_folder(),
+            ):  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}
             self._compare(checkpoint[1], config, words)
             later = [path for path in checkpoints_in(checkpoints) if path.name > checkpoint[0].name] if resume != "auto" else []
@@ -234,7 +244,7 @@ def saved_config(folder: Path) -> dict[str, object] | None:
 def _argument(key: str) -> str:
     """Returns the argument that a key belongs to: trainer.max_epochs, data.source, run."""
     parts = key.split(".")
-    return ".".join(parts[:2]) if parts[0] in ("trainer", "model", "data", "checkpoints", "watchdog") else parts[0]
+    return ".".join(parts[:2]) if parts[0] in ("trainer", "model", "data", "checkpoints", "watchdog", "recover") else parts[0]
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
@@ -278,7 +288,7 @@ def folder_of_trainer(launch: Launch) -> Path:
     if launch.kind == "torchrun" and launch.name is None:
         if (launch.nodes or 1) > 1:
             raise UserError("The hosts can't agree on a folder for this run. HINT: give Trainer a default_root_dir.")
-        stem = f"run-{os.getppid()}"
+        stem = f"run-{launcher_pid()}"
     else:
         stem = f"run-{launch.name or _program_started()}"
     number = next(_TRAINERS)

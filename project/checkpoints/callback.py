@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.checkpoints.memory import MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
 from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
 from project.cluster.place import host, image
@@ -125,6 +126,7 @@ class Checkpoints(Checkpoint):
         self._ended_at: int | None = None
         self._file_writer = FileWriter()
         self._shard_writers: ShardWriters | None = None  # where the network is sharded
+        self._memory: tuple[MemoryWriter, int] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = typed(trainer).callbacks
@@ -174,6 +176,12 @@ class Checkpoints(Checkpoint):
         self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
+        if self._memory is not None and step and step % self._memory[1] == 0 and not position(trainer).validation_due:
+            self._memory[0].save(step, *self._copy_state(trainer, finished=False))
+
+    def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int) -> None:
+        """Also writes the run's state into memory from now on, every so many steps."""
+        self._memory = writer, every_n_steps
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._shard_writers is not None:
@@ -199,6 +207,9 @@ class Checkpoints(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.wait()
+        if self._memory is not None:
+            self._memory[0].close()
+            self._memory = None
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None

@@ -337,7 +337,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             return Parted(path, load if safe else trusting).checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
             with plain_values():
-                return finished(super().load_checkpoint(address, map_location, safe))
+                return finished(super().load_checkpoint(address, cast("Callable[..., object] | None", map_location), safe))
         if self.slice_of is None:
             return load(path, map_location, mmap=False)
         return apply_to_collection(load(path), Tensor, lambda tensor: tensor.clone() if tensor.nbytes < _SMALL else tensor)

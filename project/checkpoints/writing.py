@@ -163,8 +163,8 @@ def free_name(path: Path, folder: bool) -> Path:
 class FileWriter:
     """Writes a checkpoint as a file."""
 
-    def __init__(self) -> None:
-        self._read_back = False
+    def __init__(self, read_back: bool = True) -> None:
+        self._read_back = not read_back
 
     def write(self, path: Path, own: Split, manifest: Manifest) -> tuple[Path, int]:
         """Writes a checkpoint, whole and verified, and returns its path and size; the first is loaded as a resumed run does."""

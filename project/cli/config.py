@@ -67,7 +67,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 # The parser ----------------------------------------------------------------------------------------------------------
 
-_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "profile", "dashboard")
+_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard")
 _UNWRITABLE = "Unable to serialize instance"
 
 # What `fit --help` shows; the rest is on request.
@@ -82,6 +82,7 @@ _MATTERS = (
     *("model.label_smoothing", "model.compile", "data.source", "data.batch_size", "data.global_batch_size"),
     *("data.crop_padding", "data.flip", "data.num_workers", "checkpoints.every_n_steps", "checkpoints.every_n_minutes"),
     *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
+    *("recover.restarts", "recover.every_n_steps"),
 )
 _HELP = """\
 usage: {prog} {verb} --config CONFIG [--KEY VALUE ...]

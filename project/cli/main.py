@@ -24,6 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
+from project.checkpoints.memory import memory_folder
 from project.checkpoints.reading import Manifest, Verification
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import take_functions
@@ -40,8 +41,10 @@ from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_us
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
 from project.launch.command import command
+from project.launch.fork_server import is_fork_server, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
+from project.launch.supervisor import ATTEMPT
 from project.launch.sweep import with_trial
 from project.masking import masked
 from project.model import ImageClassifier
@@ -51,6 +54,8 @@ from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import exit_at_once, report_error
 from project.survive.hang.watchdog import Watchdog
+from project.survive.recovery import Recovery
+from project.survive.requeue import listen_for_signals
 from project.trainer import Trainer
 from project.typed import typed
 from project.untrusted import write_text
@@ -60,7 +65,7 @@ from project.watch.dashboard import Dashboard
 from project.watch.events import Events
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
-from project.watch.life import Life
+from project.watch.life import Life, commit_of_run
 from project.watch.profile import Profile
 from project.watch.report import write
 from project.watch.steady import resume_loggers
@@ -126,6 +131,7 @@ class ProjectCLI(LightningCLI):
         loggers.take_from_yaml(parser)
         parser.add_lightning_class_args(Checkpoints, "checkpoints")
         parser.add_lightning_class_args(Watchdog, "watchdog")
+        parser.add_lightning_class_args(Recovery, "recover")
         parser.add_lightning_class_args(Profile, "profile")
         parser.add_lightning_class_args(Dashboard, "dashboard")
 
@@ -172,6 +178,10 @@ class ProjectCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
+        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
+        if is_fork_server():
+            self._fork_ranks()
         if self.dry:
             add_instantiator(on_meta, nn.Module)
         elif self._is_built_by_rank_0():
@@ -185,6 +195,22 @@ class ProjectCLI(LightningCLI):
             if "Problem with given class_path" not in str(error):
                 raise
             raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
+
+    def _fork_ranks(self) -> None:
+        """Serves the supervisor, and returns in each rank that is forked for it."""
+        trainer = self.config[self.subcommand].trainer
+        strategy = trainer.strategy.as_dict() if isinstance(trainer.strategy, Namespace) else trainer.strategy
+        by_engine = detect().kind != "python"
+        count = 0 if by_engine else early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
+        if not by_engine and not (early_start.starts_ranks(strategy) and count):
+            raise SettingError(
+                "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
+                "a number for trainer.devices."
+            )
+        commit_of_run()  # of the code that is loaded here, once
+        serve(count)
+        listen_for_signals()
+        open_log(detect().rank, host())
 
     def _placed(self, text: str) -> str:
         """Returns a text with the flag, or the file and line, of the setting that it is about."""
@@ -203,8 +229,6 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         settings = self.config[self.subcommand]
-        resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
-        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()
@@ -236,7 +260,7 @@ class ProjectCLI(LightningCLI):
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
         trainer.describe(configuration)
         for callback in typed(trainer).callbacks:
-            if isinstance(callback, Watchdog) and self.subcommand == "fit":
+            if isinstance(callback, (Watchdog, Recovery)) and self.subcommand == "fit":
                 callback.life = self.folder / LIFE
         if self._begun is not None:
             saved = self._begun[1]
@@ -302,7 +326,7 @@ class ProjectCLI(LightningCLI):
             else:
                 log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"], at["step"])
             # Where it began stays known: a checkpoint of another run, or nothing.
-            own = checkpoint.parent.absolute() == self.folder / "checkpoints"
+            own = checkpoint.parent.absolute() in (self.folder / "checkpoints", memory_folder())
             saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
         self._saved = saved
         return begun
@@ -427,6 +451,8 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
+        if ATTEMPT in os.environ:  # this process is a fork of the one that began
+            rank = detect().rank
         if (trainer := ProjectCLI.running) is not None:
             say = log.debug  # the error is the last word
             observed = getattr(trainer.strategy.launcher, "procs", [])

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from project.cluster import environment, shared_folder
 from project.cluster.interfaces import Route, use, use_loopback
-from project.cluster.rendezvous import Rendezvous, store_on_loopback
+from project.cluster.rendezvous import Rendezvous, store_of_agent, store_on_loopback
 from project.typed import TypedTrainer
 
 FAILED = threading.Event()
@@ -71,15 +71,22 @@ def connect_hosts(trainer: TypedTrainer, seconds: float) -> None:
 
 
 def connect_on_loopback(trainer: TypedTrainer) -> None:
-    """Connects the ranks of one host on loopback, where nothing listens to another host; not if the store is torchrun's."""
+    """Connects the ranks of one host on loopback, where nothing listens to another host; by torchrun's store if that is there.
+
+    An agent's store outlives the ranks: those that their supervisors have started again have keys of their own there.
+    """
     use_loopback()
-    if dist.is_initialized() or _is_hosted():
+    attempt = int(os.environ.get("PROJECT_ATTEMPT", "0"))
+    if dist.is_initialized() or (_is_hosted() and not attempt):
         return
     strategy = _strategy(trainer)
     assert strategy.cluster_environment is not None
-    rank, port = strategy.local_rank, strategy.cluster_environment.main_port
-    store = store_on_loopback(rank, port, strategy._timeout or default_pg_timeout)
-    _connect(trainer, PrefixStore("ranks", store), rank)
+    rank, port, timeout = strategy.local_rank, strategy.cluster_environment.main_port, strategy._timeout or default_pg_timeout
+    if _is_hosted():
+        store = store_of_agent(strategy.cluster_environment.main_address, port, timeout)
+    else:
+        store = store_on_loopback(rank, port, timeout)
+    _connect(trainer, PrefixStore(f"ranks/{attempt}", store), rank)
 
 
 def _connect(trainer: TypedTrainer, store: PrefixStore, rank: int) -> None:

@@ -10,7 +10,8 @@ import socket
 from collections.abc import Mapping
 
 NODE, IMAGE = "PROJECT_NODE", "PROJECT_IMAGE"
-"""Environment variables."""
+MEMORY = "PROJECT_MEMORY"
+"""Environment variables: the node, the image, and the folder in memory where ranks keep copies of the run's state."""
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str:

@@ -105,6 +105,11 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
     return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
+def store_of_agent(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Returns the store of torchrun's agent, which listens there."""
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+
+
 class Rendezvous:
     """The ranks that have come to rank 0's port. Every method is collective."""
 
@@ -136,8 +141,9 @@ class Rendezvous:
             store = store_on_loopback(rank, port, timeout)
         else:
             store = TCPStore("127.0.0.1" if listening else address, port, None, listening, timeout, wait_for_workers=False)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
-        self.store = PrefixStore(f"rendezvous/{attempt}", store)
+        # An agent's store outlives the ranks, and one of ranks that are about to be ended may still listen.
+        starts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "PROJECT_ATTEMPT")]
+        self.store = PrefixStore(f"rendezvous/{'.'.join(starts)}", store)
         listener = reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0") if rank == 0 else None
         try:
             if listener is not None:

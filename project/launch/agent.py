@@ -14,6 +14,7 @@ from pathlib import Path
 
 from project.cluster.place import host
 from project.launch.launcher import detect
+from project.launch.orphans import launcher_pid
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Agent:
 
     def __init__(self) -> None:
         first = detect().kind == "torchrun" and os.environ.get("LOCAL_RANK") == "0"
-        self._pid = os.getppid() if first else None
+        self._pid = launcher_pid() if first else None
         self._since: float | None = None
         self._told = False
         if first:
@@ -56,7 +57,7 @@ class Agent:
 
     def wake(self) -> None:
         """When this rank ends, its agent must see it."""
-        if self._pid is not None and os.getppid() == self._pid and _stopped(self._pid):
+        if self._pid is not None and launcher_pid() == self._pid and _stopped(self._pid):
             log.warning("%s is stopped, and the other hosts would wait for it: it is continued.", self._name)
             with suppress(OSError):
                 os.kill(self._pid, signal.SIGCONT)

@@ -24,7 +24,7 @@ from project.launch.sweep import with_trial
 _MARK = "PROJECT_EARLY_RANKS"
 _OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Who sets one of these starts the ranks by itself, or wants to be asked.
-_LAUNCHERS = {*_OURS, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"}
+LAUNCHERS = {*_OURS, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PROJECT_SUPERVISED"}
 _VERBS = ("fit", "validate", "test", "predict", "doctor")
 _GRACE = 20.0  # seconds that rank 0 has to end by itself when another rank has failed
 
@@ -77,7 +77,7 @@ def free_port() -> int:
 
 def start(words: list[str]) -> None:
     """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
-    if not words or words[0] not in _VERBS or not _LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
+    if not words or words[0] not in _VERBS or not LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
         return
     if any(word.startswith(("--print_config", "--dry_run")) for word in words):
         return

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from project.launch.engine import Launch, LaunchError, number
 from project.launch.srun import detect_srun, slurm_name
+from project.launch.supervisor import SUPERVISED
 from project.launch.torchrun import detect_torchrun
 
 __all__ = ["Launch", "LaunchError", "detect", "rank_said"]
@@ -16,7 +17,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
         return launch
     # Rank 0 is all that matters before Lightning has made the other processes.
     rank = number(environment, "NODE_RANK", 0) + number(environment, "LOCAL_RANK", 0)
-    return Launch(rank, name=slurm_name(environment))
+    return Launch(rank, name=environment.get(SUPERVISED) or slurm_name(environment))
 
 
 def rank_said(environment: Mapping[str, str] = os.environ) -> int:

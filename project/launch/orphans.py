@@ -8,9 +8,16 @@ import os
 import signal
 import sys
 
-from project.survive.hang.warden import QUIET
+from project.survive.hang.warden import QUIET, SUPERVISED
 
 _PR_SET_PDEATHSIG = 1
+LAUNCHER = "PROJECT_LAUNCHER"
+"""The environment variable with the process id of what started this rank's supervisor."""
+
+
+def launcher_pid() -> int:
+    """Returns the process id of what launched this process, or its supervisor."""
+    return int(os.environ.get(LAUNCHER) or os.getppid())
 
 
 def ends_with_parent() -> bool:
@@ -22,6 +29,8 @@ def describe_launcher(host: str) -> str:
     """Returns the launcher whose end also ends this process, as text for the warden that reports it; 'quiet' for the wardens
     that don't; '' where this process was not launched.
     """
+    if LAUNCHER in os.environ:
+        return SUPERVISED
     if not ends_with_parent():
         return ""
     first = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0"

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from project.cluster.cgroups import field
 from project.launch.engine import Launch, LaunchError, number
+from project.launch.orphans import launcher_pid
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def detect_torchrun(environment: Mapping[str, str]) -> Torchrun | None:
 
 def _parent_started() -> datetime:
     """Returns the time at which the parent process started."""
-    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(Path(f"/proc/{launcher_pid()}/stat").read_text().rpartition(")")[2].split()[19])
     return datetime.fromtimestamp(int(field(Path("/proc/stat"), "btime")) + ticks / os.sysconf("SC_CLK_TCK"))
 
 

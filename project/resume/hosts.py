@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.memory import memory_folder
 from project.checkpoints.reading import SafeCheckpointIO, newest_good
 from project.cluster import shared_folder
 from project.errors import UserError
@@ -47,7 +48,7 @@ class ResumingOnHosts(Resuming):
         trainer = typed(self.trainer)
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
-        elif trainer.shared_folder:
+        elif trainer.shared_folder and Path(checkpoint_path).parent != memory_folder():
             gather = partial(all_gather_objects, ranks=trainer.world_size)
             if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, gather):
                 raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")

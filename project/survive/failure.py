@@ -24,6 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import TRY_AGAIN, NonFiniteError, UserError
+from project.launch.fork_server import tell_supervisor
 from project.survive.hang.warden import OomKills
 from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -169,6 +170,7 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     log.error(text)
     for child in children:
         child.send_signal(signal.SIGTERM)
+    tell_supervisor(reported=rank)
     return 1
 
 

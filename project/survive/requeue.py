@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from project.cluster.slurm import job_name, scontrol
+from project.survive.signals import SIGNALS
 from project.untrusted import open_to_append, read_text
 
 log = logging.getLogger(__name__)
@@ -129,3 +130,10 @@ class Requeue:
 
 REQUEUE = Requeue()
 """This process's job."""
+
+
+def listen_for_signals() -> None:
+    """Notes the signals that end this process, from here on; a second one ends it at once."""
+    SIGNALS.at_first = REQUEUE.begin_countdown
+    SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    SIGNALS.exit_at_second_signal()

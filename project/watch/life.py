@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Life(Callback):
         """Returns the commit and the image, and warns where a resumed run has different ones."""
         if not trainer.is_global_zero:
             return {}
-        now = {"commit": _commit(), "image": None if image() == "none" else image()}
+        now = {"commit": commit_of_run(), "image": None if image() == "none" else image()}
         before = lives_of(Path(trainer.default_root_dir) / FILE)
         for name, value in now.items():
             # A run of a version that did not write it down has no such entry.
@@ -116,7 +117,8 @@ def _signal(exception: BaseException) -> str | None:
     return known.get(exception.code) if isinstance(exception, SystemExit) and isinstance(exception.code, int) else None
 
 
-def _commit() -> str | None:
+@cache
+def commit_of_run() -> str | None:
     """Returns the commit of the working directory, with a plus sign if something is changed; else of the project's own code."""
     git, known = ("git", "describe", "--always", "--dirty=+", "--exclude=*"), ""
     with suppress(OSError, subprocess.TimeoutExpired):  # in most images there is no git

@@ -15,7 +15,7 @@ import torch
 from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
-from tests.cluster.training import FIT, assert_same_curve, slowly, step
+from tests.cluster.training import FIT, RECOVER, assert_same_curve, slowly, step
 from tests.conftest import ROOT, Run, environment, forked, since_struck, took
 from tests.survive.test_resume import faults, same
 
@@ -73,6 +73,15 @@ def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
     )
     for part in ("state_dict", "optimizer_states", "exact_grids"):
         assert same(ours[part], theirs[part]), part
+
+
+def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_path):
+    """Three hosts: their agents see no worker end, and the supervisors meet by the network."""
+    running = [launch(host, tmp_path, *FIT, *RECOVER, nodes=3) for host in hosts]
+    assert [one.wait(240) for one in running] == [0, 0, 0], printed(tmp_path)
+    assert (tmp_path / "h1.txt").read_text().count("All ranks resume (restart") == 2, printed(tmp_path)
+    assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
+    assert_same_curve(tmp_path, alone)
 
 
 def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cluster.machine import wait_until
-from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
+from tests.cluster.training import FIT, RECOVER, STEPS, assert_same_curve, slowly, step
 from tests.conftest import ROOT, environment, forked, took
 from tests.survive.test_resume import same
 
@@ -27,6 +27,15 @@ def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
     assert output.count("2 hosts x 1 process x micro-batch 4 x accumulation 3") == 1
     # The nodes' names resolve nowhere.
     assert output.count("MASTER_ADDR=10.77.0.1: the name n1 does not resolve") == 1
+    assert_same_curve(tmp_path, alone)
+
+
+def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_path):
+    """The job stays: srun sees no task end. Rank 1 is killed, and then rank 0."""
+    command = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", *FIT, *RECOVER)
+    output = slurm.run(*command, cwd=tmp_path, env=settings())
+    assert output.count("All ranks resume (restart") == 2, output
+    assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in output, output
     assert_same_curve(tmp_path, alone)
 
 

@@ -14,6 +14,17 @@ FIT = (
 STEPS = 10 * EPOCHS  # the last samples of an epoch make no global batch
 
 
+# Supervised ranks, two of which are killed.
+RECOVER = (
+    "--recover.restarts=3",
+    "--recover.every_n_steps=2",
+    "--trainer.callbacks="
+    + json.dumps(
+        [{"class_path": "tests.probes.Fault", "init_args": {"rank": rank, "step": step}} for rank, step in ((1, 7), (0, 25))]
+    ),
+)
+
+
 def slowly(every: float, rank_1: float = 0.0, disk: float = 0.0) -> str:
     """A command-line word: seconds that all ranks wait before each micro-batch, that rank 1 waits besides, and that a
     checkpoint takes to write. The ranks note where they are. All is fast from when there is a file 'hurry'.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from project.launch.agent import agent
 from project.launch.launcher import detect
+from project.launch.orphans import launcher_pid
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
 from project.survive.hang.warden import kill_with_children, start_time
@@ -81,7 +82,7 @@ def exit_process(
     launch, ranks = detect(), {member.rank: member for member in unresponsive}
     agent().wake()
     if launch.kind == "torchrun" and agent_seconds is not None:
-        end_agent_later(os.getppid(), agent_seconds)
+        end_agent_later(launcher_pid(), agent_seconds)
     if context.me.rank == 0:
         time.sleep(_FINAL_WRITES)
     elif launch.kind == "python" and context.local_rank > 0 and 0 not in ranks:

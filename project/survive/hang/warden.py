@@ -149,12 +149,16 @@ def _handles_dump_signal(pid: int) -> bool:
     return False
 
 
+def children(pid: int) -> list[int]:
+    """Returns the process ids of a process's children."""
+    with suppress(OSError):
+        return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return []
+
+
 def kill_with_children(pid: int) -> None:
     """Kills a rank and its loader processes, which may not notice that they are alone."""
-    children: list[int] = []
-    with suppress(OSError):
-        children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    for target in (*children, pid):
+    for target in (*children(pid), pid):
         if target != os.getpid():
             with suppress(OSError):
                 os.kill(target, signal.SIGKILL)
@@ -254,6 +258,8 @@ def _was_aborted(status: int) -> bool:
 
 
 QUIET = "quiet"
+SUPERVISED = "supervised"
+"""The launcher of a rank whose end a supervisor reports and records."""
 
 
 class WatchedRank:
@@ -295,7 +301,7 @@ class WatchedRank:
     def describe_end(self) -> str:
         """Returns how the rank ended, in a sentence; '' where it lives, or where it or another process reports that."""
         over, status = ended(self.pid, self.began, self.handle)
-        if not over:
+        if not over or self.launcher == SUPERVISED:
             return ""
         if self.launcher and ended(*self.parent, None)[0]:  # which takes its ranks along: see orphans.py
             return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.oom_kills}."
@@ -331,12 +337,14 @@ class WatchedRank:
 
     def record_end(self, how: str) -> None:
         """Records the end in the run's file of starts and stops, where the rank could not, and starts `project report`."""
+        if self.launcher == SUPERVISED:
+            return
         life = Path(self.facts.get("life", ""))
         why = self.facts.get("why")
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
         line |= {"state": "failed" if why else "killed", "why": why or how or None}
         try:
-            if not _add_stop(life, self.pid, json.dumps(line)):
+            if not add_stop(life, self.pid, json.dumps(line)):
                 return  # it has said so itself, or the run goes on elsewhere
             words = [sys.executable, "-m", "project", "report", str(life.parent)]
             subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -360,7 +368,7 @@ def _write_whole(file: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def _add_stop(life: Path, pid: int, line: str) -> bool:
+def add_stop(life: Path, pid: int, line: str) -> bool:
     """Adds a line to a run's file of starts and stops, if its last line is this process's start; returns whether it was."""
     with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

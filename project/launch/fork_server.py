@@ -1,0 +1,106 @@
+"""The fork server: a process that has loaded all libraries and resolved the configuration, and forks ranks from there.
+
+It is the first child of a supervisor (`launch/supervisor.py`), and has started no thread and no device: who has must not fork.
+"""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from project.cluster.place import MEMORY
+from project.errors import SettingError
+from project.launch.orphans import end_with_parent
+from project.launch.supervisor import ATTEMPT, SOCKET
+
+_OF_THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+_SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
+
+
+def is_fork_server() -> bool:
+    """Returns whether a supervisor has started this process to fork ranks."""
+    return SOCKET in os.environ
+
+
+def serve(ranks: int) -> None:
+    """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else.
+
+    `ranks`: how many; 0: the one that an engine has started, and given its number.
+    """
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        raise SettingError(
+            f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
+            f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
+        )
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_RANKS}
+    gc.collect()
+    gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
+    supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()
+    with suppress(ConnectionError):
+        supervisor.send(b'{"ready": true}')
+    while order := _next_order(supervisor):
+        message = json.loads(order)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids = []
+        for rank in range(ranks or 1):
+            if (pid := _fork(parent)) == 0:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                _become(rank, ranks, **message)
+                _SUPERVISOR.append(supervisor)
+                return
+            pids.append(pid)
+        supervisor.send(json.dumps({"pids": pids}).encode())
+    if memory := os.environ.get(MEMORY):  # the supervisor was killed, and its ranks with it
+        shutil.rmtree(memory, ignore_errors=True)
+    os._exit(0)
+
+
+def _next_order(supervisor: socket.socket) -> bytes:
+    """Returns what the supervisor asks for; nothing where it has ended."""
+    with suppress(ConnectionError):
+        return supervisor.recv(1 << 12)
+    return b""
+
+
+def _fork(supervisor: int) -> int:
+    """Forks a child of the supervisor: returns its process id, and 0 in the child itself."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writer)
+        os.waitpid(between, 0)
+        with os.fdopen(reader) as file:
+            return int(file.read())
+    os.close(reader)
+    if pid := os.fork():
+        os.write(writer, str(pid).encode())
+        os._exit(0)  # and the rank gets another parent: the supervisor
+    os.close(writer)
+    while os.getppid() != supervisor:
+        time.sleep(0.001)
+    return 0
+
+
+def _become(rank: int, ranks: int, attempt: int, port: int) -> None:
+    """Gives this process the environment of a rank."""
+    end_with_parent()
+    os.environ[ATTEMPT] = str(attempt)
+    if ranks > 1:
+        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def tell_supervisor(**facts: object) -> None:
+    """Sends facts about the run to the supervisor, where there is one."""
+    for supervisor in _SUPERVISOR:
+        with suppress(OSError):
+            supervisor.send(json.dumps(facts).encode())

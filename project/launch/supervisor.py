@@ -1,0 +1,318 @@
+"""The supervisor: the process above the ranks of one host. It starts them, and starts them again when one of them is lost.
+
+Plain Python alone, and only where `recover.restarts` says so: `python -m project fit` becomes the supervisor, loads neither
+torch nor the user's code, and lives as long as the run. Its first child, the fork server (`launch/fork_server.py`), loads all
+libraries and resolves the configuration once; each rank is a fork of it, so that a lost rank costs no imports.
+
+The state to resume from outlives the ranks, too: they keep copies of it in a folder in memory that belongs to the supervisor.
+"""
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from math import inf
+from pathlib import Path
+
+from project.cluster.place import MEMORY, host
+from project.config_files import documents, expand, option, run_config
+from project.errors import TRY_AGAIN
+from project.launch.early_start import LAUNCHERS, free_port
+from project.launch.orphans import LAUNCHER
+from project.launch.peers import Peers
+from project.launch.sweep import with_trial
+from project.survive.hang.warden import OomKills, add_stop, children, kill_with_children
+
+SOCKET = "PROJECT_FORK_SERVER"
+"""The environment variable with the fork server's socket."""
+SUPERVISED = "PROJECT_SUPERVISED"
+"""The environment variable with the name of a supervised run, which stays when its ranks are started again."""
+ATTEMPT = "PROJECT_ATTEMPT"
+"""The environment variable that counts the starts of the ranks, from 0."""
+
+PORT = "PROJECT_SUPERVISOR_PORT"
+"""The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+_GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
+_WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
+_ANSWER = 15.0  # seconds that another supervisor waits for what the first one decides
+_LONGEST_MESSAGE = 1 << 16
+
+
+def restarts(words: list[str]) -> int:
+    """Returns `recover.restarts` of a command line, if this process is to supervise the ranks; 0 where it is not."""
+    variables = os.environ.keys()
+    by_engine = "TORCHELASTIC_RUN_ID" in variables or "SLURM_STEP_ID" in variables
+    if words[:1] != ["fit"] or SUPERVISED in variables or not (by_engine or LAUNCHERS.isdisjoint(variables)):
+        return 0
+    if {"-h", "--help"} & {*words} or any(flag.startswith(("--print_config", "--dry_run")) for flag in words):
+        return 0
+    try:
+        expanded = expand(run_config(with_trial(list(words))))
+        value: object = option(expanded, "--recover.restarts")
+        for section in () if value is not None else reversed(documents(expanded)):
+            recover = section.get("recover")
+            if isinstance(recover, Mapping) and "restarts" in recover:
+                value = recover["restarts"]
+                break
+        return max(0, int(str(value or 0)))
+    except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
+        return 0
+
+
+@dataclass
+class Rank:
+    """Represents a rank that was started, and how it ended."""
+
+    number: int
+    pid: int
+    oom_kills: OomKills
+    status: int | None = None
+
+    @property
+    def code(self) -> int:
+        """Returns the exit code, as a shell has it; 0 while the rank lives."""
+        code = 0 if self.status is None else os.waitstatus_to_exitcode(self.status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def killed_by(self) -> int:
+        """Returns the signal that killed the rank, or 0."""
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+
+class Losses:
+    """Records how often ranks were lost, and decides whether another start is worth while."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+        self._known: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
+
+    def __str__(self) -> str:
+        return f"{len(self._known)} of {self._restarts}"
+
+    def add(self, loss: str, newest: str) -> str:
+        """Records a loss, and returns why the ranks are not started again, or ''.
+
+        `newest`: the newest state in memory, by which it is known whether the run has made progress in between.
+        """
+        self._known.append((newest, "OOM" in loss))
+        alike = [out_of_memory for state, out_of_memory in self._known if state == newest]
+        if len(self._known) > self._restarts:
+            return f"It was restarted {self._restarts} times (recover.restarts)"
+        if sum(alike) >= _OUT_OF_MEMORY:
+            return f"Memory ran out {sum(alike)} times within the same steps"
+        if len(alike) >= _WITHOUT_PROGRESS:
+            return f"Ranks were lost {len(alike)} times within the same steps"
+        return ""
+
+
+class Supervisor:
+    """Starts the ranks of a run, and starts them again, `restarts` times, when one of them is lost.
+
+    Under plain Python it has all ranks of the run. Where an engine starts each rank by itself, it has one, and the supervisor
+    of the first rank decides for all (`launch/peers.py`).
+    """
+
+    def __init__(self, restarts: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool) -> None:
+        """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
+        self._memory, self._rank = memory, rank
+        self._host = host()
+        self._ranks: list[Rank] = []
+        self._attempt = 0
+        self._requested: int | None = None  # the first signal that asked the run to stop
+        self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
+        self._losses, self._given_up = Losses(restarts), False
+        self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        self._wake, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: self._name(), LAUNCHER: str(os.getppid())}
+        environment |= {MEMORY: str(memory)} if memory else {}
+        environment |= {PORT: str(self._peers.port)} if self._peers else {}
+        command = [sys.executable, *sys.orig_argv[1:]]
+        self._server = subprocess.Popen(command, env=environment, pass_fds=[server.fileno()])
+        server.close()
+
+    def _name(self) -> str:
+        """Returns a name for the run that stays when its ranks are started again, where no engine has a better one."""
+        return f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        """Passes a signal on to the ranks; before there are any, to the fork server."""
+        self._requested = self._requested or number
+        for pid in [rank.pid for rank in self._alive] or [self._server.pid]:
+            with suppress(OSError):
+                os.kill(pid, number)
+
+    def run(self) -> int:
+        """Runs the ranks to their end, and returns the exit code."""
+        if "ready" not in self._receive():
+            code = self._server.wait()  # a wrong configuration, say, which it has reported
+            return code if code >= 0 else 128 - code
+        while self._run_once():
+            self._attempt += 1
+        if self._given_up:
+            return TRY_AGAIN
+        failed = [rank.code for rank in self._ranks if rank.code]
+        return next((code for code in failed if code != TRY_AGAIN), failed[0] if failed else 0)
+
+    def _run_once(self) -> bool:
+        """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
+        self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
+        pids = self._receive().get("pids")
+        if not isinstance(pids, list):
+            _report("The process from which ranks are forked has ended: no rank is started again.")
+            return False
+        self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
+        if self._requested is not None:  # the signal came while there was no rank
+            self._pass_on(self._requested, None)
+        until, reported = inf, False
+        while self._alive or reported:
+            ready = self._select(until - time.monotonic())
+            restart = self._answer(ready)
+            if restart is not None:
+                return restart
+            for rank in self._reap():
+                loss = self._describe_loss(rank)
+                if loss and not reported:
+                    if self._peers is None or self._rank == 0:
+                        return self._decide(loss)
+                    self._peers.send(lost=loss, attempt=self._attempt)
+                    until, reported = time.monotonic() + _ANSWER, True
+                elif rank.code and until == inf:
+                    until = time.monotonic() + _GRACE
+            if time.monotonic() > until:
+                if self._alive:
+                    numbers = ", ".join(str(rank.number) for rank in self._alive)
+                    _report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
+                    self._kill()
+                break
+        return False
+
+    @property
+    def _alive(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.status is None]
+
+    def _select(self, seconds: float) -> list[object]:
+        """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
+        inputs = [self._socket, self._wake, *(self._peers.inputs() if self._peers else ())]
+        ready: list[object] = select.select(inputs, [], [], None if seconds == inf else max(0.0, seconds))[0]
+        if self._wake in ready:
+            os.read(self._wake, 1 << 12)
+        return ready
+
+    def _answer(self, ready: list[object]) -> bool | None:
+        """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
+        if self._socket in ready:
+            facts = self._receive()
+            self._life = Path(str(facts["life"])) if "life" in facts else self._life
+            for rank in self._alive if "reported" in facts else ():
+                if rank.number != facts["reported"]:  # an error that need not be repeated
+                    os.kill(rank.pid, signal.SIGTERM)
+            if self._peers is not None and "secret" in facts:
+                others = int(str(facts["ranks"])) - 1
+                self._peers.connect(str(facts["address"]), int(str(facts["port"])), str(facts["secret"]), others)
+        for message in self._peers.messages(ready) if self._peers else ():
+            if "lost" in message and message["attempt"] == self._attempt:
+                return self._decide(str(message["lost"]))
+            if "restart" in message or "end" in message:
+                self._kill()
+                self._given_up = "end" in message
+                return not self._given_up
+        return None
+
+    def _receive(self) -> dict[str, object]:
+        """Returns the next message of the fork server or of a rank; {} where the server has ended."""
+        data = b""
+        with suppress(ConnectionError):
+            data = self._socket.recv(_LONGEST_MESSAGE)
+        message: dict[str, object] = json.loads(data) if data else {}
+        return message
+
+    def _reap(self) -> list[Rank]:
+        """Returns the ranks that have ended. What ranks have left behind is this process's child, too, and is forgotten."""
+        alive, ended = {rank.pid: rank for rank in self._alive}, []
+        with suppress(ChildProcessError):
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                if child[0] in alive:
+                    alive[child[0]].status = child[1]
+                    ended.append(alive[child[0]])
+        return ended
+
+    def _describe_loss(self, rank: Rank) -> str:
+        """Returns how a rank was lost, in a sentence; '' where it has ended by itself, or because it was asked to."""
+        if rank.killed_by and rank.killed_by not in _PASSED_ON:
+            return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
+        return f"rank {rank.number} on {self._host} lost another rank." if rank.code == TRY_AGAIN else ""
+
+    def _decide(self, loss: str) -> bool:
+        """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same."""
+        for rank in self._ranks:
+            if rank.number == 0 and self._life is not None:
+                stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
+                with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+                    add_stop(self._life, rank.pid, json.dumps(stop))
+        self._kill()
+        restart = self._may_restart(loss)
+        self._given_up = not restart
+        if self._peers is not None:
+            self._peers.send(**{"restart" if restart else "end": True})
+        return restart
+
+    def _kill(self) -> None:
+        """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
+        self._reap()
+        for pid in {*children(os.getpid())} - {self._server.pid}:
+            kill_with_children(pid)
+        for rank in self._alive:
+            rank.status = os.waitpid(rank.pid, 0)[1]
+
+    def _may_restart(self, loss: str) -> bool:
+        """Returns whether the ranks are started again after a loss, and reports it."""
+        states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
+        refusal = self._losses.add(loss, states[-1] if states else "")
+        if self._requested is not None or (self._peers is not None and not self._peers.complete):
+            return False  # the run was to stop, or a whole host is lost: who started this process knows what to do
+        again = f"{refusal}: not restarted. The same command resumes the run."
+        _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
+        return not refusal
+
+
+def _report(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} WARNING {text[0].upper()}{text[1:]}", file=sys.stderr, flush=True)
+
+
+def supervise(restarts: int) -> int:
+    """Runs a fit under a supervisor, and returns the exit code."""
+    variables = os.environ
+    world_size = int(variables.get("WORLD_SIZE") or variables.get("SLURM_STEP_NUM_TASKS") or 0)
+    rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
+    nodes = int(variables.get("GROUP_WORLD_SIZE") or variables.get("SLURM_STEP_NUM_NODES") or 1)
+    memory = None
+    with suppress(OSError):
+        memory = Path(tempfile.mkdtemp(prefix="project-", dir="/dev/shm"))
+    try:
+        return Supervisor(restarts, memory, rank, world_size, nodes > 1).run()
+    finally:
+        if memory is not None:
+            shutil.rmtree(memory, ignore_errors=True)

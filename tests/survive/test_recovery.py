@@ -1,0 +1,207 @@
+"""Lost ranks are replaced by their supervisor, and the run is that of nobody's death: `recover.restarts`."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.cluster.place import MEMORY
+from project.launch.supervisor import SUPERVISED, Losses
+from tests.cluster.machine import wait_until
+from tests.conftest import ROOT, TINY, environment, forked, program
+from tests.own import write_texts
+from tests.survive.test_resume import curves, same
+
+SHARDED = '--trainer.strategy={"class_path": "project.Sharded", "init_args": {"shard": "full"}}'
+OFTEN = ("--run=it", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1")
+RECOVER = ("--recover.restarts=9", "--recover.every_n_steps=2")
+RUNS = {
+    "minires": (
+        *(
+            "fit",
+            "--config=configs/ddp.yaml",
+            *TINY,
+            *OFTEN,
+            "--data.source.init_args.train_size=250",
+            "--trainer.max_epochs=2",
+        ),
+        *("--data.batch_size=4", "--data.global_batch_size=24", "--trainer.val_check_interval=5"),
+    ),
+    # A user's own, with metrics, randomness in collate_fn and noise in the step
+    "own": (
+        *("fit", "--data=tests.own.PointsData", "--model=tests.own.Regression", "--trainer.max_epochs=8", *OFTEN),
+        "--trainer.global_batch_size=24",
+    ),
+    "sharded": (
+        *("fit", "--config=configs/gpt.yaml", *OFTEN, "--trainer.precision=32-true", "--trainer.global_batch_size=12"),
+        *("--trainer.max_steps=14", "--trainer.val_check_interval=4", "--data.init_args.text=../texts", SHARDED),
+        *("--data.init_args.held_out=0.2", "--data.init_args.context=32", "--data.init_args.batch_size=2"),
+        *("--model.init_args.context=32", "--model.init_args.layers=2", "--model.init_args.heads=2"),
+        *("--model.init_args.width=32", "--model.init_args.dropout=0.2", "--model.init_args.warmup_steps=3"),
+    ),
+}
+
+
+def faults(*strikes: dict[str, object]) -> str:
+    return "--trainer.callbacks=" + json.dumps(
+        [{"class_path": "tests.probes.Fault", "init_args": strike} for strike in strikes]
+    )
+
+
+def memory_folders(output: str) -> set[Path]:
+    """Returns the folders in memory from which a run has resumed."""
+    return {Path(path) for path in re.findall(r"/dev/shm/project-\w+", output)}
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Returns the processes of a supervised run in this folder that are alive."""
+    alive = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            supervised = f"{SUPERVISED}=".encode() in (process / "environ").read_bytes()
+            if (
+                supervised
+                and os.readlink(process / "cwd") == str(folder)
+                and "State:\tZ" not in (process / "status").read_text()
+            ):
+                alive.append(int(process.name))
+    return alive
+
+
+def memory_of(process: int) -> Path:
+    """Returns the folder in memory that a process has been given."""
+    environ = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next(Path(entry.decode().partition("=")[2]) for entry in environ if entry.startswith(f"{MEMORY}=".encode()))
+
+
+def final(folder: Path) -> dict[str, object]:
+    """Returns the last checkpoint's content but for what names the settings of recovery."""
+    newest = max((folder / "lightning_logs/it/checkpoints").glob("*.ckpt"))
+    files = sorted(newest.glob("*.pt")) if newest.is_dir() else [newest]
+    content = {file.name: torch.load(file, weights_only=True) for file in files}
+    for part in content.values():
+        part.pop("name", None)
+        (part.get("checkpoint") or part).pop("configuration", None)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("run", "launcher", "ranks", "strikes"),
+    [
+        ("minires", "python", 3, [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}]),
+        ("own", "torchrun", 2, [{"rank": 1, "step": 4, "where": "validation"}, {"rank": 0, "step": 8}]),
+        ("sharded", "torchrun", 3, [{"rank": 2, "step": 5}, {"rank": 1, "step": 9}]),
+        ("own", "python", 1, [{"rank": 0, "step": 1}, {"rank": 0, "step": 6}]),
+        ("minires", "torchrun", 2, [{"rank": 0, "step": 0}, {"rank": 0, "step": 9}, {"rank": 1, "step": 9}]),
+    ],
+)
+def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path, run, launcher, ranks, strikes):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    write_texts(tmp_path / "texts")
+    by = {"torchrun": ranks} if launcher == "torchrun" else {}
+    words = () if by else (f"--trainer.devices={ranks}",)
+    done = program(killed, *RUNS[run], *RECOVER, *words, faults(*strikes), **by)
+    assert done.code == 0, done.output
+    assert len(list(killed.glob("struck-*"))) == len(strikes)
+    restarts = done.output.count("All ranks resume")
+    assert restarts == done.output.count("was killed by signal 9")
+    assert 1 <= restarts <= len(strikes)
+    undisturbed = forked(whole, *RUNS[run], faults(), ranks=ranks)
+    assert undisturbed.code == 0, undisturbed.output
+    assert same(final(killed), final(whole))
+    assert curves(killed) == curves(whole)
+    assert not [folder for folder in memory_folders(done.output) if folder.exists()]
+    assert processes_of(killed) == []
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "project", *RUNS["own"], *RECOVER, "--trainer.max_epochs=100000", *words]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=(folder / "output.txt").open("w"), stderr=subprocess.STDOUT
+    )
+
+
+def has_trained(folder: Path) -> bool:
+    return (folder / "lightning_logs/it/life.jsonl").is_file()
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path):
+    supervisor = start(tmp_path, "--trainer.devices=2")
+    wait_until(lambda: has_trained(tmp_path), 120, lambda: (tmp_path / "output.txt").read_text())
+    (folder,) = {memory_of(process) for process in processes_of(tmp_path)}
+    assert folder.is_dir()
+    supervisor.kill()
+    supervisor.wait()
+    wait_until(lambda: not processes_of(tmp_path), 30, lambda: str(processes_of(tmp_path)))
+    wait_until(lambda: not folder.exists(), 30, str(folder))
+
+
+def test_a_signal_stops_the_ranks_with_a_checkpoint_and_starts_none_again(tmp_path):
+    supervisor = start(tmp_path, "--trainer.devices=2")
+    wait_until(lambda: has_trained(tmp_path), 120, lambda: (tmp_path / "output.txt").read_text())
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(60) == 128 + signal.SIGTERM
+    output = (tmp_path / "output.txt").read_text()
+    assert "All ranks resume" not in output
+    assert list((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt")), output
+    assert processes_of(tmp_path) == []
+
+
+def test_an_error_of_the_users_ends_the_run_at_once(tmp_path):
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", "--model=tests.survive.broken.Broken")
+    assert (done.code, done.output.count("Traceback")) == (1, 1), done.output
+    assert "RuntimeError: a bug of the user's" in done.output
+    assert "All ranks resume" not in done.output
+
+
+def test_a_wrong_setting_ends_the_run_before_a_rank_is_started(tmp_path):
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.no_such_key=2")
+    assert done.code == 2, done.output
+    assert "no_such_key" in done.output
+
+
+def test_threads_that_a_users_module_starts_when_it_is_imported_are_named(tmp_path):
+    (tmp_path / "busy.py").write_text(
+        "import threading, time\nfrom tests.own import Regression as Busy\n"
+        "threading.Thread(target=time.sleep, args=(60,), name='busy thread', daemon=True).start()\n"
+    )
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--model=busy.Busy", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.code == 2, done.output
+    assert "busy thread" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
+    always = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.survive.broken.AlwaysKilled"}])
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", always)
+    assert done.code == 75, done.output
+    assert done.output.count("All ranks resume") == 2
+    assert "Ranks were lost 3 times within the same steps: not restarted. The same command resumes the run." in done.output
+
+
+def test_losses_are_counted_by_the_progress_in_between():
+    losses = Losses(4)
+    killed, memory = "rank 0 was killed by signal 9.", "rank 0 was killed by signal 9, and its cgroup reports an OOM kill."
+    assert losses.add(killed, "step-2") == losses.add(killed, "step-2") == losses.add(memory, "step-4") == ""
+    assert losses.add(memory, "step-4") == "Memory ran out 2 times within the same steps"
+    assert losses.add(killed, "step-6") == "It was restarted 4 times (recover.restarts)"
+
+
+def test_the_newest_state_in_memory_is_resumed_from_and_steps_are_few(tmp_path):
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", faults({"rank": 1, "step": 8}))
+    assert done.code == 0, done.output
+    assert "step-000000008.ckpt" in done.output or "step-000000006.ckpt" in done.output, done.output
+    lines = [json.loads(line) for line in (tmp_path / "lightning_logs/it/life.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["start", "stop", "start", "stop"]
+    assert (lines[1]["state"], lines[3]["state"]) == ("killed", "finished")
+    assert "rank 1" in lines[1]["why"]
+    assert 6 <= lines[2]["step"] <= 8
