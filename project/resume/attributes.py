@@ -97,7 +97,7 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
     data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     seen = Counter[str]()
-    for owner in (*callbacks, data, *loaders_of(trainer).read_in_process, *trainer.optimizers, *schedules):
+    for owner in (*callbacks, data, *loaders_of(trainer).objects_reading_in_process, *trainer.optimizers, *schedules):
         if owner is not None and not is_of_a_library(type(owner)):
             name = type(owner).__name__
             seen[name] += 1

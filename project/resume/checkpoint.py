@@ -94,7 +94,7 @@ class Resuming(_CheckpointConnector):
             self._add_position(checkpoint)
         if self._schedules_as_built is not None and not weights_only:
             self._warn_of_other_optimizers()
-            refuse_made_later(checkpoint["state_dict"], self._shapes_as_built)
+            refuse_tensors_made_later(checkpoint["state_dict"], self._shapes_as_built)
             checkpoint["schedules_as_built"] = self._schedules_as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
@@ -204,7 +204,7 @@ class Resuming(_CheckpointConnector):
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
             self._logged.restore_metrics(saved)
-        with _errors_of_checkpoint():
+        with _loop_errors_as_user_errors():
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")
         loaders_of(self.trainer).start_at(at.epoch, at.micro_batches, sizes, at.begun, size)
@@ -245,7 +245,7 @@ class Resuming(_CheckpointConnector):
             trainer.callback_metrics.update(saved["callback_metrics"])
 
     def restore_loops(self) -> None:
-        with _errors_of_checkpoint():
+        with _loop_errors_as_user_errors():
             super().restore_loops()
 
     def restore_optimizers(self) -> None:
@@ -295,8 +295,10 @@ class Resuming(_CheckpointConnector):
 
 
 @contextmanager
-def _errors_of_checkpoint() -> Iterator[None]:
-    """Turns errors within it into UserErrors: only the content of the checkpoint can be wrong there."""
+def _loop_errors_as_user_errors() -> Iterator[None]:
+    """Turns a KeyError, TypeError or AttributeError into a UserError while the loops of a checkpoint are restored: only its
+    content can be wrong there.
+    """
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -348,7 +350,7 @@ def shapes(module: nn.Module) -> Shapes:
     return sizes
 
 
-def refuse_made_later(saved: Mapping[str, object], at_start: Shapes) -> None:
+def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> None:
     """Raises a UserError that names a tensor that was made, or a parameter that was given another shape, since the fit began.
 
     `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.

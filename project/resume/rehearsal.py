@@ -50,7 +50,7 @@ class Rehearsal(Callback):
             self._before = attributes(trainer)
             connector = resuming(trainer)  # which has none of objects that were made since the fit began (training sets)
             connector.values_as_built = {**self._before, **connector.values_as_built}
-            self._compare_with_saved(trainer, self._before)
+            self._warn_of_lost_values(trainer, self._before)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warns, in the first step's second micro-batch, of values that follow a rank's micro-batches."""
@@ -85,12 +85,12 @@ class Rehearsal(Callback):
                 *(trainer, [name for name in unsaved if name not in self._reported]),
             )
 
-    def _compare_with_saved(self, trainer: Trainer, now: Attributes) -> None:
+    def _warn_of_lost_values(self, trainer: Trainer, now: Attributes) -> None:
         """Warns of attributes that had another value in the checkpoint; where an epoch begins here, not of those it sets."""
         begun = position(trainer).step > 0
         for name, digest in resuming(trainer).unsaved_digests.items():
-            value = _digest_of(now, name)
-            if value not in (digest, UNKNOWN) and (begun or value == _digest_of(self._at_start, name)):
+            value = _look_up_digest(now, name)
+            if value not in (digest, UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name)):
                 self._reported.add(name)
         _warn(
             "not what it was when the checkpoint was saved, which does not hold it. HINT: keep it in a buffer, in "
@@ -105,7 +105,7 @@ def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text)
 
 
-def _digest_of(values: Attributes, name: str) -> bytes | None:
-    """Returns the digest of an attribute by its full name, owner.attribute."""
+def _look_up_digest(values: Attributes, name: str) -> bytes | None:
+    """Looks up the digest of 'owner.attribute'; None where there is none."""
     owner, _, attribute = name.rpartition(".")
     return values.get(owner, {}).get(attribute)

@@ -147,10 +147,10 @@ class StepGraphs(Runner):
 
     def prepare(self, batch: Batch, number: int, accumulates: bool, transfer: Transfer) -> Batch:
         """Chooses how the micro-batch is taken. A graph holds the data module's work on it, too."""
-        self._kind = self._choose_kind(batch, number, accumulates)
+        self._kind = self._begin_micro_batch_as(batch, number, accumulates)
         return transfer(batch, 0) if self._kind is None else batch
 
-    def _choose_kind(self, batch: Batch, number: int, accumulates: bool) -> Kind | None:
+    def _begin_micro_batch_as(self, batch: Batch, number: int, accumulates: bool) -> Kind | None:
         """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
         first is.
         """
@@ -159,7 +159,7 @@ class StepGraphs(Runner):
         if shapes is None:
             self._refuse("a batch is not only tensors")
         if not number:
-            self._began_as_graph = self._begins_as_graph()
+            self._began_as_graph = self._begin_step_as_graph()
         return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
 
     def _check_outputs(self, outputs: Outputs) -> None:
@@ -168,7 +168,7 @@ class StepGraphs(Runner):
             if not all(isinstance(element, Tensor) for element in _elements(value)):
                 self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
 
-    def _begins_as_graph(self) -> bool:
+    def _begin_step_as_graph(self) -> bool:
         """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
         has changed.
         """

@@ -98,7 +98,7 @@ class Moments:
         """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code."""
         hook = action.rpartition(".")[2]
         if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
-            self._begin_transfer()
+            self._seed_evaluation_transfer()
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
         return self._seed_hook(profile, action, hook)
@@ -151,8 +151,8 @@ class Moments:
             self._batches_to_check -= 1
             self._note_states("on_train_batch_end")
 
-    def _begin_transfer(self) -> None:
-        """Seeds what happens to a micro-batch of an evaluation on its way to the device."""
+    def _seed_evaluation_transfer(self) -> None:
+        """Seeds what happens to a micro-batch of an evaluation on its way to the device; notes the generators before the first."""
         if (position := arriving_key(self._trainer)) is not None:
             seed_moment(*position, _ARRIVING)
             self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
@@ -209,6 +209,7 @@ def _drawn_from(before: States) -> list[str]:
 
 
 def _generator_states() -> States:
+    """Returns the states of the CPU generators of torch, random and numpy, to compare."""
     numpy = np.random.get_state(legacy=True)
     assert isinstance(numpy, tuple)
     return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])

@@ -90,6 +90,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.automatic_optimization.optim_progress.reset_on_restart()
 
     def _should_check_val_fx(self, data_fetcher: Fetcher) -> bool:
+        """Returns whether to validate now, as Lightning does, but a stop within a step or for time brings none forward."""
         if self._validation_due:
             return True
         if not self._has_validation:

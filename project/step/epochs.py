@@ -80,7 +80,7 @@ class Epochs(_FitLoop):
             self.restarting = False
         super().reset()
 
-    def _validate_between_steps(self, set_up_loaders: Callable[[], None]) -> None:
+    def _set_up_with_validations_between_steps(self, set_up_loaders: Callable[[], None]) -> None:
         """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
         them may end within a step.
         """
@@ -102,7 +102,7 @@ class Epochs(_FitLoop):
 
     def setup_data(self) -> None:
         with loaders_of(self.trainer).limits_of_loop("train"):
-            self._validate_between_steps(super().setup_data)
+            self._set_up_with_validations_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
         if not self._resumes_within_epoch:
@@ -141,7 +141,7 @@ class Epochs(_FitLoop):
             self._structure_at_start = state_dict["began_with"]
 
     def _repeat_epoch_start(self) -> None:
-        """Calls the hooks at the start of an epoch again, and restores over it all that was saved."""
+        """Calls the hooks at the start of an epoch again when a run resumes within it, and restores what they have changed."""
         trainer, module = self.trainer, self.trainer.lightning_module
         callbacks = typed(trainer).callbacks
         starting = [callback for callback in callbacks if _acts_at_epoch_start(callback)]

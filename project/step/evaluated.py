@@ -17,7 +17,7 @@ def arriving_key(trainer: Trainer) -> tuple[int, int] | None:
 
 def begin_evaluated_micro_batch(trainer: Trainer, dataloader_idx: int) -> tuple[int, int] | None:
     """Notes which micro-batch of an evaluation comes now, also of a prediction, which Lightning does not report to its logger
-    connector. Returns the positions of its samples, if they are known.
+    connector. Returns the span of its samples' positions; None where it was not dealt out by us.
     """
     state = step_state(trainer)
     state.evaluated_key, state.peers_evaluate_more = None, False

@@ -19,6 +19,7 @@ class Evaluation(_EvaluationLoop):
     """A validation or a test."""
 
     def setup_data(self) -> None:
+        """Sets up the loaders with the user's limit set aside: they are cut already."""
         with loaders_of(self.trainer).limits_of_loop("test" if self.trainer.testing else "val"):
             super().setup_data()
 
@@ -27,6 +28,7 @@ class Prediction(_PredictionLoop):
     """A prediction."""
 
     def setup_data(self) -> None:
+        """Sets up the loaders with the user's limit set aside: they are cut already."""
         with loaders_of(self.trainer).limits_of_loop("predict"):
             super().setup_data()
 

@@ -83,7 +83,7 @@ class Loaders(_DataConnector):
         self.attached = datamodule
 
     @property
-    def read_in_process(self) -> list[object]:
+    def objects_reading_in_process(self) -> list[object]:
         """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
         puts them together; of a loader that is left as it is its samplers, too.
         """
@@ -121,7 +121,7 @@ class Loaders(_DataConnector):
             self._steps_of_trial = given if stage == "train" and isinstance(given, int) else None
             self._limit_trial()
         elif given:
-            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_leave_to_lightning`
+            setattr(self.trainer, name, 1.0)  # the loaders are cut; for one that is left as it is, see `_prepare_undealt`
         try:
             yield
         finally:
@@ -135,7 +135,7 @@ class Loaders(_DataConnector):
 
     def begin_verb(self, spare_cores: int | None = None) -> None:
         """Begins another fit, or another verb, and computes its batching, unless that takes the first training loader."""
-        self._start_over()
+        self._forget_last_verb()
         self.note_limits()
         trainer, data = typed(self.trainer), self.attached
         if trainer.accumulate_grad_batches != self.batching.accumulation and not accumulates_by_epoch(trainer):
@@ -145,7 +145,7 @@ class Loaders(_DataConnector):
             self.configured_accumulation = trainer.accumulate_grad_batches
         self._apply(Batching())
         if data is not None and isinstance(data, SelfDealing):
-            self._deal_by_itself(data, self._spare_cores if spare_cores is None else spare_cores)
+            self._let_data_deal(data, self._spare_cores if spare_cores is None else spare_cores)
         elif trainer.training:
             if trainer.exact and self.global_batch is None:
                 raise UserError(
@@ -155,7 +155,8 @@ class Loaders(_DataConnector):
             if self.configured_accumulation != "auto":
                 self._apply(Batching(self.configured_accumulation))
 
-    def _deal_by_itself(self, data: SelfDealing, spare_cores: int) -> None:
+    def _let_data_deal(self, data: SelfDealing, spare_cores: int) -> None:
+        """Tells a data module that deals out its own samples what its loaders depend on, and sets the accumulation."""
         trainer, ranks = typed(self.trainer), data_ranks(self.trainer)
         if trainer.overfit_batches:
             raise UserError(
@@ -174,7 +175,8 @@ class Loaders(_DataConnector):
         apply_batching(batching, typed(self.trainer), self._validation_interval)  # which may refuse it
         self.batching = batching
 
-    def _start_over(self) -> None:
+    def _forget_last_verb(self) -> None:
+        """Forgets the loaders, the position and the sizes of the last fit or verb."""
         self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
         self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
 
@@ -252,13 +254,14 @@ class Loaders(_DataConnector):
         log.warning("%s from here on.", what)
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        """Returns a loader in our order, or Lightning's own where it can't be dealt out. Lightning calls it for each loader."""
         training = mode == RunningStage.TRAINING
         if isinstance(dataloader, DealtLoader):
             if training:
                 self._dealt.append(dataloader)
             return self._set_start(dataloader) if training else dataloader
         if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not size_of(dataloader.dataset):
-            self._leave_to_lightning(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
+            self._prepare_undealt(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
             if isinstance(dataloader, DataLoader):
                 with_signals(dataloader)
             try:
@@ -361,8 +364,10 @@ class Loaders(_DataConnector):
             object.__setattr__(dealt, "batch_sampler", wrapped)
         return dealt
 
-    def _leave_to_lightning(self, loader: object, mode: RunningStage, why: str | None) -> None:
-        """Leaves a loader to Lightning. Logs once what can't be promised of a loader that is left as it is."""
+    def _prepare_undealt(self, loader: object, mode: RunningStage, why: str | None) -> None:
+        """Prepares for a loader that keeps its own order: sets accumulation and limits, and seeds its iterators. Raises a
+        UserError where it can't be taken, and logs once what can't be promised of it.
+        """
         self._moments.stop_checking()
         self._moments.begin_epoch(self.trainer.current_epoch)
         trainer, stage = self.trainer, _STAGES.get(mode, "val")

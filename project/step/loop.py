@@ -113,7 +113,9 @@ class Steps(EpochLoop):
         return fetched
 
     def advance(self, data_fetcher: Fetcher) -> None:
-        """Trains on one micro-batch: from the loader to the metrics."""
+        """Trains on one micro-batch, by our own loop or, where it does not apply, by Lightning's. Does nothing where only a
+        validation is due.
+        """
         if self._validation_due:
             return  # what follows is `on_advance_end`
         if self._module_fetches_batches:
@@ -171,7 +173,9 @@ class Steps(EpochLoop):
         return outputs
 
     def _pass_over_empty_batch(self, number: int) -> None:
-        """Counts a micro-batch of no samples, for which the loader gave None, and does not train on it."""
+        """Counts a micro-batch for which the loader gave None, and takes the step if it was the last of one with a loss.
+        Refused on several ranks.
+        """
         self.gradients.pass_over()
         self._refuse_on_several_ranks("The training loader gave None", "give a batch without what is not wanted")
         rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")

@@ -101,7 +101,7 @@ def restore_strategy(trainer: Trainer) -> None:
 
 def _weighted_backward(trainer: Trainer, backward: Callable[..., T], loss: Tensor, *args: object, **kwargs: object) -> T:
     """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
-    weight.
+    weight, and notes it.
     """
     state = step_state(trainer)
     weight, state.loss = state.micro_batch.weight, loss.detach()

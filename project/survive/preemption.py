@@ -109,9 +109,9 @@ class StopTogether(Callback):
 
     on_train_epoch_start = on_validation_end = _restart_interval
 
-    def _count_shared_batches(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the batches that every rank has in this evaluation: ranks may have different numbers, and can compare only
-        at these.
+    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the fewest batches that any rank has in this evaluation, over all its loaders (0 where unknown), and restarts
+        the interval: ranks can compare only at these.
         """
         self._restart_interval(trainer, pl_module)
         self._shared_batches = _evaluation_batches(trainer)
@@ -121,14 +121,14 @@ class StopTogether(Callback):
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
             self._shared_batches = float(fewest)
 
-    on_validation_start = on_test_start = on_predict_start = _count_shared_batches
+    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._grace_period = grace_period() if trainer.is_global_zero else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            REQUEUE.remove_marks()
+            REQUEUE.remove_count_file()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Waits for the last comparison: it holds Gloo's threads as long as it is held, and they must not outlive Python."""
@@ -189,7 +189,7 @@ class StopTogether(Callback):
 
 
 def _evaluation_batches(trainer: Trainer) -> float:
-    """Returns how many batches this rank has in the evaluation that begins; infinite where that is unknown."""
+    """Returns how many batches this rank has in the evaluation that begins, over all its loaders; infinite where unknown."""
     if trainer.sanity_checking:
         return float(sum(trainer.num_sanity_val_batches))
     counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}

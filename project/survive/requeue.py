@@ -122,8 +122,8 @@ class Requeue:
             log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will go on from {newest}" if newest else "")
         return self._put
 
-    def remove_marks(self) -> None:
-        """Removes the file of requeueings: the run is finished."""
+    def remove_count_file(self) -> None:
+        """Removes the file that counts requeueings, in a job step: the run is finished."""
         if in_job_step():
             self._marks.unlink(missing_ok=True)
 

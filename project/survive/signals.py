@@ -61,7 +61,9 @@ class Signals:
         threading.Thread(target=self._watch_for_second_signal, args=(reader,), name="signals", daemon=True).start()
 
     def _watch_for_second_signal(self, reader: int) -> None:
-        """Runs in a thread: reads the numbers of signals from a pipe, and ends the process at the second one."""
+        """Runs in a thread: reads the numbers of signals from a pipe, and ends the process at the second one. Those that come
+        within two seconds of the first count as one.
+        """
         first: float | None = None
         while number := os.read(reader, 1):
             if number[0] not in self._before:

@@ -24,7 +24,7 @@ from project.sharded.strategy import is_sharded, replicates_weights
 from project.step.batch_norm_layers import batch_norms
 from project.step.ddp import all_gather_objects, ignored_by_ddp
 from project.step.state import micro_batch, step_state
-from project.step.structure import holders
+from project.step.structure import tensor_holders
 from project.typed import typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
@@ -55,7 +55,7 @@ class _Watched:
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
         split = [name.rpartition(".") for name in self.names]
         self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
-        self._holders = holders(module, self.names)
+        self._holders = tensor_holders(module, self.names)
         self._checksums: Checksums | None = None
         self._compute: Callable[[], Tensor]
 

@@ -72,7 +72,9 @@ def _stage_of(entry: Collective) -> int:
 
 
 def awaits_reports(beats: Iterable[Heartbeat]) -> bool:
-    """Returns whether a rank that still moves, or has only just stopped, has yet to report how far its collectives are."""
+    """Returns whether a rank that still moves, or has only just stopped, has yet to report how far its collectives are. False
+    where no rank has reported any.
+    """
     reported = list(beats)
     return any(beat.flights for beat in reported) and any(not beat.flights and not beat.waits_too_long for beat in reported)
 
@@ -80,6 +82,7 @@ def awaits_reports(beats: Iterable[Heartbeat]) -> bool:
 def ranks_behind(beats: Mapping[int, Heartbeat]) -> list[int]:
     """Returns the ranks that the others wait for: those that are furthest behind in what all ranks do together, and of these
     the ones that wait for nobody in another group. (A host may be ahead in a group of its own while its device hangs.)
+    Never empty: where ranks report no collectives, it goes by their position within the hooks.
     """
     ranks, known = sorted(beats), [flight for beat in beats.values() if (flight := beat.flights.get(ALL))]
     if len(known) == len(ranks):

@@ -125,7 +125,7 @@ class Channel:
             self._socket.sendto(self._seal({"kind": kind, **content}), tuple(address))
 
     def send_padded(self, to: int, kind: str, size: int, **content: object) -> None:
-        """Sends a message that is padded to a packet of about `size` bytes."""
+        """Sends a message that is padded to a packet of about `size` bytes, to find hosts at which long packets get lost."""
         filling = base64.b85encode(secrets.token_bytes(max(0, min(size, _LARGEST) - _OVERHEAD))).decode()
         self.send(to, kind, size=size, filling=filling, **content)
 

@@ -35,7 +35,7 @@ class RankContext:
     folder: Path | None
     local_rank: int
 
-    def reports(self, silent: set[int]) -> bool:
+    def is_reporter(self, silent: set[int]) -> bool:
         """Returns whether this rank reports: one on each host does; before the ranks are connected, also each that does not
         wait for others. `silent`: the ranks that can't.
         """

@@ -34,7 +34,7 @@ def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
     if warden is not None:
         warden.send(why=f"lost another rank: {why}")
         warden.announce_exit()
-    if context.reports(set(lost)):
+    if context.is_reporter(set(lost)):
         hint = (
             "HINT: see the error of that rank."
             if LOST_RANKS.failures

@@ -165,7 +165,7 @@ def describe_phases(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
 
 def report_and_exit(judged: Verdict, context: RankContext) -> None:
     """Writes and logs the verdict, and ends this process and those at fault on this host."""
-    reports, unresponsive = context.reports(judged.silent), _silent_on_this_host(judged, context)
+    reports, unresponsive = context.is_reporter(judged.silent), _silent_on_this_host(judged, context)
     own = RankAtFault(context.me.rank, context.me.host, context.beat).with_stacks(context.me.dump)
     if reports:
         judged = replace(judged, at_fault=[_with_dump(culprit, unresponsive.get(culprit.rank)) for culprit in judged.at_fault])
@@ -181,7 +181,7 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}", context))
     run_with_timeout(_PATIENCE, flush)
     cut_off = _rank_0_unreachable(judged, context)
-    seconds = _AGENT if cut_off else _SLOW_AGENT if context.reports(judged.silent) else None
+    seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
     exit_process(context, EXIT_CODE, list(unresponsive.values()), seconds)
 
 
