@@ -152,7 +152,7 @@ class Moments:
             self._note_states("on_train_batch_end")
 
     def _seed_evaluation_transfer(self) -> None:
-        """Seeds what happens to a micro-batch of an evaluation on its way to the device; notes the generators before the first."""
+        """Seeds what happens to a micro-batch of an evaluation on its way to the device, and notes the generators before."""
         if (position := arriving_key(self._trainer)) is not None:
             seed_moment(*position, _ARRIVING)
             self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
