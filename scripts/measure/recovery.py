@@ -61,7 +61,7 @@ def kills(folder: Path, program: subprocess.Popen[bytes], ranks: int) -> Iterato
         before, process = steps(folder), int((folder / f"rank-{random.randrange(ranks)}").read_text())
         struck = time.time()
         os.kill(process, signal.SIGKILL)
-        while not (after := [step for step in steps(folder)[len(before) :] if step[1] <= before[-1][1]]):
+        while not (after := [step for step in steps(folder)[len(before) :] if step[2] != before[-1][2]]):
             assert program.poll() is None, (folder / "output").read_text()
             time.sleep(0.005)
         seen = len(steps(folder))
