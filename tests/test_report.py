@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.dashboard import _LAYOUT
 from project.watch.figures import scaling
-from project.watch.history import PHASES, read_history
+from project.watch.history import PHASES, History, read_history
 from project.watch.report import page
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
@@ -323,7 +323,7 @@ def test_charts_of_what_is_odd():
     assert len(many.data) < 60_000
 
 
-def test_the_words_of_somebody_else_are_text(place, tmp_path):
+def test_the_words_of_somebody_else_are_text(place, tmp_path, monkeypatch):
     """A folder that was made by others: markup in its name, its log, its profiles, its settings, and links out of it."""
     folder = tmp_path / "<b>it</b>"
     shutil.copytree(place / "lightning_logs/it", folder)
@@ -333,11 +333,15 @@ def test_the_words_of_somebody_else_are_text(place, tmp_path):
     (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, failed)))
     (folder / "log.txt").write_text("<b>log</b>\n" * 10_000 + "x" * 10_000)
     (folder / "profiles").mkdir()
-    (folder / "profiles/step-000000001-rank0.txt").write_text("<b>profile</b>" * 100_000)
+    (folder / "profiles/step-000000001-rank0.txt").write_text("<b>profile</b>\n" * 100_000)
     (folder / "checkpoints/step-999999999.ckpt").symlink_to("/etc/passwd")
     (folder / "checkpoints/javascript:alert(1).ckpt").touch()
+    plain = History.summary
+    more = {"cause": "<b>cause</b>", "where": "<b>mine.py:3</b>", "traceback": "<b>frame</b>" * 100_000}
+    monkeypatch.setattr(History, "summary", lambda history: {**plain(history), **more})
     text = page(read_history(folder, folder.name))
     assert "<b>" not in text.replace('<b class="odd">', "")
+    assert all(f"&lt;b&gt;{what}" in text for what in ("cause", "mine.py:3", "frame", "command", "user", "profile"))
     assert len(text) < 3_000_000
     assert "step-999999999" not in text
     assert "javascript:" not in text

@@ -103,9 +103,11 @@ class _Layout:
     def pass_on(self) -> None:
         """Adds the numbers to the curves."""
         each = 2 + len(self.curves)
-        steps, times = self.rows[::each], self.rows[1::each]
+        numbers = array("d", bytes(24 * (len(self.rows) // each)))
+        numbers[::3], numbers[2::3] = self.rows[::each], self.rows[1::each]
         for place, curve in enumerate(self.curves, start=2):
-            curve.add(chain.from_iterable(zip(steps, self.rows[place::each], times, strict=True)))
+            numbers[1::3] = self.rows[place::each]
+            curve.add(numbers)
             curve.waiting = None
         self.rows, self.first = array("d"), False
 

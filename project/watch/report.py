@@ -20,7 +20,7 @@ _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
 _PICTURES = 8 << 20  # bytes of all
-_WARNINGS = 60
+_WARNINGS, _FIGURES = 60, 300  # rows
 _LONGEST = 20_000  # characters of a traceback
 
 
@@ -59,7 +59,8 @@ def page(history: History) -> str:
         profiles=attachments.profiles(history.folder),
         pictures=_pictures(history),
         figures=[
-            Figure(tag, history.curves[tag][-1], best(history, tag), direction(tag, history)) for tag in metrics([history])
+            Figure(tag, history.curves[tag][-1], best(history, tag), direction(tag, history))
+            for tag in metrics([history])[:_FIGURES]
         ],
         shares=[share for share in shares if math.isfinite(share[2])],
         axes=[{"name": "steps"}, {"name": "wall time", "time": True}],
