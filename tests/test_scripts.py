@@ -300,6 +300,7 @@ def test_a_wheel_has_the_configs(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "project/configs/ddp.yaml" in names
     assert "project/cli/main.py" in names
+    assert {f"project/watch/pages/{name}" for name in ("run.html", "page.js", "uplot.js", "uplot.license")} < {*names}
     assert not any(name.startswith(("tests", "lightning_logs")) for name in names)
 
     # Unpacked somewhere else, it finds its configs, and says where the benchmark is.

@@ -32,6 +32,7 @@ from project.cli.complaints import condensed
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
 from project.cluster.connection import close_connections
 from project.cluster.place import host
+from project.cluster.settings import flat
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
 from project.doctor.doctor import doctor
@@ -123,6 +124,7 @@ class ProjectCLI(LightningCLI):
         return {wanted: verbs[wanted]} if wanted in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self._of_verb = parser
         if self.model_class is ImageClassifier:
             parser.set_defaults({"model.network": {"class_path": "project.model.MiniResNet"}})
         if self.datamodule_class is ImageData:
@@ -243,7 +245,7 @@ class ProjectCLI(LightningCLI):
             log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
-            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life()]
+            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life(changed=self._changed)]
             if self._begun is not None and _several_hosts(settings, launch):
                 ours.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
@@ -270,6 +272,15 @@ class ProjectCLI(LightningCLI):
         elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             resume_loggers(trainer.loggers, 0)
         return trainer
+
+    def _changed(self) -> list[str] | None:
+        """Returns the names of the settings that are not the defaults; None where they can't be told."""
+        try:
+            changed = self._of_verb.dump(self.config[self.subcommand], skip_default=True, skip_none=False, format="yaml")
+            return [*flat(yaml.safe_load(changed) or {})]
+        except Exception as error:  # the default of somebody's argument may have any form
+            log.debug("Which settings are not the defaults can't be told: %s", error)
+            return None
 
     def _loggers(self, given: Any, root: Path, rank: int) -> Any:
         """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.

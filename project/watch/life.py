@@ -3,14 +3,17 @@
 A run that was killed has no line for its stop. The report is made of these lines (`watch/history.py`).
 """
 
+import getpass
 import json
 import logging
 import os
 import platform
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -23,6 +26,7 @@ from project import __version__
 from project.cluster import code
 from project.cluster.place import image
 from project.errors import NonFiniteError, UserError
+from project.masking import masked_command
 from project.step.position import planned_steps
 from project.typed import typed
 from project.untrusted import open_to_append
@@ -31,12 +35,14 @@ from project.watch.history import FILE, lives_of
 log = logging.getLogger(__name__)
 
 _LONGEST = 500  # characters of a reason
+_COMMAND = 4_000  # characters of a command line
 
 
 class Life(Callback):
-    """Writes down the starts and the stops of a fit."""
+    """Writes down the starts and the stops of a fit. `changed`: returns the names of the settings that are not the defaults."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], Sequence[str] | None] = lambda: None) -> None:
+        self._changed = changed
         self._began = False
         self.wrote = False
         """Whether there is anything to read."""
@@ -50,6 +56,9 @@ class Life(Callback):
             trainer,
             "start",
             pid=os.getpid(),
+            user=_user(),
+            command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
+            changed=self._changed() if trainer.is_global_zero else None,
             epoch=trainer.current_epoch,
             of=planned_steps(trainer),
             ranks=trainer.world_size,
@@ -115,6 +124,12 @@ def _signal(exception: BaseException) -> str | None:
         return "SIGINT"
     known = {128 + number: number.name for number in signal.Signals}
     return known.get(exception.code) if isinstance(exception, SystemExit) and isinstance(exception.code, int) else None
+
+
+def _user() -> str | None:
+    with suppress(OSError, KeyError, ImportError):  # a container may have a number without a name
+        return getpass.getuser()
+    return None
 
 
 @cache
