@@ -318,6 +318,19 @@ class Logged(_LoggerConnector):
             bar: dict[str, Any] = self._progress_bar_metrics
             self._delayed_numbers |= {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
 
+    def log_metrics(self, metrics: dict[str, Tensor], step: int | None = None) -> None:
+        """Logs under the number of steps taken, as all curves of a run are numbered that this project's loggers write.
+
+        Lightning counts a step only after it has logged it: loggers that the user made in Python receive its number.
+        """
+        steps = self.trainer.fit_loop.epoch_loop
+        counted = step is None and self.trainer.state.fn == "fit" and measurement_loggers(self.trainer)
+        steps._batches_that_stepped += bool(counted)
+        try:
+            super().log_metrics(metrics, step)
+        finally:
+            steps._batches_that_stepped -= bool(counted)
+
     @property
     def progress_bar_metrics(self) -> Any:
         """Returns the metrics that a bar shows: of what a GPU computes, the number of the last step, for which the host hardly
