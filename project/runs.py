@@ -36,12 +36,13 @@ from project.launch.launcher import Launch
 from project.masking import masked
 from project.step.monitored import chosen_metric
 from project.untrusted import read_text, read_yaml, shortened, write_text
+from project.watch.fingerprint_file import FILE as FINGERPRINTS
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
 _STARTED = "PROJECT_STARTED"
-_BEFORE_ANY_STEP = (".lock", "log.txt", "config.yaml", FILE)
+_BEFORE_ANY_STEP = (".lock", "log.txt", "config.yaml", FILE, FINGERPRINTS)
 """The files of a run that has not taken a step."""
 _TRAINERS = count(1)  # of this program that were given no folder
 

@@ -61,7 +61,7 @@ class Refusal(BaseException):
         parameters: Mapping[str, inspect.Parameter] = {}
         with suppress(TypeError, ValueError):
             parameters = inspect.signature(resolve_name(self.class_path)).parameters
-        odd = {
+        odd: dict[str, object] = {
             name: value
             for name, value in self.arguments.items()
             if value is not None and isinstance(value, (bool, int, float, str, list, tuple))
@@ -81,7 +81,8 @@ def _with_all_arguments(
     except Exception as error:
         if not instantiate:
             raise
-        raise Refusal(value["class_path"], vars(value.get("init_args") or Namespace()), error) from error
+        given = value.get("init_args")
+        raise Refusal(value["class_path"], vars(given) if given else {}, error) from error
 
 
 def _with_dict_kwargs(value: Namespace) -> Namespace:

@@ -257,7 +257,8 @@ def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[st
     """Yields the classes that a configuration names, with their arguments, each after its key."""
     settings = vars(value) if isinstance(value, Namespace) else {}
     if "class_path" in settings:
-        yield key, (settings["class_path"], vars(settings.get("init_args") or Namespace()))
+        given = settings.get("init_args")
+        yield key, (settings["class_path"], vars(given) if given else {})
     for name, inner in settings.items():
         yield from _named_classes(inner, f"{key}.{name}".strip("."))
     for entry in value if isinstance(value, list) else ():

@@ -232,7 +232,9 @@ def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequ
         if code < 0 and -code not in EXIT_CODES:
             LOST_RANKS.note_death(number, f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
     if not LOST_RANKS.deaths:
-        log.warning("lost another rank: %s", cause_of(error).text if LOST_RANKS.cause else message(error).splitlines()[0])
+        failed = LOST_RANKS.cause  # which that rank reports itself
+        text = f"{failed.text.partition(': ')[0]}: see its error." if failed else message(error).splitlines()[0]
+        log.warning("lost another rank: %s", text)
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
         log.error("lost another rank: %s %s", " ".join(LOST_RANKS.deaths.values()), advice(folder))
     return bool(LOST_RANKS.deaths)

@@ -228,9 +228,10 @@ class Watchdog(Callback):
             LOST_RANKS.unexplained = lost
             kind, what = ("died", "has lost another rank") if lost else ("fails", "has failed")
             cause = failure.cause_of(exception)
-            more = {"where": cause.where, "traceback": cause.traceback[-_LONGEST_TRACEBACK:]}
             text = f"rank {self._rank} on {host()} {what}: {failure.one_line(exception)}"
-            self._send_to_all(kind, rank=self._rank, text=text, **more)
+            self._send_to_all(
+                kind, rank=self._rank, text=text, where=cause.where, traceback=cause.traceback[-_LONGEST_TRACEBACK:]
+            )
         self.stop()
 
     # What the thread does --------------------------------------------------------------------------------------------
