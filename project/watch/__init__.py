@@ -1,7 +1,7 @@
 """Shows what a run does and did: console, curves, report, profiles, fingerprints.
 
 In training, `console.py` is the log, and `progress.py`, `events.py`, `throughput.py`, `fingerprints.py` and `profile.py` are
-callbacks and loggers; afterwards, `history.py` reads a run's folder, which may be somebody else's, `report.py` draws its page and `comparison.py`
-finds where two runs part. It reads the step and must not steer it: a run without this room computes the same weights. It knows
-neither checkpoints, faults nor launchers, and what a login node runs imports no PyTorch.
+callbacks and loggers; afterwards, `history.py` reads a run's folder, which may be somebody else's, `report.py` draws its page
+and `comparison.py` finds where two runs part. It reads the step and must not steer it: a run without this room computes the
+same weights. It knows neither checkpoints, faults nor launchers, and what a login node runs imports no PyTorch.
 """
