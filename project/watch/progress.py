@@ -14,7 +14,7 @@ from rich.table import Column
 from torch import Tensor
 
 from project.step.data_ranks import data_ranks
-from project.step.monitored import Judging, is_better, monitored_metrics
+from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
 from project.step.position import planned_steps
 from project.step.state import micro_batch
 from project.typed import typed
@@ -171,7 +171,9 @@ class Progress(ProgressBar):
     on_test_end = on_validation_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._judge(trainer)
+        validated = {None, "auto", *self._evaluated}
+        if any(isinstance(callback, Monitoring) and callback.monitor not in validated for callback in typed(trainer).callbacks):
+            self._judge(trainer)
 
     def _judge(self, trainer: Trainer) -> None:
         """Notes the monitored metrics, and the best of each so far, in earlier starts, too. The host waits for the device."""
