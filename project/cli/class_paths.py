@@ -18,6 +18,8 @@ from jsonargparse import _typehints as hints
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._util import import_object
 
+from project.errors import UserError
+
 Original = Callable[..., Any]
 
 
@@ -81,8 +83,10 @@ def _with_all_arguments(
     except Exception as error:
         if not instantiate:
             raise
-        given = value.get("init_args")
-        raise Refusal(value["class_path"], vars(given) if given else {}, error) from error
+        given, cause = value.get("init_args"), error
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            cause = UserError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.")
+        raise Refusal(value["class_path"], vars(given) if given else {}, cause) from error
 
 
 def _with_dict_kwargs(value: Namespace) -> Namespace:
