@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TypeVar, cast
 
-T = TypeVar("T")
-
 import yaml
+
+T = TypeVar("T")
 
 MASK = "(secret)"
 _NAMES = re.compile(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import project.cli.main
-from project.cli.complaints import condensed
+from project.cli.complaints import complaint
 from tests.conftest import ROOT, forked
 
 DDP = str(ROOT / "configs/ddp.yaml")
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path):
 )
 def test_the_innermost_complaint_is_what_counts(lines, text):
     key, *rest = lines
-    assert condensed("\n  ".join([f'Parser key "{key}":', *rest])) == text
+    assert ": ".join(filter(None, complaint("\n  ".join([f'Parser key "{key}":', *rest])))) == text
 
 
 def test_a_timer_needs_no_interval(quick):

@@ -100,7 +100,7 @@ def test_torchrun_starts_what_the_page_about_machines_says(cli):
 def test_an_error_reads_as_the_page_about_messages_says(quick):
     page = "docs/messages.md"
     run = quick(*words(page, "python -m project fit --config configs/ddp.yaml --trainer.devices 3"), ranks=3)
-    assert run.code == 1
+    assert run.code == 2
     (line,) = re.findall(r"^3 rank\(s\).*$", PAGES[page], re.MULTILINE)
     assert line in run.output
 

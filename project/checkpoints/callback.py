@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -25,6 +25,7 @@ from project.resume.checkpoint import current_checkpoint
 from project.sharded.shards import Split, split
 from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
+from project.step.monitored import chosen_metric
 from project.step.position import out_of_time, position, stopped_within_epoch
 from project.typed import typed
 
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 Record = tuple[Split, Manifest]
 """What this rank writes, copied into main memory: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
-
-_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
 
 
 class SaveFirst(Callback):
@@ -63,14 +62,6 @@ def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> b
         if not type(owner).__module__.startswith("project.")
         for hook in ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
     )
-
-
-def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
-    """Returns the metric that `checkpoints.monitor` means, of the known ones, and 'max' or 'min', whichever is better."""
-    if monitor != "auto":
-        return monitor, mode
-    names = set(known)
-    return next((item for item in _DEFAULT_METRICS.items() if item[0] in names), ("val/acc", "max"))
 
 
 class Checkpoints(Checkpoint):

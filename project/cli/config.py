@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,18 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning_utilities.core.enums import StrEnum
 
+from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
 from project.config_files import documents, option
-from project.errors import SettingError, UserError
+from project.errors import FaultError, UserError
 from project.masking import masked
 from project.typed import typed
-from project.untrusted import compose_yaml, read_yaml, write_text
+from project.untrusted import compose_yaml, printable, read_yaml, write_text
 
 
 class SaveConfig(Callback):
@@ -43,7 +45,7 @@ def save_config(folder: Path, config: Mapping[str, object]) -> None:
     try:
         write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False), mode)
     except OSError as error:
-        raise UserError(
+        raise FaultError(
             f"{folder / 'config.yaml'} can't be written: {error}. HINT: make room, or move away what lies there."
         ) from error
 
@@ -69,6 +71,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 _SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard")
 _UNWRITABLE = "Unable to serialize instance"
+_LONGEST_VALUE = 60  # characters of an argument
 
 # What `fit --help` shows; the rest is on request.
 _MATTERS = (
@@ -150,7 +153,7 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        raise SettingError(self._plain(message))
+        raise UserError(self._plain(message))
 
     def _plain(self, message: str) -> str:
         """Returns what is wrong, in a line."""
@@ -189,6 +192,20 @@ class Parser(LightningArgumentParser):
                 return f"{where.removesuffix(': ')}{key * where.startswith('--')}: {text}"
         return text
 
+    def refused(self, config: Namespace, refusal: Refusal) -> str:
+        """Returns which setting a class refuses, in a line. `config`: the verb's, resolved."""
+        odd, error = refusal.odd_arguments, refusal.error
+        text = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
+        made = f"{refusal.class_path} can't be made"
+        if odd:
+            values = ", ".join(f"{name}={printable(repr(value), _LONGEST_VALUE)}" for name, value in odd.items())
+            made = f"{refusal.class_path} can't be made of {values}"
+        key = next((key for key, value in _named_classes(config) if value == (refusal.class_path, refusal.arguments)), "")
+        if not key:
+            return f"{made}: {text}"
+        full = f"{key}.init_args.{next(iter(odd))}" if len(odd) == 1 else key
+        return f"{self._where(full)}{full}: {made}: {text}. HINT: --{key}.help {refusal.class_path} lists its arguments."
+
     def _unknown(self, key: str, known: Iterable[str]) -> str:
         return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
 
@@ -222,7 +239,7 @@ def refuse_odd_sections(configs: Iterable[Path]) -> None:
             if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
                 continue
             line = _line(compose_yaml(path), [name])
-            raise SettingError(
+            raise UserError(
                 f"{path}, line {line}: {name} holds keys and values, as in '{name}: {{KEY: VALUE}}', and it is {value!r}."
             )
 
@@ -235,6 +252,18 @@ def _line(node: yaml.Node | None, parts: list[str]) -> int | None:
         if name.value == parts[0]:
             return _line(value, parts[1:]) if parts[1:] else int(name.start_mark.line) + 1
     return None
+
+
+def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[str, Mapping[str, object]]]]:
+    """Yields the classes that a configuration names, with their arguments, each after its key."""
+    settings = vars(value) if isinstance(value, Namespace) else {}
+    if "class_path" in settings:
+        given = settings.get("init_args")
+        yield key, (settings["class_path"], vars(given) if given else {})
+    for name, inner in settings.items():
+        yield from _named_classes(inner, f"{key}.{name}".strip("."))
+    for entry in value if isinstance(value, list) else ():
+        yield from _named_classes(entry, key)
 
 
 def _writable(value: object) -> object:

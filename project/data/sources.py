@@ -17,7 +17,7 @@ from project.data.augment import Channels
 from project.data.in_memory import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
-from project.errors import UserError
+from project.errors import FaultError, UserError
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -120,7 +120,7 @@ class Cifar(Source):
             archive: _Archive = kind(str(self.root), train=train, download=download)
         except (OSError, RuntimeError) as error:
             if download:
-                raise UserError(
+                raise FaultError(
                     f"Could not download CIFAR-{self.num_classes} to {self.root}: {error}. HINT: put the extracted "
                     "archive there, or see whether this host reaches the internet."
                 ) from error

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,6 +20,7 @@ import yaml
 
 from project.cluster.settings import flat
 from project.masking import masked, masked_text
+from project.step.monitored import chosen_metric
 from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
 from project.watch.curves import OURS, Curves, Picture, Point
 
@@ -46,6 +47,7 @@ _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
+_TRACEBACK = 4_000  # characters
 
 
 @dataclass
@@ -62,6 +64,9 @@ class Life:
     end_step: int
     state: str = "killed"
     why: str | None = None
+    where: str = ""
+    """File and line of the user's code in which an error was raised."""
+    traceback: str = ""
 
     @property
     def seconds(self) -> float:
@@ -134,6 +139,16 @@ class History:
         values = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
         return median(values[-_RECENT:]) if values else None
 
+    @cached_property
+    def monitored(self) -> tuple[str, str] | None:
+        """Returns the curve by which the run is judged, and 'max' or 'min', whichever is better; None where there is none."""
+        return monitored_curve(self.lives[-1], self.curves) if self.lives else None
+
+    @cached_property
+    def best(self) -> Point | None:
+        """Returns the best point of that curve so far."""
+        return best_point(self.curves[self.monitored[0]], self.monitored[1]) if self.monitored else None
+
     @property
     def shares(self) -> dict[str, float]:
         """Returns the shares of a step's time, by phase."""
@@ -147,6 +162,9 @@ class History:
             "run": self.name,
             "state": self.state,
             "why": last and last.why,
+            "cause": last and last.why,
+            "where": last.where if last else "",
+            "traceback": last.traceback if last else "",
             "step": self.step,
             "samples": self.step * self.global_batch if self.global_batch else None,
             "seconds": round(self.seconds, 3),
@@ -156,6 +174,8 @@ class History:
             "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
+            "monitored": self.monitored and self.monitored[0],
+            "best": self.best and {"value": self.best.value, "step": self.best.step},
             "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "lives": [
                 {**{name: value for name, value in vars(life).items() if name != "known"}, **life.known} for life in self.lives
@@ -201,6 +221,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 why = None if entry["why"] is None else as_text(entry["why"])
                 end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
+                life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
@@ -260,6 +281,20 @@ def longest(shares: Mapping[str, float]) -> str:
     """Returns the phase that most of a step goes into, with its share."""
     name = max(shares, key=lambda phase: shares[phase])
     return f"{shares[name]:.0%} {name.replace('_', ' ')}"
+
+
+def monitored_curve(life: Life, curves: Iterable[str]) -> tuple[str, str] | None:
+    """Returns the curve by which a run is judged that has come so far, and 'max' or 'min', whichever is better."""
+    monitor, mode = chosen_metric(
+        str(life.known.get("monitor", "auto")), str(life.known.get("mode", "max")), names := {*curves}
+    )
+    return (monitor, mode) if monitor in names and monitor is not None else None
+
+
+def best_point(points: Sequence[Point], mode: str) -> Point | None:
+    """Returns the point with the highest value, or the lowest; of equals, the first. NaN is none."""
+    finite = [point for point in points if point.value == point.value]
+    return (max if mode == "max" else min)(finite, key=lambda point: point.value, default=None)
 
 
 def of_the_module(tag: str) -> bool:

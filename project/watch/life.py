@@ -25,8 +25,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project import __version__
 from project.cluster import code
 from project.cluster.place import image
-from project.errors import NonFiniteError, UserError
+from project.errors import Cause
 from project.masking import masked_command
+from project.step.monitored import monitored_setting
 from project.step.position import planned_steps
 from project.typed import typed
 from project.untrusted import open_to_append
@@ -34,16 +35,24 @@ from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 500  # characters of a reason
+_LONGEST, _LONGEST_TRACEBACK = 500, 4_000  # characters of a reason, and of the traceback that goes with it
 _COMMAND = 4_000  # characters of a command line
 
 
 class Life(Callback):
-    """Writes down the starts and the stops of a fit. `changed`: returns the names of the settings that are not the defaults."""
+    """Writes down the starts and the stops of a fit.
 
-    def __init__(self, changed: Callable[[], Sequence[str] | None] = lambda: None) -> None:
-        self._changed = changed
+    Args:
+        cause_of: returns why an error ends it.
+        changed: returns the names of the settings that are not the defaults.
+    """
+
+    def __init__(
+        self, cause_of: Callable[[BaseException], Cause], changed: Callable[[], Sequence[str] | None] = lambda: None
+    ) -> None:
+        self._cause_of, self._changed = cause_of, changed
         self._began = False
+        self._failure: Cause | None = None
         self.wrote = False
         """Whether there is anything to read."""
 
@@ -61,6 +70,7 @@ class Life(Callback):
             changed=self._changed() if trainer.is_global_zero else None,
             epoch=trainer.current_epoch,
             of=planned_steps(trainer),
+            **_monitored(trainer),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -89,19 +99,26 @@ class Life(Callback):
         return now
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer, "finished", None)
+        self._stop(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        name = _signal(exception)
-        cause = exception.__cause__ if isinstance(exception, SystemExit) and exception.__cause__ else exception
-        lines = str(cause).strip().splitlines() or [""]
-        kind = "" if isinstance(cause, (UserError, NonFiniteError)) else f"{type(cause).__name__}: "
-        error = f"{kind}{lines[0]}"[:_LONGEST]
-        self._stop(trainer, "stopped" if name else "failed", name or error)
+        if not self._began:  # what fails before is not a start yet
+            return
+        if name := _signal(exception):
+            self._stop(trainer, "stopped", name)
+        else:
+            self._failure = self._cause_of(exception)
+            self._stop(trainer, "failed", **_entries(self._failure))
 
-    def _stop(self, trainer: Trainer, state: str, why: str | None) -> None:
-        if self._began:  # what fails before is not a start yet
-            self._write(trainer, "stop", state=state, why=why)
+    def amend(self, trainer: Trainer, exception: BaseException) -> None:
+        """Writes down another cause of a failure, where it has become known only after the fit had ended."""
+        if self._failure is not None and (cause := self._cause_of(exception)) != self._failure:
+            self._failure = cause
+            self._write(trainer, "stop", state="failed", **_entries(cause))
+
+    def _stop(self, trainer: Trainer, state: str, why: str | None = None, **more: str) -> None:
+        if self._began:
+            self._write(trainer, "stop", state=state, why=why, **more)
         self._began = False
 
     def _write(self, trainer: Trainer, event: str, **known: object) -> None:
@@ -116,6 +133,21 @@ class Life(Callback):
             self.wrote = True
         except OSError as error:
             log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
+
+
+def _entries(cause: Cause) -> dict[str, str]:
+    """Returns the entries of a line that tell the cause of a failure."""
+    entries = {
+        "why": cause.text[:_LONGEST],
+        "where": cause.where[:_LONGEST],
+        "traceback": cause.traceback[-_LONGEST_TRACEBACK:],
+    }
+    return {name: text for name, text in entries.items() if text or name == "why"}
+
+
+def _monitored(trainer: Trainer) -> dict[str, str]:
+    """Returns the metric by which the run is judged, and whether its highest or its lowest value is the best."""
+    return dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False))
 
 
 def _signal(exception: BaseException) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.masking import masked_text
 from project.untrusted import read_json, write_text
 from project.watch.steady import Csv, MLFlow, Wandb, message_of
@@ -136,7 +136,7 @@ def _is_there(words: Words, run_id: str) -> bool:
             return True
     except Exception as error:
         if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
-            raise UserError(f"MLflow does not answer: {message_of(error)}. HINT: look at its tracking_uri.") from error
+            raise FaultError(f"MLflow does not answer: {message_of(error)}. HINT: look at its tracking_uri.") from error
     log.warning("MLflow has no run %s any more: a new one begins.", run_id)
     return False
 

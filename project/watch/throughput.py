@@ -9,11 +9,12 @@ long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` c
 import math
 import os
 import time
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Throughput(Callback):
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self.phases: dict[str, float] = {}  # shares of a step in the last window
+        self.speed: float | None = None
+        """The run's speed, in samples a second of all ranks: the median of the windows since this start, as in the report."""
         self._group = Group()
         self._stragglers: Stragglers | None = None
         self._hooks: list[RemovableHandle] = []
@@ -90,9 +93,11 @@ class Throughput(Callback):
         self._warm = self._left_out = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
+        self._speeds: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
+        self.speed = None
         self._steps = self.every_n_steps or max(10, typed(trainer).log_every_n_steps)
         # To ask for the current stream takes longer than an event.
         self._stream = torch.cuda.current_stream() if pl_module.device.type == "cuda" else None
@@ -242,6 +247,8 @@ class Throughput(Callback):
         }
         values = {f"speed/{name}": share for name, share in self.phases.items()}
         values["speed/samples_per_s"] = samples / seconds
+        insort(self._speeds, samples / seconds)
+        self.speed = median(self._speeds)
         if self._flops:
             achieved = self._flops * samples / seconds / len(ranks)
             values["speed/tflops"] = achieved / 1e12  # of one rank's device

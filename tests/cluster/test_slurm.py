@@ -45,7 +45,7 @@ def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
     output = slurm.run(*command, sys.executable, "-m", "project", *FIT, cwd=tmp_path, env=settings(), check=False)
     assert output.count("Slurm gave this job 2 GPU(s) on each node, and srun started 1 task(s)") == 1, output
-    assert "Exited with exit code 1" in output
+    assert "Exited with exit code 2" in output
     assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
     assert "Traceback" not in output
 
@@ -64,7 +64,7 @@ def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, 
     job = slurm.submit("--wait", str(script), cwd=tmp_path, env=settings())
     refused, one = (tmp_path / "all.txt").read_text(), (tmp_path / "one.txt").read_text()
     assert refused.count(f"Slurm job {job} is a heterogeneous job of 2 components (n1; n[2-3])") == 1, refused
-    assert refused.endswith("\n1\n")
+    assert refused.endswith("\n2\n")
     assert "Traceback" not in refused
     assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in one, one
     assert_same_curve(tmp_path, alone)
