@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
-from project.checkpoints.callback import chosen_metric
+from project.checkpoints.choice import chosen_metric
 from project.checkpoints.reading import (
     check_complete,
     checkpoints_in,
@@ -62,6 +62,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
         *("data.num_workers", "data.init_args.num_workers", "data.resident", "data.on_error", "data.source.init_args.download"),
         *("model.channels_last", "model.compile", "checkpoints", "watchdog", "profile", "dashboard"),
+        *("notify", "metrics"),
         *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only"),
     ],
     # What may, and need not, have a say in the result.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.checkpoints.choice import chosen_metric
 from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
 from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
 from project.cluster.place import host, image
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 Record = tuple[Split, Manifest]
 """What this rank writes, copied into main memory: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
-
-_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
 
 
 class SaveFirst(Callback):
@@ -63,14 +62,6 @@ def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> b
         if not type(owner).__module__.startswith("project.")
         for hook in ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
     )
-
-
-def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
-    """Returns the metric that `checkpoints.monitor` means, of the known ones, and 'max' or 'min', whichever is better."""
-    if monitor != "auto":
-        return monitor, mode
-    names = set(known)
-    return next((item for item in _DEFAULT_METRICS.items() if item[0] in names), ("val/acc", "max"))
 
 
 class Checkpoints(Checkpoint):

@@ -175,7 +175,7 @@ def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> Non
 
 def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
     """Returns the settings that have a value, by their dotted names."""
-    beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard"}
+    beside = {*BESIDE, "checkpoints", "watchdog", "profile", "dashboard", "notify", "metrics"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -94,6 +94,11 @@ class Life(Callback):
             self._write(trainer, "stop", state=state, why=why)
         self._began = False
 
+    def note(self, trainer: Trainer, event: str, why: str) -> None:
+        """Writes down an event between start and stop; `watch/notifier.py` reads it."""
+        if self._began:
+            self._write(trainer, event, pid=os.getpid(), why=why[:_LONGEST])
+
     def _write(self, trainer: Trainer, event: str, **known: object) -> None:
         if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
             return
@@ -106,6 +111,13 @@ class Life(Callback):
             self.wrote = True
         except OSError as error:
             log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
+
+
+def record(trainer: Trainer, event: str, why: str) -> None:
+    """Records something that happens in the middle of a life, where the run keeps such a file."""
+    for callback in typed(trainer).callbacks:
+        if isinstance(callback, Life):
+            callback.note(trainer, event, why)
 
 
 def _signal(exception: BaseException) -> str | None:
