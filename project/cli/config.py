@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_utilities.core.enums import StrEnum
 
 from project.cli.complaints import complaint
-from project.cli.verbs import VERBS, verb_page
+from project.cli.verbs import MATTERS, VERBS, verb_page
 from project.config_files import documents, option
 from project.errors import SettingError, UserError
 from project.masking import masked
@@ -113,7 +113,7 @@ class Parser(LightningArgumentParser):
         actions = {action.dest: action for action in self._actions}
         if "trainer.max_epochs" not in actions:
             return str(super().format_help(*args))
-        known = {key: (self.get_default(key), action.help or "") for key, action in actions.items()}
+        known = {key: (self.get_default(key), actions[key].help or "") for key in MATTERS if key in actions}
         return verb_page(self.prog.replace(" [options]", "").rpartition(" ")[2], self.description or "", known)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -40,8 +40,7 @@ The command samerun is the same program.
 """
 
 
-# What `fit --help` shows; the rest is on request.
-_MATTERS = (
+MATTERS = (
     *("config", "run", "resume", "change", "doctor", "dry_run", "debug", "seed_everything", "ckpt_path"),
     *("to", "out", "batch_size"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
@@ -54,6 +53,7 @@ _MATTERS = (
     *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
     *("notify.webhook", "notify.command", "metrics.port"),
 )
+"""The keys that `fit --help` shows; `--help_all` shows the rest."""
 _HELP = """\
 usage: python -m project {verb} --config CONFIG [--KEY VALUE ...]
 
@@ -74,7 +74,7 @@ def page() -> str:
 def verb_page(verb: str, about: str, keys: Mapping[str, tuple[object, str]]) -> str:
     """Returns the text of `python -m project VERB --help`, of keys with their defaults and explanations."""
     lines = [_HELP.format(verb=verb, about=about)]
-    for key in (key for key in _MATTERS if key in keys):
+    for key in (key for key in MATTERS if key in keys):
         default, explanation = keys[key]
         default = default.get("class_path") if isinstance(default, Mapping) else getattr(default, "class_path", default)
         text = explanation.split("Default:")[0].partition("\n\n")[0].replace("``", "")

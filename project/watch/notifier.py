@@ -31,7 +31,7 @@ _FAILURES = {
     "nan": re.compile("is not finite"),
     "hang": re.compile(r"\bhangs?\b|no sign of life|makes no progress", re.IGNORECASE),
     "lost": re.compile(
-        r"was killed|was ended by|ended without|is gone|(host|rank|node|connection)\b.* (lost|closed)", re.IGNORECASE
+        r"was killed|was ended by|ended without|is gone|by peer|(host|rank|node|connection)\b.* (lost|closed)", re.IGNORECASE
     ),
 }
 """The kinds of failures, by what their reasons say."""

@@ -249,7 +249,8 @@ def test_a_logger_has_a_short_name(quick, tmp_path):
     assert [*folder.glob("wandb/offline-run-*")]
     resumed = quick("fit", "--run=it", "--trainer.max_steps=3", WANDB_MODE="offline")
     assert resumed.code == 0, resumed.output
-    assert len((folder / "metrics.csv").read_text().splitlines()) == 4  # three steps, in one file
+    rows = (folder / "metrics.csv").read_text().splitlines()[1:]
+    assert {row.partition(",")[0] for row in rows} == {"1", "2", "3"}  # all in one file
     wrong = quick(*FIT, "--trainer.logger=wand", "--run=wrong")
     assert wrong.code != 0
     assert "trainer.logger" in wrong.output

@@ -100,6 +100,7 @@ def test_messages_of_a_kind_are_rare_over_all_starts(tmp_path):
         ("failed", "The run hangs: rank 1 on h2 makes no progress", "hang"),
         ("killed", "rank 0 on h1 was killed by signal 9.", "lost"),
         ("failed", "RuntimeError: Connection closed by peer [127.0.0.1]:1", "lost"),
+        ("failed", "RuntimeError: [pair.cc:547] Read error: Connection reset by peer", "lost"),
         ("failed", "KeyError: 'x'", "failure"),
     ],
 )
