@@ -43,6 +43,9 @@ class _Made(Exception):
 class _Builder(ParserJsonschema):
     """jsonargparse's schema, with the classes of the libraries that a YAML names most; it takes any other class, too."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def subclass_def(self, class_type: type, action: object) -> Schema:
         try:
             known = sorted(path for path in get_all_subclass_paths(class_type) if path.startswith(_KNOWN))
@@ -61,6 +64,16 @@ class _Builder(ParserJsonschema):
     def action_schema(self, action: Action, required: bool, consts: list[object] | None) -> Schema:
         """Returns the schema of a key. None is required, as a YAML may stand on another, which has it."""
         schema: Schema = super().action_schema(action, False, consts)
+        if " object at 0x" in str(schema.get("default")):  # it is another text in each process
+            del schema["default"]
+        return schema
+
+    def class_parser_schema(self, class_type: type | str, action: object, description: str | None = None) -> Schema:
+        """Returns the schema of a class's arguments; of another library's settings, which may have a process's number, none."""
+        path = class_type if isinstance(class_type, str) else f"{class_type.__module__}.{class_type.__qualname__}"
+        if not path.startswith(_KNOWN):
+            return {"type": "object"}
+        schema: Schema = super().class_parser_schema(class_type, action, description)
         return schema
 
 
