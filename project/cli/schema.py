@@ -91,7 +91,8 @@ def document() -> Schema:
     """Returns the schema of a YAML for `fit`, whose keys the other verbs take, too; what is theirs alone is under `x-verbs`."""
     plain, named = _parsers(own=False), _parsers(own=True)
     verbs = {name: part for name, part in plain["properties"].items() if "properties" in part}
-    keys, others = dict(verbs["fit"]["properties"]), named["properties"]["fit"]["properties"]
+    fit, others = verbs["fit"]["properties"], named["properties"]["fit"]["properties"]
+    keys = dict(fit)
     definitions = {**plain.get("$defs", {}), **named.get("$defs", {})}
     for name in ("model", "data"):  # of the project's own classes, or one that is named
         known = [form for form in (keys[name], others[name]) if form]
@@ -100,7 +101,7 @@ def document() -> Schema:
     own = {
         verb: {
             "description": part.get("description", ""),
-            "properties": {name: key for name, key in part["properties"].items() if name not in keys},
+            "properties": {name: key for name, key in part["properties"].items() if key != fit.get(name)},
         }
         for verb, part in verbs.items()
     }
