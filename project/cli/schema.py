@@ -44,7 +44,8 @@ class _Builder(ParserJsonschema):
     """jsonargparse's schema, with the classes of the libraries that a YAML names most; it takes any other class, too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.defs: Schema = {}
+        self.def_types: dict[str, type] = {}
 
     def subclass_def(self, class_type: type, action: object) -> Schema:
         try:
