@@ -69,6 +69,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
         *("data.num_workers", "data.init_args.num_workers", "data.resident", "data.on_error", "data.source.init_args.download"),
         *("model.channels_last", "model.compile", "checkpoints", "watchdog", "recover", "profile", "dashboard"),
+        *("notify", "metrics"),
         *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only"),
     ],
     # What may, and need not, have a say in the result.

@@ -73,6 +73,7 @@ from project.watch.console import name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import least_seconds
+from project.watch.loggers import LoggerName, by_name
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
@@ -89,6 +90,8 @@ class Trainer(TypedTrainer):
         limit_predict_batches: the same for prediction.
         val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float), or where so
             much time has passed ("DD:HH:MM:SS").
+        logger: tensorboard, csv, wandb or mlflow, a logger, or a list of these; TensorBoard's events stay beside them. False:
+            none at all.
         accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
             the global batch and the number of ranks.
         global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
@@ -127,7 +130,7 @@ class Trainer(TypedTrainer):
         ranks_differ: WhenRanksDiffer = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
-        logger: Logger | Iterable[Logger] | bool | None = None,
+        logger: LoggerName | Logger | Iterable[LoggerName | Logger] | bool | None = None,
         plugins: Plugin | list[Plugin] | None = None,
         default_root_dir: str | Path | None = None,
         enable_checkpointing: bool | None = None,
@@ -153,8 +156,9 @@ class Trainer(TypedTrainer):
         if exact and not on_cpu(accelerator):
             kwargs.setdefault("deterministic", True)
         bare = bool(kwargs.get("barebones"))
+        loggers: Logger | Iterable[Logger] | bool | None = by_name(logger, Path(default_root_dir), launch.rank)
         if fingerprints is None:
-            fingerprints = keeps_records(callbacks, logger, enable_checkpointing)
+            fingerprints = keeps_records(callbacks, loggers, enable_checkpointing)
         wanted = default_kinds(enable_progress_bar, enable_checkpointing, bare)
         with named_errors({**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}):
             super().__init__(
@@ -163,7 +167,7 @@ class Trainer(TypedTrainer):
                 callbacks=with_ours(
                     callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, ranks_differ
                 ),
-                logger=Events(str(default_root_dir)) if logger in (None, True) and not bare else logger,
+                logger=Events(str(default_root_dir)) if loggers in (None, True) and not bare else loggers,
                 plugins=resolve_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,

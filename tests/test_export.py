@@ -268,7 +268,7 @@ def test_a_library_that_is_missing_is_named_at_once(cli, tmp_path, form, library
     words = (DDP, f"--to={form}", "--ckpt_path=it.ckpt")
     run = cli("export", *words, PYTHONPATH=path)
     assert run.code == 2
-    assert f"--to {form} needs {library}. HINT: pip install 'project[export]'" in run.output
+    assert f"--to {form} needs {library}. HINT: pip install 'samerun[export]'" in run.output
     assert len(run.output.splitlines()) == 1
 
 

@@ -306,7 +306,9 @@ def test_a_wheel_has_the_configs(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "project/configs/ddp.yaml" in names
+    assert {"project/configs/ddp.yaml", "project/configs/project.schema.json", "project/py.typed"} <= {*names}
+    (entry,) = [name for name in names if re.fullmatch(r"samerun-[\d.]+\.dist-info/entry_points\.txt", name)]
+    assert "samerun = project.__main__:console" in zipfile.ZipFile(wheel).read(entry).decode()
     assert "project/cli/main.py" in names
     assert {f"project/watch/pages/{name}" for name in ("run.html", "page.js", "uplot.js", "uplot.license")} < {*names}
     assert not any(name.startswith(("tests", "lightning_logs")) for name in names)

@@ -5,7 +5,6 @@ import difflib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,6 +20,7 @@ from lightning_utilities.core.enums import StrEnum
 
 from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
+from project.cli.verbs import MATTERS, VERBS, verb_page
 from project.config_files import documents, option
 from project.errors import FaultError, UserError
 from project.masking import masked
@@ -69,33 +69,9 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 # The parser ----------------------------------------------------------------------------------------------------------
 
-_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard")
+_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
 _UNWRITABLE = "Unable to serialize instance"
 _LONGEST_VALUE = 60  # characters of an argument
-
-# What `fit --help` shows; the rest is on request.
-_MATTERS = (
-    *("config", "run", "resume", "change", "doctor", "dry_run", "debug", "seed_everything", "ckpt_path"),
-    *("to", "out", "batch_size"),
-    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
-    *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),
-    *("trainer.val_check_interval", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.log_every_n_steps"),
-    *("trainer.gradient_clip_val", "trainer.logger", "trainer.callbacks", "trainer.nonfinite"),
-    *("model.network", "model.optimizer", "model.lr_scheduler", "model.lr_scaling", "model.lr_reference_batch"),
-    *("model.label_smoothing", "model.compile", "data.source", "data.batch_size", "data.global_batch_size"),
-    *("data.crop_padding", "data.flip", "data.num_workers", "checkpoints.every_n_steps", "checkpoints.every_n_minutes"),
-    *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
-    *("recover.restarts", "recover.every_n_steps"),
-)
-_HELP = """\
-usage: {prog} {verb} --config CONFIG [--KEY VALUE ...]
-
-{about} The keys that matter, each with its default; they may stand in a config, too. See also
-  {prog} {verb} --help_all                 every key
-  {prog} {verb} --data.source.help CLASS   what a class takes, for each key that takes a class_path
-  {prog} {verb} --config X --print_config  a configuration, complete
-Complete, commented configs: configs/*.yaml.
-"""
 
 
 class HelpAll(argparse._HelpAction):
@@ -140,15 +116,8 @@ class Parser(LightningArgumentParser):
         actions = {action.dest: action for action in self._actions}
         if "trainer.max_epochs" not in actions:
             return str(super().format_help(*args))
-        prog, _, verb = self.prog.replace(" [options]", "").rpartition(" ")
-        lines = [_HELP.format(prog=prog, verb=verb, about=self.description)]
-        for key in (key for key in _MATTERS if key in actions):
-            default = self.get_default(key)
-            default = getattr(default, "class_path", default)  # of a class, its name
-            says = (actions[key].help or "").split("Default:")[0].partition("\n\n")[0].replace("``", "")
-            lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
-            lines += textwrap.wrap(textwrap.shorten(says, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        return "\n".join(lines) + "\n"
+        known = {key: (self.get_default(key), actions[key].help or "") for key in MATTERS if key in actions}
+        return verb_page(self.prog.replace(" [options]", "").rpartition(" ")[2], self.description or "", known)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
@@ -165,8 +134,7 @@ class Parser(LightningArgumentParser):
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
-            verbs = [*re.findall(r"\w+", choice[2]), "report", "same", "watch"]
-            return f"There is no {choice[1]!r}{_meant(choice[1], verbs) or '.'} Choose from {', '.join(verbs)}."
+            return f"There is no {choice[1]!r}{_meant(choice[1], VERBS) or '.'} Choose from {', '.join(VERBS)}."
         match = re.match(r'Parser key "([\w.]+)"', message)
         if not match:
             return message.strip()

@@ -29,6 +29,7 @@ from project.checkpoints.reading import Manifest, Verification
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
+from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
 from project.cluster.place import host
 from project.cluster.settings import flat
@@ -67,6 +68,8 @@ from project.watch.events import Events
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life, commit_of_run
+from project.watch.notify import Notify
+from project.watch.openmetrics import Metrics
 from project.watch.profile import Profile
 from project.watch.progress import Progress
 from project.watch.report import write
@@ -75,14 +78,6 @@ from project.watch.steady import resume_loggers
 log = logging.getLogger(__name__)
 
 take_functions()  # functions behind a class_path, whatever their signatures say
-
-
-_ABOUT = (
-    "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
-    "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
-    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep; in a checkout, "
-    "bench measures a config against a plain PyTorch loop."
-)
 
 
 def with_verbs(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -139,6 +134,8 @@ class ProjectCLI(LightningCLI):
         parser.add_lightning_class_args(Recovery, "recover")
         parser.add_lightning_class_args(Profile, "profile")
         parser.add_lightning_class_args(Dashboard, "dashboard")
+        parser.add_lightning_class_args(Notify, "notify")
+        parser.add_lightning_class_args(Metrics, "metrics")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Checks what Lightning acts on next: the seed, and the path of a checkpoint."""
@@ -297,7 +294,7 @@ class ProjectCLI(LightningCLI):
             log.debug("Which settings are not the defaults can't be told: %s", error)
             return None
 
-    def _loggers(self, given: Any, root: Path, rank: int) -> Any:
+    def _loggers(self, given: object, root: Path, rank: int) -> Any:
         """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
 
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
@@ -445,6 +442,21 @@ def _resolved(base: object) -> None:
     return None
 
 
+def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: bool, own_data: bool) -> None:
+    """Reads the command line and runs it. `own_model`, `own_data`: these are classes that the YAML names."""
+    front(
+        LightningModule if own_model else ImageClassifier,
+        None if own_data else ImageData,
+        subclass_mode_model=own_model,
+        trainer_class=with_verbs(trainer_class),
+        save_config_callback=None,  # see SaveConfig
+        parser_class=Parser,
+        parser_kwargs={"prog": "python -m project", "description": ABOUT},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+    )
+
+
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
@@ -463,17 +475,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         Parser.configs = named_configs(sys.argv)
         refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
-        front(
-            LightningModule if own_model else ImageClassifier,
-            None if own_data else ImageData,
-            subclass_mode_model=own_model,
-            trainer_class=with_verbs(trainer_class),
-            save_config_callback=None,  # see SaveConfig
-            parser_class=Parser,
-            parser_kwargs={"prog": "python -m project", "description": _ABOUT},
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+        open_door(front, trainer_class, own_model, own_data)
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:

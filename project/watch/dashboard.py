@@ -215,7 +215,7 @@ def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> Non
 
 def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
     """Returns the settings that have a value, by names for people: of a class its own, and its arguments right under it."""
-    beside = {*BESIDE, "checkpoints", "watchdog", "recover", "profile", "dashboard"}
+    beside = {*BESIDE, "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
     named: dict[str, str | float | bool] = {}
     for name, value in known.items():

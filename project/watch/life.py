@@ -121,6 +121,11 @@ class Life(Callback):
             self._write(trainer, "stop", state=state, why=why, **more)
         self._began = False
 
+    def note(self, trainer: Trainer, event: str, why: str) -> None:
+        """Writes down an event between start and stop; `watch/notifier.py` reads it."""
+        if self._began:
+            self._write(trainer, event, pid=os.getpid(), why=why[:_LONGEST])
+
     def _write(self, trainer: Trainer, event: str, **known: object) -> None:
         if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
             return
@@ -148,6 +153,13 @@ def _entries(cause: Cause) -> dict[str, str]:
 def _monitored(trainer: Trainer) -> dict[str, str]:
     """Returns the metric by which the run is judged, and whether its highest or its lowest value is the best."""
     return dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False))
+
+
+def record(trainer: Trainer, event: str, why: str) -> None:
+    """Records something that happens in the middle of a life, where the run keeps such a file."""
+    for callback in typed(trainer).callbacks:
+        if isinstance(callback, Life):
+            callback.note(trainer, event, why)
 
 
 def _signal(exception: BaseException) -> str | None:

@@ -33,6 +33,7 @@ from project.step.state import micro_batch
 from project.typed import typed
 from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
+from project.watch.life import record
 from project.watch.stragglers import Stragglers, Times, excess
 
 _LATER = 2  # steps until a GPU has surely passed an event
@@ -258,7 +259,8 @@ class Throughput(Callback):
             values["speed/worst_data"] = max(excess(ranks, "data"))
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
             values |= self._stragglers.by_rank(ranks)
-            self._stragglers.compare(ranks)
+            for text in self._stragglers.compare(ranks):
+                record(trainer, "straggler", text)
         values["run/memory_gb"] = max(measured.host_memory for measured in ranks) / 1e9
         values["run/cpu_cores"] = fmean(measured.cores for measured in ranks)
         if device := max(measured.device_memory for measured in ranks):

@@ -420,13 +420,13 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def add_stop(life: Path, pid: int, line: str) -> bool:
-    """Adds a line to a run's file of starts and stops, if its last line is this process's start; returns whether it was."""
+    """Adds a line to a run's file of starts and stops, if this process's life is the last and has no stop; returns whether."""
     with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return False
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
         last = json.loads(file.read(_LAST).splitlines()[-1])
-        if last["event"] != "start" or last["pid"] != pid:
+        if last["event"] == "stop" or last["pid"] != pid:
             return False
         file.write(f"{line}\n".encode())
         return True
