@@ -218,7 +218,9 @@ def refuse_odd_sections(configs: Iterable[Path]) -> None:
     """Refuses a section that is a number or a list, which would be taken for a class's arguments."""
     for path in configs:
         for name, value in (read_yaml(path) or {}).items():
-            if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
+            by_class = name in ("model", "data") and isinstance(value, str)
+            without = name == "data" and value is None  # the module has its own loaders
+            if name not in _SECTIONS or isinstance(value, dict) or by_class or without:
                 continue
             line = _line(compose_yaml(path), [name])
             raise SettingError(
