@@ -80,36 +80,36 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda reco
 
 
 class Trainer(TypedTrainer):
-    """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
-    of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
+    """Lightning's Trainer, with nodes and processes from the launcher, checkpoints of the best and the last state, TensorBoard,
+    progress, and signals that stop all ranks at the same step.
 
     Args:
-        limit_train_batches: take so many optimiser steps of an epoch (an int) or such a share of it (a float).
-        limit_val_batches: validate on so many micro-batches (an int), over all ranks, or on such a share.
+        limit_train_batches: optimiser steps of an epoch (an int), or a share of it (a float).
+        limit_val_batches: micro-batches of a validation (an int), over all ranks, or a share of it (a float).
         limit_test_batches: the same for the test.
         limit_predict_batches: the same for prediction.
-        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float), or where so
-            much time has passed ("DD:HH:MM:SS").
+        val_check_interval: optimiser steps between two validations (an int), a share of an epoch (a float), or a time
+            ("DD:HH:MM:SS").
         logger: tensorboard, csv, wandb or mlflow, a logger, or a list of these; TensorBoard's events stay beside them. False:
             none at all.
-        accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
+        accumulate_grad_batches: micro-batches of each rank in an optimiser step; 'auto' follows from
             the global batch and the number of ranks.
-        global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
-            what the loader's batch_size, the number of ranks and accumulate_grad_batches amount to.
-        join_timeout: with several hosts, seconds to wait for all ranks at the start.
-        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
-            checkpoint to go on from is sent to the others.
+        global_batch_size: samples behind one optimiser step, over all ranks, for data without this key of its own; None is the
+            product of the loader's batch_size, the number of ranks and accumulate_grad_batches.
+        join_timeout: seconds that several hosts wait for all ranks at the start.
+        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; rank 0 must stay there, and the
+            other hosts receive the checkpoint to resume from.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; 'auto' is bf16-mixed on GPUs that have it, else 16-mixed;
-            without a GPU fp16 is bf16, or fp32 where the CPU is faster so.
-        gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
+            without a GPU fp16 becomes bf16, or fp32 if that is faster on the CPU.
+        gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other, and rounds the sum of the gradients.
         exact: the same to the last bit on any number of ranks.
-        threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
-            depend on it.
-        capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
+        threads: threads of a rank's CPU operations. None divides the cores among the ranks; with `exact` it is one, because a
+            sum may depend on it.
+        capture: 'auto' records each step as one graph on a GPU, if all of it can be recorded; 'none' does not.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
-        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs. None:
-            where this project's logger or its checkpoints are there, too.
-        ranks_differ: where these show that a rank has other weights than the others, 'stop' or 'warn' once and go on.
+        fingerprints: write checksums of each step into the run's folder, by which `python -m project same` compares runs. None:
+            if this project's logger or its checkpoints are active.
+        ranks_differ: when these show that a rank's weights differ from the others', 'stop', or 'warn' once and continue.
     """
 
     @checked

@@ -71,11 +71,11 @@ class Checkpoints(Checkpoint):
     on rank 0 or, of a sharded network, by ranks. A disk that is full or gone is reported and tried again; training goes on.
 
     Args:
-        every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
-        every_n_minutes: save when so much time has passed since the last.
-        keep_last: so many of the newest are kept.
-        monitor: the metric by which the best is kept, too; 'auto' is the highest val/acc or val_acc, else the lowest val/loss
-            or val_loss.
+        every_n_steps: optimiser steps between two saves; None saves by minutes alone.
+        every_n_minutes: minutes between two saves.
+        keep_last: number of newest checkpoints to keep.
+        monitor: the metric by which the best checkpoint is also kept; 'auto' is the highest val/acc or val_acc, else the lowest
+            val/loss or val_loss.
         mode: 'max' if more of the metric is better, 'min' if less.
     """
 

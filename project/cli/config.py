@@ -203,8 +203,13 @@ class Parser(LightningArgumentParser):
 def refuse_odd_sections(configs: Iterable[Path]) -> None:
     """Refuses a section that is a number or a list, which would be taken for a class's arguments."""
     for path in configs:
-        for name, value in (read_yaml(path) or {}).items():
-            if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
+        sections = read_yaml(path) or {}
+        for name, value in sections.items():
+            by_class = name in ("model", "data") and isinstance(value, str)
+            # A module of the user's own may bring its loaders: its run's config.yaml has no data.
+            own = isinstance(sections.get("model"), dict) and "class_path" in sections["model"]
+            without = name == "data" and value is None and own
+            if name not in _SECTIONS or isinstance(value, dict) or by_class or without:
                 continue
             line = _line(compose_yaml(path), [name])
             raise UserError(

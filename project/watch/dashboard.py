@@ -61,11 +61,11 @@ _LAYOUT: dict[str, dict[str, list[str]]] = {
 
 
 class Dashboard(Callback):
-    """Writes it for every logger that is TensorBoard's, and tells the others the configuration.
+    """Writes the dashboard to every TensorBoard logger, and the configuration to the others.
 
     Args:
-        histograms: of each parameter and its gradient, every so many steps; the device is waited for.
-        graph: the network's, from the first micro-batch of a run; the module's forward must take what the batch begins with.
+        histograms: steps between two histograms of each parameter and its gradient; each one waits for the device.
+        graph: draw the network's graph from the first micro-batch of a run; `forward` must accept the batch's first part.
     """
 
     def __init__(self, histograms: int | None = None, graph: bool = False) -> None:

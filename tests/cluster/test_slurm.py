@@ -11,7 +11,7 @@ import torch
 
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, RECOVER, STEPS, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, forked, took
+from tests.conftest import ROOT, TINY, environment, forked, took
 from tests.survive.test_resume import same
 
 pytestmark = pytest.mark.slow
@@ -37,6 +37,20 @@ def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_p
     assert output.count("All ranks resume (restart") == 2, output
     assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in output, output
     assert_same_curve(tmp_path, alone)
+
+
+def test_the_page_for_beginners_submits_what_trains(slurm, tmp_path):
+    line = "sbatch --nodes=2 scripts/slurm.sbatch --config configs/ddp.yaml"
+    page = (ROOT / "docs/howto/slurm.md").read_text()
+    assert f"\n{line}\n" in page
+    _, nodes, script, *words = line.split()
+    job = slurm.submit(
+        "--wait", nodes, str(ROOT / script), *words, *TINY, "--trainer.max_epochs=1", cwd=tmp_path, env=settings()
+    )
+    log = (tmp_path / f"slurm-{job}.log").read_text()
+    assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in log, log
+    assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in page
+    assert (tmp_path / f"lightning_logs/ddp-{job}/report.html").exists()
 
 
 @pytest.mark.faults

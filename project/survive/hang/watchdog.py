@@ -63,13 +63,12 @@ def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
 class Watchdog(Callback):
     """Ends a run that hangs, and reports which rank is at fault, on which host, and where it is.
 
-    What happens for the first time in a run (connecting, compiling, the first batch), and the writing of checkpoints, has the
-    time that `startup` allows.
+    First-time work (connecting, compiling, the first batch), and writing checkpoints, may take `startup` seconds.
 
     Args:
         at_least: seconds without any progress before a run counts as hung; 0 or null: never.
-        factor: or so many times the usual step, or the usual time of what it is doing, if that is longer.
-        startup: seconds for what is done for the first time, and for writing checkpoints.
+        factor: or this many times the usual step, or the usual time of the current phase, if that is longer.
+        startup: seconds for first-time work, and for writing checkpoints.
     """
 
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
