@@ -15,6 +15,9 @@ from project.survive.output import ignore_output_errors
 from project.survive.requeue import listen_for_signals
 
 _READERS = {
+    "completion": "project.cli.completion",
+    "config": "project.cli.differences",
+    "runs": "project.cli.runs",
     "same": "project.cli.same",
     "report": "project.cli.report",
     "watch": "project.cli.watching",
@@ -22,8 +25,10 @@ _READERS = {
     "sweep": "project.launch.sweep",
 }
 """The verbs that read files, and need no libraries either."""
-_ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove"}
-"""The verbs that start this program, elsewhere or in processes that they fork."""
+_TRAINING = ("fit", "validate", "test", "predict", "doctor", "export", "manifest")
+"""The verbs that take the keys of a training."""
+_ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "schema": "project.cli.schema"}
+"""The verbs that start this program, elsewhere or in processes that they fork, or that look at it whole."""
 
 
 def main() -> None:
@@ -31,6 +36,18 @@ def main() -> None:
         from project import __version__
 
         print(f"project {__version__}")
+        return
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        from project.cli.verbs import page
+
+        ignore_output_errors()
+        print(page(), end="")
+        return
+    if len(sys.argv) == 3 and sys.argv[1] in _TRAINING and sys.argv[2] in ("--help", "-h"):
+        from project.cli.keys import help_page
+
+        ignore_output_errors()
+        print(help_page(sys.argv[1]), end="")
         return
     if len(sys.argv) > 1 and sys.argv[1] in _READERS:
         if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
@@ -88,6 +105,17 @@ def hash_alike() -> None:
     if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def console() -> None:
+    """Runs the console script `samerun` as `python -m project`: that finds a user's modules in the working directory, and its
+    ranks are started alike.
+    """
+    if len(sys.argv) > 1 and sys.argv[1] in (*_READERS, "--help", "-h", "--version", "-V"):
+        main()
+        return
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # see `hash_alike`
+    os.execv(sys.executable, [sys.executable, "-m", "project", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -121,4 +121,6 @@ def _culprit(given: Mapping[str, object], error: str) -> str:
         return f"trainer.max_time={given['max_time']}: "
     words = {name: value for name, value in given.items() if isinstance(value, str) and value}
     whole = {name: rf"(?<![\w.]){re.escape(value)}(?!\.?\w)" for name, value in words.items()}  # not the 1 of a version 1.13
-    return next((f"trainer.{name}={words[name]}: " for name, pattern in whole.items() if re.search(pattern, error)), "")
+    named = [name for name, pattern in whole.items() if re.search(pattern, error, re.IGNORECASE)]
+    # A short word, as auto, may be there by chance, among what could be chosen.
+    return max((f"trainer.{name}={words[name]}: " for name in named), key=len, default="")

@@ -17,13 +17,13 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
 from project.survive.signals import SIGNALS
-from project.watch.console import Progress
 from project.watch.dashboard import Dashboard
 from project.watch.events import Events
 from project.watch.fingerprints import Fingerprints, WhenRanksDiffer
 from project.watch.pictures import Pictures
 from project.watch.predictions import PredictionWriter
 from project.watch.profile import Profile
+from project.watch.progress import Progress
 from project.watch.throughput import Throughput
 
 

@@ -1,20 +1,39 @@
 """The errors that a user can mend, and the exit codes that tell what to do next."""
 
+from dataclasses import dataclass
+
 WRONG = 2
-"""A wrong key or flag, which is as wrong the next time."""
+"""A configuration that can't work, which is as wrong the next time: no launcher starts it again."""
 TRY_AGAIN = 75
 """A temporary failure, as in sysexits.h. The same command resumes the run."""
 
 
 class UserError(ValueError):
     """Raised for what the user wrote, or a machine that the user runs on: its message is the cause and the fix, on one line.
+    The program ends with exit code 2: the same command would fail again.
 
     Every other error is taken for a bug, and keeps its traceback.
     """
 
+    exit_code = WRONG
 
-class SettingError(UserError):
-    """A setting that can't work, on this machine or another: the program ends with exit code 2."""
+
+class FaultError(UserError):
+    """Raised for what is no fault of the configuration: a host, a disk, a network or a service is not as a run needs it, or a
+    check of what was computed fails. The program ends with exit code 1: the same command may work the next time.
+    """
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The reason for the end of a run, as every place gives it."""
+
+    text: str
+    where: str = ""
+    """File and line of the user's code that raised the error."""
+    traceback: str = ""
 
 
 def as_user_error(error: Exception, text: str) -> UserError:

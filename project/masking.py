@@ -3,9 +3,14 @@
 What a module keeps by `save_hyperparameters` goes by the same rules where a checkpoint is written.
 """
 
+import json
 import re
+import shlex
+from collections.abc import Sequence
 from copy import copy
 from typing import TypeVar, cast
+
+import yaml
 
 T = TypeVar("T")
 
@@ -50,3 +55,30 @@ def without_secrets(value: object, names: set[str], name: str = "") -> object:
         if any(new is not old for new, old in zip(parts, value, strict=True)):
             return type(value)(parts)
     return value
+
+
+def masked_command(words: Sequence[str]) -> str:
+    """Returns a command line as a shell takes it, with a mask for each secret, also in the YAML of a value."""
+    shown, key = [], ""
+    for argument in words:
+        name, equals, value = argument.partition("=")
+        flag = argument.startswith("-")
+        if flag and equals:
+            shown.append(f"{name}={_masked_value(name, value)}")
+        else:
+            shown.append(argument if flag else _masked_value(key, argument))
+        key = argument if flag and not equals else ""
+    return shlex.join(shown)
+
+
+def _masked_value(name: str, value: str) -> str:
+    key = name.rpartition(".")[2].lstrip("-").replace("-", "_")
+    if (text := masked({key: value})[key]) != value:
+        return str(text)
+    if not value.startswith(("{", "[")):
+        return value
+    try:
+        parsed = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return MASK  # what is no YAML may hold anything
+    return value if (hidden := masked({key: parsed})[key]) == parsed else json.dumps(hidden, default=str)

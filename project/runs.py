@@ -19,7 +19,6 @@ from typing import Literal, cast
 
 import yaml
 
-from project.checkpoints.callback import chosen_metric
 from project.checkpoints.memory import memory_folder, newest_in_memory
 from project.checkpoints.reading import (
     Manifest,
@@ -34,17 +33,21 @@ from project.checkpoints.reading import (
 )
 from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.launch.launcher import Launch
 from project.launch.orphans import launcher_pid
 from project.launch.supervisor import ATTEMPT
 from project.masking import masked
+from project.step.monitored import chosen_metric
 from project.untrusted import read_text, read_yaml, shortened, write_text
+from project.watch.fingerprint_file import FILE as FINGERPRINTS
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
 _STARTED = "PROJECT_STARTED"
+_BEFORE_ANY_STEP = (".lock", "log.txt", "config.yaml", FILE, FINGERPRINTS)
+"""The files of a run that has not taken a step."""
 _TRAINERS = count(1)  # of this program that were given no folder
 
 Kind = Literal["free", "said", "word", "never"]
@@ -66,6 +69,7 @@ _TABLE: dict[Kind, list[str]] = {
         *_trainer("fast_dev_run enable_autolog_hparams model_registry shared_folder fingerprints ranks_differ"),
         *("data.num_workers", "data.init_args.num_workers", "data.resident", "data.on_error", "data.source.init_args.download"),
         *("model.channels_last", "model.compile", "checkpoints", "watchdog", "recover", "profile", "dashboard"),
+        *("notify", "metrics"),
         *("run", "resume", "change", "doctor", "dry_run", "debug", "base", "weights_only"),
     ],
     # What may, and need not, have a say in the result.
@@ -120,17 +124,28 @@ class Run:
                 os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, _lock_mode()), "r+"
             )
         except OSError as error:
-            raise UserError(
+            raise FaultError(
                 f"The run's folder {folder} can't be made: {error}. HINT: user {os.geteuid()} must be able to write there "
                 "(into a container, mount a folder that it can), or set trainer.default_root_dir."
             ) from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(
+            raise FaultError(
                 f"The run {folder.name} is going on already: another process writes to {folder}. "
                 "HINT: wait for it, stop it, or choose another --run."
             ) from None
+        self._is_new = not {path.name for path in folder.iterdir()} - {".lock"}
+
+    def discard_if_empty(self) -> None:
+        """Removes the folder of a new run that was refused before its first step, unless it holds what only a step makes."""
+        with suppress(OSError):
+            if self._is_new and {path.name for path in self.folder.iterdir()} <= {*_BEFORE_ANY_STEP, "checkpoints"}:
+                (self.folder / "checkpoints").rmdir() if (self.folder / "checkpoints").is_dir() else None
+                for name in _BEFORE_ANY_STEP:
+                    (self.folder / name).unlink(missing_ok=True)
+                self.folder.rmdir()
+                self.folder.parent.rmdir()
 
     def begin(
         self, config: Mapping[str, object], resume: str, change: str | None, start: str | None, content: bool = True

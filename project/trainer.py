@@ -73,40 +73,43 @@ from project.watch.console import name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import least_seconds
+from project.watch.loggers import LoggerName, by_name
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
 class Trainer(TypedTrainer):
-    """Lightning's Trainer with the launcher's word on nodes and processes, and with what every run here has: checkpoints
-    of the best and the last state, TensorBoard, progress, and signals that stop all ranks at the same step.
+    """Lightning's Trainer, with nodes and processes from the launcher, checkpoints of the best and the last state, TensorBoard,
+    progress, and signals that stop all ranks at the same step.
 
     Args:
-        limit_train_batches: take so many optimiser steps of an epoch (an int) or such a share of it (a float).
-        limit_val_batches: validate on so many micro-batches (an int), over all ranks, or on such a share.
+        limit_train_batches: optimiser steps of an epoch (an int), or a share of it (a float).
+        limit_val_batches: micro-batches of a validation (an int), over all ranks, or a share of it (a float).
         limit_test_batches: the same for the test.
         limit_predict_batches: the same for prediction.
-        val_check_interval: validate every so many optimiser steps (an int) or such a share of an epoch (a float), or where so
-            much time has passed ("DD:HH:MM:SS").
-        accumulate_grad_batches: micro-batches that each rank takes in an optimiser step; 'auto' follows from
+        val_check_interval: optimiser steps between two validations (an int), a share of an epoch (a float), or a time
+            ("DD:HH:MM:SS").
+        logger: tensorboard, csv, wandb or mlflow, a logger, or a list of these; TensorBoard's events stay beside them. False:
+            none at all.
+        accumulate_grad_batches: micro-batches of each rank in an optimiser step; 'auto' follows from
             the global batch and the number of ranks.
-        global_batch_size: samples behind one optimiser step, over all ranks, for data that doesn't say it itself; None takes
-            what the loader's batch_size, the number of ranks and accumulate_grad_batches amount to.
-        join_timeout: with several hosts, seconds to wait for all ranks at the start.
-        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; there rank 0 must stay, and a
-            checkpoint to go on from is sent to the others.
+        global_batch_size: samples behind one optimiser step, over all ranks, for data without this key of its own; None is the
+            product of the loader's batch_size, the number of ranks and accumulate_grad_batches.
+        join_timeout: seconds that several hosts wait for all ranks at the start.
+        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; rank 0 must stay there, and the
+            other hosts receive the checkpoint to resume from.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; 'auto' is bf16-mixed on GPUs that have it, else 16-mixed;
-            without a GPU fp16 is bf16, or fp32 where the CPU is faster so.
-        gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other; the sum of the gradients is rounded so.
+            without a GPU fp16 becomes bf16, or fp32 if that is faster on the CPU.
+        gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other, and rounds the sum of the gradients.
         exact: the same to the last bit on any number of ranks.
-        threads: of a rank's CPU operations. None: as many as there are cores for each rank; with `exact` one, as a sum may
-            depend on it.
-        capture: 'auto' has a GPU take each step as one graph, where all that is in it can be recorded; 'none' leaves it.
+        threads: threads of a rank's CPU operations. None divides the cores among the ranks; with `exact` it is one, because a
+            sum may depend on it.
+        capture: 'auto' records each step as one graph on a GPU, if all of it can be recorded; 'none' does not.
         nonfinite: when a loss or gradient is not finite, 'stop' before that step, with a checkpoint, or 'skip' it.
-        fingerprints: each step leaves checksums in the run's folder, by which `python -m project same` compares runs. None:
-            where this project's logger or its checkpoints are there, too.
-        ranks_differ: where these show that a rank has other weights than the others, 'stop' or 'warn' once and go on.
+        fingerprints: write checksums of each step into the run's folder, by which `python -m project same` compares runs. None:
+            if this project's logger or its checkpoints are active.
+        ranks_differ: when these show that a rank's weights differ from the others', 'stop', or 'warn' once and continue.
     """
 
     @checked
@@ -127,7 +130,7 @@ class Trainer(TypedTrainer):
         ranks_differ: WhenRanksDiffer = "stop",
         accelerator: str | Accelerator = "auto",
         callbacks: list[Callback] | Callback | None = None,
-        logger: Logger | Iterable[Logger] | bool | None = None,
+        logger: LoggerName | Logger | Iterable[LoggerName | Logger] | bool | None = None,
         plugins: Plugin | list[Plugin] | None = None,
         default_root_dir: str | Path | None = None,
         enable_checkpointing: bool | None = None,
@@ -153,8 +156,9 @@ class Trainer(TypedTrainer):
         if exact and not on_cpu(accelerator):
             kwargs.setdefault("deterministic", True)
         bare = bool(kwargs.get("barebones"))
+        loggers: Logger | Iterable[Logger] | bool | None = by_name(logger, Path(default_root_dir), launch.rank)
         if fingerprints is None:
-            fingerprints = keeps_records(callbacks, logger, enable_checkpointing)
+            fingerprints = keeps_records(callbacks, loggers, enable_checkpointing)
         wanted = default_kinds(enable_progress_bar, enable_checkpointing, bare)
         with named_errors({**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}):
             super().__init__(
@@ -163,7 +167,7 @@ class Trainer(TypedTrainer):
                 callbacks=with_ours(
                     callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, ranks_differ
                 ),
-                logger=Events(str(default_root_dir)) if logger in (None, True) and not bare else logger,
+                logger=Events(str(default_root_dir)) if loggers in (None, True) and not bare else loggers,
                 plugins=resolve_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,

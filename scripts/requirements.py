@@ -32,7 +32,7 @@ def wanted(extras: list[str]) -> set[str]:
     listed = [*described["build-system"]["requires"], *project["dependencies"]]
     for extra in extras:
         for requirement in known[extra]:
-            own = re.fullmatch(r"project\[(.*)\]", requirement)
+            own = re.fullmatch(r"samerun\[(.*)\]", requirement)
             listed += [name for inner in own[1].split(",") for name in known[inner]] if own else [requirement]
     return {name_of(requirement) for requirement in listed}
 

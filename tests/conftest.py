@@ -23,6 +23,7 @@ from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.launch.early_start import free_port
+from project.watch.curves import board_tag
 from tests.cluster.machine import missing, wait_until
 from tests.standin.pool import Pool, meeting_place
 from tests.standin.pool import environment as standin
@@ -121,7 +122,7 @@ class Run:
     def events(self, tag: str) -> list[tuple[int, float]]:
         """What TensorBoard shows under a tag for the only run: steps and values, in its order."""
         (run,) = self.runs
-        return [(event.step, event.value) for event in EventAccumulator(str(run)).Reload().Scalars(tag)]
+        return [(event.step, event.value) for event in EventAccumulator(str(run)).Reload().Scalars(board_tag(tag))]
 
     def curve(self, tag: str) -> dict[int, float]:
         """The same, by step."""

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import project.cli.main
-from project.cli.complaints import condensed
+from project.cli.complaints import complaint
 from tests.conftest import ROOT, forked
 
 DDP = str(ROOT / "configs/ddp.yaml")
@@ -36,6 +36,7 @@ SECTIONS = {
     "trainer: {callbacks: [" + CALLBACK + "]}": PATIENCE,
     "trainer: [1, 2]": "trainer holds keys and values, as in 'trainer: {KEY: VALUE}', and it is [1, 2].",
     "dashboard:": "dashboard holds keys and values",
+    "data:": "data holds keys and values",
     "model: {optimizer: {init_args: 3}}": "model.optimizer: Its init_args hold keys and values",
     "trainer: {plugins: {a: b}}": "There is no key trainer.plugins.init_args.a",
 }
@@ -126,7 +127,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path):
 )
 def test_the_innermost_complaint_is_what_counts(lines, text):
     key, *rest = lines
-    assert condensed("\n  ".join([f'Parser key "{key}":', *rest])) == text
+    assert ": ".join(filter(None, complaint("\n  ".join([f'Parser key "{key}":', *rest])))) == text
 
 
 def test_a_timer_needs_no_interval(quick):

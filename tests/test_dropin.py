@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from project import Trainer
 from project.errors import NonFiniteError, UserError
 from project.survive.requeue import REQUEUE
-from project.watch.console import Progress
+from project.watch.progress import Progress
 from tests.own import Points, PointsData
 
 QUIET = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "logger": False}
@@ -194,7 +194,7 @@ class OwnBatches(PointsData):
 
 def test_a_batch_sampler_of_ones_own_is_refused_in_a_line_on_two_ranks(quick):
     run = quick("fit", "--model=tests.own.Regression", "--data=tests.test_dropin.OwnBatches", "--trainer.max_epochs=1", ranks=2)
-    assert run.code == 1
+    assert run.code == 2
     assert "2 ranks can't share the batch sampler list" in run.output
     assert "Traceback" not in run.output
 

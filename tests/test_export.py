@@ -198,7 +198,7 @@ def test_a_run_begins_with_the_weights_of_an_export(tiny):
     assert f"{tensors} of the network's {tensors} tensors begin as in weights/model.safetensors" in begun.output
     (tiny / "weights/model.safetensors").write_bytes(b"no weights")
     refused = forked(tiny, "fit", DDP, *TINY, *SHORT, "--model.init_from=weights/model.safetensors")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "weights/model.safetensors can't be read as safetensors" in refused.output
     assert "Traceback" not in refused.output
 
@@ -217,7 +217,7 @@ def test_a_network_that_cannot_be_traced_is_one_line(quick, tmp_path):
         ("Counting", "torch-export", "does not take any number of samples: "),
     ):
         refused = export(name, f"--to={to}")
-        assert refused.code == 1
+        assert refused.code == 2
         assert cause in refused.output
         assert "HINT: " in refused.output
         assert len(refused.output.splitlines()) == 2, refused.output  # of which weights, and why not
@@ -267,8 +267,8 @@ def test_a_library_that_is_missing_is_named_at_once(cli, tmp_path, form, library
     path = f"{tmp_path}/blocked:{ROOT}"
     words = (DDP, f"--to={form}", "--ckpt_path=it.ckpt")
     run = cli("export", *words, PYTHONPATH=path)
-    assert run.code == 1
-    assert f"--to {form} needs {library}. HINT: pip install 'project[export]'" in run.output
+    assert run.code == 2
+    assert f"--to {form} needs {library}. HINT: pip install 'samerun[export]'" in run.output
     assert len(run.output.splitlines()) == 1
 
 

@@ -11,7 +11,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from project.cli.profiling import FOLDER
 from project.cli.profiling import _tables as tables
-from project.watch.curves import Curves
+from project.watch.curves import ASIDE, Curves
 from tests.conftest import _SERVER, TINY, forked
 from tests.hostile import LIMIT, SECRET, Case, Ended, cases, drive, framed, harm
 
@@ -102,7 +102,10 @@ def test_events_are_read_as_tensorboard_reads_them_and_what_is_damaged_is_left_o
     (file,) = (place / "lightning_logs/it").glob("events.*")
     whole, path = file.read_bytes(), tmp_path / file.name
     theirs = EventAccumulator(str(file)).Reload()
-    expected = {tag: [(one.step, one.value, one.wall_time) for one in theirs.Scalars(tag)] for tag in theirs.Tags()["scalars"]}
+    expected = {
+        tag.removeprefix(ASIDE): [(one.step, one.value, one.wall_time) for one in theirs.Scalars(tag)]
+        for tag in theirs.Tags()["scalars"]
+    }
     curves = Curves(tmp_path)
     assert curves.read() == {}
     for end in (5, 300, 3000, len(whole)):

@@ -15,7 +15,8 @@ from project.survive.signals import EXIT_CODES
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 from tests.survive.test_resume import faults
 
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/howto").glob("*.md")))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 FEW = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1")
 SMALL = tuple(word for word in TINY if "network" not in word and "precision" not in word)
 
@@ -77,6 +78,18 @@ def test_an_example_config_runs(quick, tmp_path, page, command, batch):
     assert f"global batch {batch}" in run.output
 
 
+def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(cli, tmp_path):
+    written("README.md", tmp_path)
+    line = "python -m project fit --model sums.Sums --trainer.global_batch_size 96 --trainer.max_epochs 3 --run sums"
+    stopped = cli(*words("README.md", line), "--trainer.max_steps=13")
+    assert stopped.code == 0, stopped.output
+    resumed = cli(*words("README.md", line), "--trainer.devices=3", "--trainer.max_steps=-1")
+    assert resumed.code == 0, resumed.output
+    assert "1 host x 3 processes x micro-batch 16 x accumulation 2 = global batch 96" in resumed.output
+    assert "step-000000013.ckpt" in resumed.output
+    assert "30 steps" in resumed.output
+
+
 def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
     page = "docs/signals.md"
     command = words(page, "python -m project fit --config configs/ddp.yaml --run nightly")
@@ -100,7 +113,7 @@ def test_torchrun_starts_what_the_page_about_machines_says(cli):
 def test_an_error_reads_as_the_page_about_messages_says(quick):
     page = "docs/messages.md"
     run = quick(*words(page, "python -m project fit --config configs/ddp.yaml --trainer.devices 3"), ranks=3)
-    assert run.code == 1
+    assert run.code == 2
     (line,) = re.findall(r"^3 rank\(s\).*$", PAGES[page], re.MULTILINE)
     assert line in run.output
 
@@ -194,8 +207,9 @@ def test_every_page_is_linked_from_the_readme():
     assert all(f"]({page})" in PAGES["README.md"] for page in PAGES if page != "README.md")
 
 
-def test_the_tests_that_the_page_about_faults_names_exist():
-    named = re.findall(r"`(test_\w+\.py)::(\w+)", PAGES["docs/faults.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/faults.md"])
+def test_the_tests_that_a_page_names_exist(page):
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?", PAGES[page])
     assert named
     for file, start in named:
         (path,) = ROOT.glob(f"tests/**/{file}")

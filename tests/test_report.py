@@ -1,6 +1,7 @@
 """What runs did, on a page: lives, curves, warnings; of a run that was killed, stopped and moved, and of several."""
 
 import fcntl
+import getpass
 import json
 import os
 import re
@@ -11,14 +12,17 @@ import subprocess
 import sys
 from html import unescape
 from statistics import median
+from urllib.parse import unquote
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.watch.charts import Chart, Line, Mark
+from project.watch.charts import COLOURS, Chart, Line
 from project.watch.dashboard import _LAYOUT
-from project.watch.history import PHASES, read_history
-from project.watch.report import _rendered, compared, differences, page, scaling
+from project.watch.figures import scaling
+from project.watch.history import PHASES, History, read_history
+from project.watch.report import page
+from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
@@ -74,15 +78,24 @@ def test_a_run_leaves_its_life(place):
 
 
 def test_the_page_needs_nothing_else_and_shows_it_all(place):
-    text = (place / "lightning_logs/it/report.html").read_text()
-    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)""", text)
+    folder = place / "lightning_logs/it"
+    text = (folder / "report.html").read_text()
+    links = re.findall(r"""(src|href)\s*=\s*["']?([^"' >]*)""", re.sub("(?s)<script>.*</script>", "", text))
+    assert all(link.startswith("data:image/png;base64,") for kind, link in links if kind == "src")
+    files = [unquote(link) for kind, link in links if kind == "href"]
+    assert {"log.txt", "config.yaml"} < {*files}
+    assert all((folder / link).exists() for link in files), files
+    assert not re.findall("url\\(|@import", text)
     said = unescape(re.sub("<(?!figure)[^>]*>", "", text))
     shown = ("Run it", "killed", "stopped, SIGTERM", "finished", "3 ranks", "train/loss", "--run it", "global_batch_size: 48")
-    for what in shown:
+    for what in (*shown, getpass.getuser(), socket.gethostname(), "val/confusion, step"):
         assert what in said, what
-    marks = drawn(text)[0]["marks"]  # each start but the first
-    assert len(marks) == 2
-    assert all("started again at step" in text for _, text, _ in marks)
+    assert '<span class="badge finished">finished</span>' in text
+    marks = page_of(text)["marks"]  # each start but the first, and the kill
+    assert [("started again at step" in text, kind) for _, text, kind in marks] == [(True, "mark")] * 2 + [(False, "fault")]
+    chosen = read_history(folder, "it").chosen
+    assert {"data.batch_size": 8, "trainer.max_epochs": 2}.items() <= chosen.items()
+    assert "trainer.gradient_clip_val" not in chosen
 
 
 def test_tensorboard_has_pages_that_show_what_was_logged(place):
@@ -95,8 +108,13 @@ def test_tensorboard_has_pages_that_show_what_was_logged(place):
     assert {"configuration/text_summary", "run/text_summary"} <= {*tags["tensors"]}
     assert {"train/inputs", "val/confusion", "val/mistakes"} <= {*tags["images"]}
     settings = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert b"model.optimizer.init_args.lr" in settings
+    assert b"model.optimizer.lr" in settings
     assert b"data.global_batch_size" in settings
+    metrics = events.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert b"val/acc" in metrics
+    groups = {tag.partition("/")[0] for tag in tags["scalars"]}
+    assert sorted(groups)[-3:] == ["train", "val", "watch"], "what is learned stands before what is measured beside it"
+    assert [point.value for point in events.Scalars("watch/run/outcome")][-1] == 1
 
 
 # Faults that are seen -------------------------------------------------------------------------------------------------
@@ -110,13 +128,13 @@ TROUBLED = (
 )
 
 
-def drawn(page):
-    """Returns what the page's script draws."""
-    return [json.loads(unescape(data)) for data in re.findall('data-chart="(.*?)"', page)]
+def page_of(text):
+    """Returns what all charts of a page have in common."""
+    return json.loads(unescape(re.search('data-page="(.*?)"', text)[1]))
 
 
 def red_lines(folder):
-    marks = [mark for chart in drawn((folder / "lightning_logs/it/report.html").read_text()) for mark in chart["marks"]]
+    marks = page_of((folder / "lightning_logs/it/report.html").read_text())["marks"]
     return {text for _, text, kind in marks if kind == "fault"}
 
 
@@ -153,22 +171,65 @@ def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
     assert life.why.startswith(f"The loss of step {STRUCK} (epoch 0) is not finite: nan on rank 0")
     (red,) = red_lines(tmp_path)
     assert f"failed after step {STRUCK - 1}: The loss of step {STRUCK}" in red
+    text = (tmp_path / "lightning_logs/it/report.html").read_text()
+    assert '<span class="badge failed">failed</span>' in text
+    why = unescape(text[text.index("Why it ended") : text.index('<table class="facts">')])
+    assert why.count(f"The loss of step {STRUCK} (epoch 0) is not finite") == 2, "as the cause, and in the end of the log"
+    events = EventAccumulator(str(tmp_path / "lightning_logs/it")).Reload()
+    assert [point.value for point in events.Scalars("watch/run/outcome")] == [0, -1]
 
 
 def test_several_runs_side_by_side(place):
     done = report(place, "it", "other")
     assert done.returncode == 0, done.stderr
     assert "Side by side" in done.stdout
-    text = unescape((place / "lightning_logs/compared.html").read_text())
+    text = unescape((place / "lightning_logs/compared.html").read_text().replace("<wbr>", ""))
     assert "1, then 2, then 3" in text
-    assert "model.optimizer.init_args.lr" in text
+    assert 'href="other/report.html"' in text
+    assert "model.optimizer.init_args.lr" in text[text.index("What differs") :]
     histories = [read_history(place / "lightning_logs" / name, name) for name in ("it", "other")]
     assert "model.optimizer.init_args.lr" in differences(histories)
     assert "model.network.class_path" not in differences(histories)
+    first, second = scaling(histories)  # on 3 ranks, and on 1, of the same model and global batch
+    assert second == 1
+    assert first > 0
+    histories[1].config["model"]["network"]["init_args"]["num_classes"] = 11
+    assert scaling(histories) == [None, None], "what another model takes says nothing"
     for one in histories:
         one.curves.clear()
     assert scaling(histories) == [None, None]
     assert "2 runs" in compared(histories)  # with nothing to draw
+
+
+def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
+    """Twelve of them, with what only one has logged, a text among the settings, and no number where one has none."""
+    histories = []
+    for number in range(12):
+        history = read_history(place / "lightning_logs/other", f"a-run-with-a-long-name-as-sweeps-make-them-{number}")
+        history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
+        history.config["data"]["flip"] = "<b>" if number % 2 else None
+        histories.append(history)
+    histories[3].curves["val/f1"] = [point._replace(value=0.25) for point in histories[3].curves["val/acc"]]
+    text = compared(histories)
+    assert "<b>" not in text.replace('<b class="odd">', "")
+    assert text.count("val/<wbr>f1, last") == 1
+    assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
+    ticks = re.findall(r'<text class="tick"[^>]*>(.*?)</text>', text)
+    assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
+
+
+def contrast(colour, other):
+    def light(colour):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
+
+    return max(light(colour), light(other)) / min(light(colour), light(other))
+
+
+def test_twenty_colours_are_told_from_the_page_by_day_and_by_night():
+    assert len({*COLOURS}) == 20
+    assert all(contrast(colour, page) >= 3 for colour in COLOURS for page in ("#ffffff", "#15181c"))
 
 
 def test_what_is_damaged_is_left_out(place, tmp_path):
@@ -254,12 +315,37 @@ def test_a_login_node_does_not_wait_for_torch():
 
 
 def test_charts_of_what_is_odd():
-    line = Line("a & b", [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 2.0)])
-    (chart,) = drawn(rendered := _rendered(over_steps=[Chart("<loss>", [line], marks=[Mark(2, "x")])]))
-    assert "&lt;loss&gt;" in rendered
-    assert chart["lines"][0]["points"] == [[1, 2.0], [2, "nan"], [3, "inf"], [4, 2.0]]
-    many = Chart("many", [Line("line", [(at, float(at % 7)) for at in range(100_000)])])
+    line = Line("a & b", [(1, 2.0, 10), (2, float("nan"), 11), (3, float("inf"), 12), (4, 2.0, 13)])
+    (drawn,) = json.loads(Chart("loss", [line]).data)["lines"]
+    assert drawn["y"] == [2.0, "nan", "inf", 2.0]
+    assert drawn["x"] == [[1, 2, 3, 4], [10, 11, 12, 13]]
+    many = Chart("many", [Line("line", [(at, float(at % 7), at) for at in range(100_000)])])
     assert len(many.data) < 60_000
+
+
+def test_the_words_of_somebody_else_are_text(place, tmp_path, monkeypatch):
+    """A folder that was made by others: markup in its name, its log, its profiles, its settings, and links out of it."""
+    folder = tmp_path / "<b>it</b>"
+    shutil.copytree(place / "lightning_logs/it", folder)
+    start, *rest = [json.loads(line) for line in (folder / "life.jsonl").read_text().splitlines()][-2:]
+    start |= {"command": "<b>command</b>", "user": "<b>user</b>", "changed": ["run", "<b>"]}
+    failed = {**rest[0], "state": "failed", "why": "<b>why</b>"}
+    (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, failed)))
+    (folder / "log.txt").write_text("<b>log</b>\n" * 10_000 + "x" * 10_000)
+    (folder / "profiles").mkdir()
+    (folder / "profiles/step-000000001-rank0.txt").write_text("<b>profile</b>\n" * 100_000)
+    (folder / "checkpoints/step-999999999.ckpt").symlink_to("/etc/passwd")
+    (folder / "checkpoints/javascript:alert(1).ckpt").touch()
+    plain = History.summary
+    more = {"cause": "<b>cause</b>", "where": "<b>mine.py:3</b>", "traceback": "<b>frame</b>" * 100_000}
+    monkeypatch.setattr(History, "summary", lambda history: {**plain(history), **more})
+    text = page(read_history(folder, folder.name))
+    assert "<b>" not in text.replace('<b class="odd">', "")
+    assert all(f"&lt;b&gt;{what}" in text for what in ("cause", "mine.py:3", "frame", "command", "user", "profile"))
+    assert len(text) < 3_000_000
+    assert "step-999999999" not in text
+    assert "javascript:" not in text
+    assert text.count("&lt;b&gt;log") == 99
 
 
 def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path):
@@ -303,6 +389,19 @@ def browser(tmp_path_factory):
 INJECTED = "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'><iframe srcdoc='<b>x</b>'></iframe>"
 
 
+def drawn(browser, file):
+    """Opens a page, and waits for its charts."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    browser.get(file.as_uri())
+    WebDriverWait(browser, 60).until(lambda driver: driver.execute_script("return charts.every(chart => chart.plot)"))
+
+
+def shown(browser):
+    """Returns what each chart shows of its x axis."""
+    return {tuple(ends) for ends in browser.execute_script("return charts.map(({plot: {scales: {x}}}) => [x.min, x.max])")}
+
+
 @pytest.mark.slow
 def test_a_script_that_gets_into_a_report_does_not_run_and_its_own_does(place, browser, tmp_path):
     """The charts are drawn, their values are shown at the pointer, and of the page nothing else is run."""
@@ -317,19 +416,144 @@ def test_a_script_that_gets_into_a_report_does_not_run_and_its_own_does(place, b
     WebDriverWait(browser, 60).until(lambda driver: driver.execute_script("return window.ran === 2"))
     for file in (whole, tmp_path / "report.html"):
         browser.get_log("browser")
-        browser.get(file.as_uri())
+        drawn(browser, file)
         assert browser.execute_script("return window.ran") is None
         complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
         assert any("Content Security Policy" in complaint for complaint in complaints) == (file != whole), complaints
-        figures = browser.execute_script("""
-            return [...document.querySelectorAll('figure')].map(figure => [
-                figure.querySelector('figcaption').textContent,
-                [...figure.querySelectorAll('path')].every(path => path.getTotalLength() > 0 || figure.querySelector('circle')),
-                figure.querySelectorAll('line.mark').length])""")
-        marks = {title: marks for title, _, marks in figures}
-        assert {"loss", "acc", "grad_norm", "samples/s", "ms a step that a rank computes"} <= marks.keys()
-        assert marks["loss"] == 2  # it was started three times
-        assert all(has_lines for _, has_lines, _ in figures), figures
+        titles = browser.execute_script(
+            "return charts.map(({figure}) => figure.querySelector('figcaption').firstChild.data.trim())"
+        )
+        assert {"loss", "acc", "grad_norm", "samples/s", "ms a step that a rank computes"} <= {*titles}
+        assert len(shown(browser)) == 1, "one range in all charts"
+        pictures = browser.execute_script("return [...document.images].map(image => image.naturalWidth)")
+        assert len(pictures) >= 3
+        assert file != whole or min(pictures) > 0
         figure = browser.find_element("css selector", "figure")
-        ActionChains(browser).move_to_element(figure.find_element("css selector", "svg")).perform()
+        ActionChains(browser).move_to_element(figure.find_element("css selector", ".u-over")).perform()
         assert re.search(r"train/loss: [\d.]+ at \d+", figure.find_element("css selector", ".reading").text)
+
+
+PIXELS = """
+    const colour = named(arguments[0]), probe = document.createElement('canvas').getContext('2d');
+    probe.fillStyle = colour, probe.fillRect(0, 0, 1, 1);
+    const wanted = probe.getImageData(0, 0, 1, 1).data;
+    return charts.map(({plot: {ctx}}) => {
+        const {data} = ctx.getImageData(0, 0, ctx.canvas.width, ctx.canvas.height);
+        let count = 0;
+        for (let at = 0; at < data.length; at += 4) count += [0, 1, 2].every(part => data[at + part] === wanted[part]);
+        return count;
+    })"""
+
+
+@pytest.fixture
+def failed(copied):
+    """Returns the page of a run that has failed."""
+    folder, life = copied
+    ended = {**json.loads(life[-1]), "state": "failed", "why": "out of luck"}
+    (folder / "life.jsonl").write_text("".join([*life[:-1], json.dumps(ended) + "\n"]))
+    (folder / "report.html").write_text(page(read_history(folder, "it")))
+    return folder / "report.html"
+
+
+@pytest.mark.slow
+def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
+    from selenium.webdriver import ActionChains, Keys
+
+    drawn(browser, failed)
+    assert min(browser.execute_script(PIXELS, "--fault")) > 100, "the fault is a line in each chart"
+    (whole,) = shown(browser)
+    over = browser.find_element("css selector", ".u-over")
+    wide = over.size["width"]
+    ActionChains(browser).move_to_element_with_offset(over, -wide // 4, 0).click_and_hold().move_by_offset(
+        wide // 2, 0
+    ).release().perform()
+    (zoomed,) = shown(browser)
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2, rel=0.05)
+    ActionChains(browser).double_click(over).perform()
+    assert shown(browser) == {whole}
+
+    plot = browser.find_element("css selector", ".plot")
+    plot.send_keys("+")
+    (zoomed,) = shown(browser)
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    plot.send_keys(Keys.ARROW_RIGHT)
+    assert "train/loss: " in browser.find_element("css selector", ".reading").text
+    plot.send_keys("0")
+    assert shown(browser) == {whole}
+
+    box = browser.execute_script(
+        "const over = document.querySelector('.u-over'); over.scrollIntoView({block: 'center'});"
+        "return over.getBoundingClientRect().toJSON()"
+    )
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def touch(kind, *shares):
+        points = [{"x": box["x"] + share * box["width"], "y": box["y"] + 50, "id": at} for at, share in enumerate(shares)]
+        browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    for kind, *fingers in (("touchStart", 0.4, 0.6), ("touchMove", 0.3, 0.7), ("touchMove", 0.2, 0.8), ("touchEnd",)):
+        touch(kind, *fingers)
+    (zoomed,) = shown(browser)
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 3, rel=0.05)
+    for kind, *fingers in (("touchStart", 0.5), ("touchMove", 0.3), ("touchMove", 0.25), ("touchEnd",)):
+        touch(kind, *fingers)
+    (moved,) = shown(browser)
+    assert moved[0] - zoomed[0] == pytest.approx((zoomed[1] - zoomed[0]) / 4, rel=0.05)
+
+    browser.find_element("css selector", "button.log").click()
+    assert browser.execute_script("return charts.map(chart => chart.plot.scales.y.distr)")[:2] == [3, 1]
+    browser.find_elements("css selector", "[name=axis]")[1].click()
+    ((begin, _),) = shown(browser)
+    assert begin > 1e9, "seconds since 1970"
+    assert min(browser.execute_script(PIXELS, "--fault")) > 100
+
+
+@pytest.mark.slow
+def test_a_page_is_light_on_paper_and_fits_a_phone(failed, browser):
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    )
+    try:
+        drawn(browser, failed)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script("return named('--back')") == "#15181c"
+        browser.execute_script("addEventListener('beforeprint', () => window.onPaper = [named('--back'), named('--fault')])")
+        printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
+        assert printed.startswith("JVBERi")  # %PDF
+        assert browser.execute_script("return window.onPaper") == ["#fff", "#c8101e"]
+        assert browser.execute_script("return named('--back')") == "#15181c", "and dark again"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_path):
+    from selenium.webdriver import ActionChains
+
+    histories = []
+    for number in range(12):
+        history = read_history(place / "lightning_logs/other", f"a-run-with-a-long-name-as-sweeps-make-them-{number}")
+        history.curves["val/acc"] = [point._replace(value=(number * 5 % 12) / 12) for point in history.curves["val/acc"]]
+        history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
+        histories.append(history)
+    file = tmp_path / "compared.html"
+    file.write_text(compared(histories))
+    drawn(browser, file)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 1400
+
+    def order():
+        return [int(row.get_attribute("data-run")) for row in browser.find_elements("css selector", ".sortable tbody tr")]
+
+    (heading,) = [button for button in browser.find_elements("css selector", "th button") if button.text == "val/acc, best"]
+    heading.click()
+    assert order() == sorted(range(12), key=lambda number: number * 5 % 12)
+    heading.click()
+    assert order() == sorted(range(12), key=lambda number: -(number * 5 % 12))
+    row = browser.find_elements("css selector", "tr[data-run]")[0]
+    ActionChains(browser).move_to_element(row).perform()
+    assert len(browser.find_elements("css selector", ".parallel path.focused")) == 1
+    row.find_element("css selector", "input").click()
+    assert len(browser.find_elements("css selector", ".parallel path.off")) == 1
+    assert browser.execute_script("return charts.every(({plot}) => plot.series.filter(({show}) => !show).length === 1)")

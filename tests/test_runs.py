@@ -69,7 +69,7 @@ def test_another_learning_rate_takes_a_word_and_then_takes_effect(quick, tmp_pat
     begun = saved(tmp_path)
     for words in ((lr,), ("--model.optimizer=AdamW", "--change=model.optimizer"), ("--data.batch_size=32",)):
         refused = quick(*FIT, STOP, *words)
-        assert refused.code == 1, refused.output
+        assert refused.code == 2, refused.output
         assert "Traceback" not in refused.output
     assert "data.batch_size: 16 -> 32. That makes it another run" in refused.output
     assert "--change model.optimizer.init_args.lr" in quick(*FIT, STOP, lr).output
@@ -121,7 +121,7 @@ def test_what_the_optimiser_has_not_gathered_is_refused(quick):
     adam = (*FIT, STOP, "--model.optimizer=AdamW")
     assert quick(*adam).code == 143
     refused = quick(*adam, "--model.optimizer.amsgrad=true", "--change=model.optimizer")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "The optimiser's new settings need max_exp_avg_sq" in refused.output
     assert "Traceback" not in refused.output
 
@@ -130,7 +130,7 @@ def test_other_hosts_may_not_change_the_global_batch(quick):
     words = (*FIT, STOP, "--data.global_batch_size=null")
     assert quick(*words).code == 143
     refused = quick(*words, "--trainer.accumulate_grad_batches=2")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "HINT: set data.global_batch_size=16" in refused.output
 
 

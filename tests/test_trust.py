@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shlex
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from project import Trainer
 from project.launch.agent_store import guard
+from project.masking import masked_command
 from tests.conftest import ROOT, TINY, environment, program
 from tests.strangers import listeners, on_loopback
 
@@ -166,6 +168,25 @@ def test_secrets_are_in_config_yaml_alone_which_its_owner_can_read(quick, tmp_pa
     assert holding.keys() == {"lightning_logs/it/config.yaml"}
     assert stat.S_IMODE((folder / "config.yaml").stat().st_mode) == 0o600
     assert "visible" in (folder / "report.html").read_text()
+
+
+def test_a_command_is_written_down_without_its_secrets():
+    callback = '{"class_path": "a.B", "init_args": {"api_key": "sesame", "size": 3}}'
+    words = [
+        "fit",
+        "--model.api_key=sesame",
+        "--password",
+        "sesame",
+        "--pad_token",
+        "visible",
+        f"--trainer.callbacks={callback}",
+    ]
+    words += ["--data.address", "https://me:sesame@host/x", f"[{callback}]", "{sesame: [", "--trainer.max_epochs", "3"]
+    masked = shlex.split(masked_command(words))
+    assert "sesame" not in " ".join(masked)
+    assert masked[:7] == ["fit", "--model.api_key=(secret)", "--password", "(secret)", "--pad_token", "visible", masked[6]]
+    assert json.loads(masked[6].partition("=")[2])["init_args"] == {"api_key": "(secret)", "size": 3}
+    assert masked[-4:] == [masked[-4], "(secret)", "--trainer.max_epochs", "3"]
 
 
 def test_a_config_that_others_can_write_is_warned_of_before_it_is_read(quick, tmp_path):

@@ -125,7 +125,7 @@ def test_what_others_say_does_nothing_to_a_terminal():
     assert printable("x" * 50, 10) == "xxxxxxxxxx ..."
     record = logging.LogRecord("project.x", logging.INFO, "", 0, "%s", (hostile,), None)
     record.who = ""
-    assert "\x1b" not in _Formatter("%(who)s%(message)s").format(record)
+    assert "\x1b" not in _Formatter().format(record)
     shown = io.StringIO()
     show([Finding("hosts", "good", hostile, "[/]", [], {})], Console(file=shown, width=200))
     assert "[red]x[/red]" in shown.getvalue()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -25,6 +25,7 @@ from project.resume.checkpoint import current_checkpoint
 from project.sharded.shards import Split, split
 from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
+from project.step.monitored import chosen_metric
 from project.step.position import out_of_time, position, stopped_within_epoch
 from project.typed import typed
 
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 Record = tuple[Split, Manifest]
 """What this rank writes, copied into main memory: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
-
-_DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
 
 
 class SaveFirst(Callback):
@@ -65,14 +64,6 @@ def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> b
     )
 
 
-def chosen_metric(monitor: str | None, mode: str, known: Iterable[str]) -> tuple[str | None, str]:
-    """Returns the metric that `checkpoints.monitor` means, of the known ones, and 'max' or 'min', whichever is better."""
-    if monitor != "auto":
-        return monitor, mode
-    names = set(known)
-    return next((item for item in _DEFAULT_METRICS.items() if item[0] in names), ("val/acc", "max"))
-
-
 class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
@@ -80,11 +71,11 @@ class Checkpoints(Checkpoint):
     on rank 0 or, of a sharded network, by ranks. A disk that is full or gone is reported and tried again; training goes on.
 
     Args:
-        every_n_steps: save after so many optimiser steps; None leaves it to the minutes.
-        every_n_minutes: save when so much time has passed since the last.
-        keep_last: so many of the newest are kept.
-        monitor: the metric by which the best is kept, too; 'auto' is the highest val/acc or val_acc, else the lowest val/loss
-            or val_loss.
+        every_n_steps: optimiser steps between two saves; None saves by minutes alone.
+        every_n_minutes: minutes between two saves.
+        keep_last: number of newest checkpoints to keep.
+        monitor: the metric by which the best checkpoint is also kept; 'auto' is the highest val/acc or val_acc, else the lowest
+            val/loss or val_loss.
         mode: 'max' if more of the metric is better, 'min' if less.
     """
 

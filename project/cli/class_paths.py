@@ -6,8 +6,11 @@ Here any function is taken, and who gets what it returns looks at that.
 """
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import Namespace
@@ -45,11 +48,52 @@ def _with_what_comes_later(original: Original, wanted: Any, spec: Namespace) -> 
     return spec, later
 
 
-def _with_all_arguments(original: Original, value: Namespace, *args: Any, **kwargs: Any) -> Any:
-    """Passes on the arguments that only **kwargs can take; jsonargparse calls them `dict_kwargs`."""
+class Refusal(BaseException):
+    """Raised when a class that the configuration names can't be made. No Exception: jsonargparse would take it for a type that
+    does not fit, and try the next one.
+    """
+
+    def __init__(self, class_path: str, arguments: Mapping[str, object], error: Exception) -> None:
+        super().__init__(class_path)
+        self.class_path, self.arguments, self.error = class_path, arguments, error
+
+    @property
+    def odd_arguments(self) -> dict[str, object]:
+        """Returns the plain arguments that are not what they are by default; those that the error names, if it names any."""
+        parameters: Mapping[str, inspect.Parameter] = {}
+        with suppress(TypeError, ValueError):
+            parameters = inspect.signature(resolve_name(self.class_path)).parameters
+        odd: dict[str, object] = {
+            name: value
+            for name, value in self.arguments.items()
+            if value is not None and isinstance(value, (bool, int, float, str, list, tuple))
+            if name not in parameters or parameters[name].default != value
+        }
+        words = re.findall(r"-?[\w.]*\w", str(self.error))
+        return {name: value for name, value in odd.items() if name in words or str(value) in words} or odd
+
+
+def _with_all_arguments(
+    original: Original, value: Namespace, serialize: bool, instantiate: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Passes on the arguments that only **kwargs can take, and raises a `Refusal` where a class can't be made."""
+    value = _with_dict_kwargs(value)
+    try:
+        return original(value, serialize, instantiate, *args, **kwargs)
+    except Exception as error:
+        if not instantiate:
+            raise
+        given, cause = value.get("init_args"), error
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            cause = UserError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.")
+        raise Refusal(value["class_path"], vars(given) if given else {}, cause) from error
+
+
+def _with_dict_kwargs(value: Namespace) -> Namespace:
+    """Returns a specification whose arguments that only **kwargs can take are what jsonargparse calls `dict_kwargs`."""
     known = _known(import_object(value["class_path"]))
     if known is None:
-        return original(value, *args, **kwargs)
+        return value
     given = value.get("init_args") or {}
     # From the command line there is one, a tuple of its name and its value.
     pairs = {given[0]: given[1]} if isinstance(given, tuple) else vars(given) if given else {}
@@ -57,12 +101,7 @@ def _with_all_arguments(original: Original, value: Namespace, *args: Any, **kwar
         value = value.clone()
         value["dict_kwargs"] = {**(value.get("dict_kwargs") or {}), **more}
         value["init_args"] = Namespace({name: argument for name, argument in pairs.items() if name not in more})  # type: ignore[no-untyped-call]
-    try:
-        return original(value, *args, **kwargs)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise UserError(f"{value['class_path']} can't be called so: {error}. HINT: look at its arguments.") from error
+    return value
 
 
 def _known(guest: Any) -> set[str] | None:

@@ -60,8 +60,3 @@ def _expected(lines: list[str]) -> str:
     if value is None or f" {value}" in text:
         return text
     return f"{text or 'It can not be read'}, and it is {printable(value, _LONGEST)}"
-
-
-def condensed(message: str) -> str:
-    """Returns what is wrong with a value, in a line."""
-    return ": ".join(filter(None, complaint(message)))

@@ -5,8 +5,7 @@ import difflib
 import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,19 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning_utilities.core.enums import StrEnum
 
+from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
+from project.cli.verbs import MATTERS, VERBS, verb_page
 from project.config_files import documents, option
-from project.errors import SettingError, UserError
+from project.errors import FaultError, UserError
 from project.masking import masked
 from project.typed import typed
-from project.untrusted import compose_yaml, read_yaml, write_text
+from project.untrusted import compose_yaml, printable, read_yaml, write_text
 
 
 class SaveConfig(Callback):
@@ -43,7 +45,7 @@ def save_config(folder: Path, config: Mapping[str, object]) -> None:
     try:
         write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False), mode)
     except OSError as error:
-        raise UserError(
+        raise FaultError(
             f"{folder / 'config.yaml'} can't be written: {error}. HINT: make room, or move away what lies there."
         ) from error
 
@@ -67,32 +69,9 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 # The parser ----------------------------------------------------------------------------------------------------------
 
-_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard")
+_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
 _UNWRITABLE = "Unable to serialize instance"
-
-# What `fit --help` shows; the rest is on request.
-_MATTERS = (
-    *("config", "run", "resume", "change", "doctor", "dry_run", "debug", "seed_everything", "ckpt_path"),
-    *("to", "out", "batch_size"),
-    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
-    *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),
-    *("trainer.val_check_interval", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.log_every_n_steps"),
-    *("trainer.gradient_clip_val", "trainer.logger", "trainer.callbacks", "trainer.nonfinite"),
-    *("model.network", "model.optimizer", "model.lr_scheduler", "model.lr_scaling", "model.lr_reference_batch"),
-    *("model.label_smoothing", "model.compile", "data.source", "data.batch_size", "data.global_batch_size"),
-    *("data.crop_padding", "data.flip", "data.num_workers", "checkpoints.every_n_steps", "checkpoints.every_n_minutes"),
-    *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
-    *("recover.restarts", "recover.every_n_steps"),
-)
-_HELP = """\
-usage: {prog} {verb} --config CONFIG [--KEY VALUE ...]
-
-{about} The keys that matter, each with its default; they may stand in a config, too. See also
-  {prog} {verb} --help_all                 every key
-  {prog} {verb} --data.source.help CLASS   what a class takes, for each key that takes a class_path
-  {prog} {verb} --config X --print_config  a configuration, complete
-Complete, commented configs: configs/*.yaml.
-"""
+_LONGEST_VALUE = 60  # characters of an argument
 
 
 class HelpAll(argparse._HelpAction):
@@ -137,20 +116,13 @@ class Parser(LightningArgumentParser):
         actions = {action.dest: action for action in self._actions}
         if "trainer.max_epochs" not in actions:
             return str(super().format_help(*args))
-        prog, _, verb = self.prog.replace(" [options]", "").rpartition(" ")
-        lines = [_HELP.format(prog=prog, verb=verb, about=self.description)]
-        for key in (key for key in _MATTERS if key in actions):
-            default = self.get_default(key)
-            default = getattr(default, "class_path", default)  # of a class, its name
-            says = (actions[key].help or "").split("Default:")[0].partition("\n\n")[0].replace("``", "")
-            lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
-            lines += textwrap.wrap(textwrap.shorten(says, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        return "\n".join(lines) + "\n"
+        known = {key: (self.get_default(key), actions[key].help or "") for key in MATTERS if key in actions}
+        return verb_page(self.prog.replace(" [options]", "").rpartition(" ")[2], self.description or "", known)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        raise SettingError(self._plain(message))
+        raise UserError(self._plain(message))
 
     def _plain(self, message: str) -> str:
         """Returns what is wrong, in a line."""
@@ -162,8 +134,7 @@ class Parser(LightningArgumentParser):
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
-            verbs = [*re.findall(r"\w+", choice[2]), "report", "same", "watch"]
-            return f"There is no {choice[1]!r}{_meant(choice[1], verbs) or '.'} Choose from {', '.join(verbs)}."
+            return f"There is no {choice[1]!r}{_meant(choice[1], VERBS) or '.'} Choose from {', '.join(VERBS)}."
         match = re.match(r'Parser key "([\w.]+)"', message)
         if not match:
             return message.strip()
@@ -188,6 +159,20 @@ class Parser(LightningArgumentParser):
             if where := self._where(key):
                 return f"{where.removesuffix(': ')}{key * where.startswith('--')}: {text}"
         return text
+
+    def refused(self, config: Namespace, refusal: Refusal) -> str:
+        """Returns which setting a class refuses, in a line. `config`: the verb's, resolved."""
+        odd, error = refusal.odd_arguments, refusal.error
+        text = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
+        made = f"{refusal.class_path} can't be made"
+        if odd:
+            values = ", ".join(f"{name}={printable(repr(value), _LONGEST_VALUE)}" for name, value in odd.items())
+            made = f"{refusal.class_path} can't be made of {values}"
+        key = next((key for key, value in _named_classes(config) if value == (refusal.class_path, refusal.arguments)), "")
+        if not key:
+            return f"{made}: {text}"
+        full = f"{key}.init_args.{next(iter(odd))}" if len(odd) == 1 else key
+        return f"{self._where(full)}{full}: {made}: {text}. HINT: --{key}.help {refusal.class_path} lists its arguments."
 
     def _unknown(self, key: str, known: Iterable[str]) -> str:
         return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
@@ -218,11 +203,16 @@ class Parser(LightningArgumentParser):
 def refuse_odd_sections(configs: Iterable[Path]) -> None:
     """Refuses a section that is a number or a list, which would be taken for a class's arguments."""
     for path in configs:
-        for name, value in (read_yaml(path) or {}).items():
-            if name not in _SECTIONS or isinstance(value, dict) or (name in ("model", "data") and isinstance(value, str)):
+        sections = read_yaml(path) or {}
+        for name, value in sections.items():
+            by_class = name in ("model", "data") and isinstance(value, str)
+            # A module of the user's own may bring its loaders: its run's config.yaml has no data.
+            own = isinstance(sections.get("model"), dict) and "class_path" in sections["model"]
+            without = name == "data" and value is None and own
+            if name not in _SECTIONS or isinstance(value, dict) or by_class or without:
                 continue
             line = _line(compose_yaml(path), [name])
-            raise SettingError(
+            raise UserError(
                 f"{path}, line {line}: {name} holds keys and values, as in '{name}: {{KEY: VALUE}}', and it is {value!r}."
             )
 
@@ -235,6 +225,18 @@ def _line(node: yaml.Node | None, parts: list[str]) -> int | None:
         if name.value == parts[0]:
             return _line(value, parts[1:]) if parts[1:] else int(name.start_mark.line) + 1
     return None
+
+
+def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[str, Mapping[str, object]]]]:
+    """Yields the classes that a configuration names, with their arguments, each after its key."""
+    settings = vars(value) if isinstance(value, Namespace) else {}
+    if "class_path" in settings:
+        given = settings.get("init_args")
+        yield key, (settings["class_path"], vars(given) if given else {})
+    for name, inner in settings.items():
+        yield from _named_classes(inner, f"{key}.{name}".strip("."))
+    for entry in value if isinstance(value, list) else ():
+        yield from _named_classes(entry, key)
 
 
 def _writable(value: object) -> object:

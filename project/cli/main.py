@@ -27,17 +27,18 @@ from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.memory import memory_folder
 from project.checkpoints.reading import Manifest, Verification
 from project.cli.aliases import take_either_lightning
-from project.cli.class_paths import take_functions
-from project.cli.complaints import condensed
+from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
+from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
 from project.cluster.place import host
+from project.cluster.settings import flat
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
 from project.doctor.doctor import doctor
 from project.doctor.findings import verdict
 from project.doctor.memory_forecast import dry_run, on_meta
-from project.errors import WRONG, NonFiniteError, SettingError, UserError, as_user_error
+from project.errors import WRONG, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
 from project.launch.command import command
@@ -49,38 +50,34 @@ from project.launch.sweep import with_trial
 from project.masking import masked
 from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
-from project.runs import open_beside, open_run, run_of, saved_config, weights
+from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
-from project.survive.failure import exit_at_once, report_error
+from project.survive.failure import cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
+from project.survive.tracebacks import Folded
 from project.trainer import Trainer
 from project.typed import typed
 from project.untrusted import write_text
 from project.watch import loggers
-from project.watch.console import Progress, RankLogs, log_to, open_log
+from project.watch.console import RankLogs, log_to, open_log
 from project.watch.dashboard import Dashboard
 from project.watch.events import Events
 from project.watch.history import FILE as LIFE
 from project.watch.history import read_history
 from project.watch.life import Life, commit_of_run
+from project.watch.notify import Notify
+from project.watch.openmetrics import Metrics
 from project.watch.profile import Profile
+from project.watch.progress import Progress
 from project.watch.report import write
 from project.watch.steady import resume_loggers
 
 log = logging.getLogger(__name__)
 
 take_functions()  # functions behind a class_path, whatever their signatures say
-
-
-_ABOUT = (
-    "One training run from one YAML. Beside the verbs below: report RUN [RUN ...] shows what runs did, on one page; "
-    "watch RUN follows one that goes on elsewhere; profile RUN asks it where its time goes; "
-    "same RUN [RUN ...] says whether they are the same to the last bit; sweep FILE shows the trials of a sweep; in a checkout, "
-    "bench measures a config against a plain PyTorch loop."
-)
 
 
 def with_verbs(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -95,6 +92,8 @@ class ProjectCLI(LightningCLI):
     trainer: Trainer
     running: ClassVar[Trainer | None] = None
     """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
+    opened: ClassVar[Run | None] = None
+    """The run whose folder this process has opened, for `main`: one that is refused leaves none."""
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         def add(name: str, kind: object, default: object, text: str, **more: Any) -> None:
@@ -123,6 +122,7 @@ class ProjectCLI(LightningCLI):
         return {wanted: verbs[wanted]} if wanted in verbs else verbs
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self._of_verb = parser
         if self.model_class is ImageClassifier:
             parser.set_defaults({"model.network": {"class_path": "project.model.MiniResNet"}})
         if self.datamodule_class is ImageData:
@@ -134,6 +134,8 @@ class ProjectCLI(LightningCLI):
         parser.add_lightning_class_args(Recovery, "recover")
         parser.add_lightning_class_args(Profile, "profile")
         parser.add_lightning_class_args(Dashboard, "dashboard")
+        parser.add_lightning_class_args(Notify, "notify")
+        parser.add_lightning_class_args(Metrics, "metrics")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Checks what Lightning acts on next: the seed, and the path of a checkpoint."""
@@ -189,12 +191,23 @@ class ProjectCLI(LightningCLI):
             self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
         try:
             super().instantiate_classes()
-        except ValueError as error:
-            if isinstance(error, UserError):  # a class that looks at its arguments
-                raise as_user_error(error, self._placed(str(error))) from error
-            if "Problem with given class_path" not in str(error):
-                raise
-            raise UserError(self._placed(f"Something can't be made: {condensed(str(error))}")) from error
+        except Refusal as refusal:
+            raise self._as_user_error(refusal) from refusal.error
+        except UserError as error:
+            raise as_user_error(error, self._placed(str(error))) from error
+
+    def _as_user_error(self, refusal: Refusal) -> Exception:
+        """Returns the error of a class that can't be made, as one of a setting unless the machine is at fault."""
+        error = refusal.error
+        if isinstance(error, UserError):
+            return as_user_error(error, self._placed(str(error)))
+        wrong_path = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+        if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)) and not wrong_path:
+            return error
+        assert isinstance(self.parser, Parser)
+        text = self.parser.refused(self.config[self.subcommand], refusal)
+        folded = Folded(error)
+        return UserError(f"{text}\n{folded.text}" if folded.where else text)
 
     def _fork_ranks(self) -> None:
         """Serves the supervisor, and returns in each rank that is forked for it."""
@@ -203,7 +216,7 @@ class ProjectCLI(LightningCLI):
         by_engine = detect().kind != "python"
         count = 0 if by_engine else early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
         if not by_engine and not (early_start.starts_ranks(strategy) and count):
-            raise SettingError(
+            raise UserError(
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."
             )
@@ -240,10 +253,11 @@ class ProjectCLI(LightningCLI):
         configuration = masked({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
         ours: list[Callback] = []
         if settings.debug:
+            Folded.shows_all = True
             log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
-            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life()]
+            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life(cause_of, changed=self._changed)]
             if self._begun is not None and _several_hosts(settings, launch):
                 ours.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
@@ -271,7 +285,16 @@ class ProjectCLI(LightningCLI):
             resume_loggers(trainer.loggers, 0)
         return trainer
 
-    def _loggers(self, given: Any, root: Path, rank: int) -> Any:
+    def _changed(self) -> list[str] | None:
+        """Returns the names of the settings that are not the defaults; None where they can't be told."""
+        try:
+            changed = self._of_verb.dump(self.config[self.subcommand], skip_default=True, skip_none=False, format="yaml")
+            return [*flat(yaml.safe_load(changed) or {})]
+        except Exception as error:  # the default of somebody's argument may have any form
+            log.debug("Which settings are not the defaults can't be told: %s", error)
+            return None
+
+    def _loggers(self, given: object, root: Path, rank: int) -> Any:
         """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
 
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
@@ -304,7 +327,7 @@ class ProjectCLI(LightningCLI):
                 self.folder = folder_of(root, settings.run) if settings.run else run_of(Path(str(path)))
                 return None
             self._run = open_beside(root, settings.run, self._kind(), verb, launch)
-        self.folder = self._run.folder
+        self.folder, ProjectCLI.opened = self._run.folder, self._run
         log_to(self.folder / "log.txt")
         log.info("Run: %s", self.folder)
         saved = {**self.config_dump, "run": None, "resume": "auto", "change": None, "base": None}
@@ -419,6 +442,21 @@ def _resolved(base: object) -> None:
     return None
 
 
+def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: bool, own_data: bool) -> None:
+    """Reads the command line and runs it. `own_model`, `own_data`: these are classes that the YAML names."""
+    front(
+        LightningModule if own_model else ImageClassifier,
+        None if own_data else ImageData,
+        subclass_mode_model=own_model,
+        trainer_class=with_verbs(trainer_class),
+        save_config_callback=None,  # see SaveConfig
+        parser_class=Parser,
+        parser_kwargs={"prog": "python -m project", "description": ABOUT},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+    )
+
+
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
@@ -437,35 +475,16 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         Parser.configs = named_configs(sys.argv)
         refuse_odd_sections(Parser.configs)
         own_model, own_data = brought(sys.argv[1:])
-        front(
-            LightningModule if own_model else ImageClassifier,
-            None if own_data else ImageData,
-            subclass_mode_model=own_model,
-            trainer_class=with_verbs(trainer_class),
-            save_config_callback=None,  # see SaveConfig
-            parser_class=Parser,
-            parser_kwargs={"prog": "python -m project", "description": _ABOUT},
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+        open_door(front, trainer_class, own_model, own_data)
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
         if ATTEMPT in os.environ:  # this process is a fork of the one that began
             rank = detect().rank
-        if (trainer := ProjectCLI.running) is not None:
-            say = log.debug  # the error is the last word
-            observed = getattr(trainer.strategy.launcher, "procs", [])
-            launched = [*early_start.processes, *observed]
-            observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-            raise SystemExit(report_error(error, trainer.global_rank, host(), launched)) from None
-        if (isinstance(error, (LaunchError, SettingError)) and rank > 0) or early_start.undecided():
-            time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
-        if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
-            report_error(error, rank, host())  # rank 0, it seems, has not found the same
-        raise SystemExit(WRONG if isinstance(error, SettingError) else 1) from None
+        say = log.info if ProjectCLI.running is None else log.debug  # the error is the last word
+        raise SystemExit(_end(error, rank)) from None
     finally:
-        ran, ProjectCLI.running = ProjectCLI.running, None
+        ran, ProjectCLI.running, ProjectCLI.opened = ProjectCLI.running, None, None
         if ran is not None:
             why = sys.exc_info()[1]
             closed = close_connections(10 if why is None else 2)
@@ -474,10 +493,40 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
                 exit_at_once(why)
 
 
+def _end(error: Exception, rank: int) -> int:
+    """Reports the error that ends this process, and returns the exit code. A run that is refused leaves no folder."""
+    trainer, run = ProjectCLI.running, ProjectCLI.opened
+    if trainer is not None:
+        observed = getattr(trainer.strategy.launcher, "procs", [])
+        launched = [*early_start.processes, *observed]
+        observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
+        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer))
+        for life in (callback for callback in typed(trainer).callbacks if isinstance(callback, Life)):
+            life.amend(trainer, error)
+    else:
+        code = exit_code(error)
+        if (code == WRONG and rank > 0) or early_start.undecided():
+            time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
+        if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
+            report_error(error, rank, host())  # rank 0, it seems, has not found the same
+    if run is not None and code == WRONG and not (trainer and trainer.global_step):
+        run.discard_if_empty()
+    return code
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    """Returns the run's folder, as this rank knows it, where a fit has come so far."""
+    if trainer.state.fn != "fit":
+        return None
+    watchdogs = [callback for callback in typed(trainer).callbacks if isinstance(callback, Watchdog)]
+    return Path(trainer.default_root_dir) if trainer.is_global_zero else watchdogs[0].folder
+
+
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
     """Writes the report of a fit that has ended, however it did."""
     folder = Path(ran.default_root_dir)
-    if not (ran.is_global_zero and ran.global_step and any(isinstance(item, Life) and item.wrote for item in ran.callbacks)):
+    wrote = any(isinstance(item, Life) and item.wrote for item in ran.callbacks)
+    if not (ran.is_global_zero and wrote and folder.is_dir()):  # one that was refused has left none
         return
     try:
         say("%-11s %s", "report", write(read_history(folder, folder.name)))

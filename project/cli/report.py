@@ -11,7 +11,8 @@ from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import printable, write_text
 from project.watch.history import FILE, held, read_history
-from project.watch.report import PAGE, SUMMARY, compared, facts, refuse_nothing, write
+from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
+from project.watch.side_by_side import compared
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
 
@@ -38,7 +39,9 @@ def _write(names: Sequence[str], out: Path | None) -> int:
         if len(histories) > 1:
             place = out or Path(RUNS) / "compared.html"
             place.parent.mkdir(parents=True, exist_ok=True)
-            (Path.write_text if out else write_text)(place, compared(histories))  # a path that is named may be a pipe
+            (Path.write_text if out else write_text)(
+                place, compared(histories, place.parent)
+            )  # a path that is named may be a pipe
             print(f"Side by side: {place}")
     except OSError as error:
         raise UserError(f"The report can't be written: {error}. HINT: make room, or ask who owns the folder.") from error

@@ -3,23 +3,28 @@
 On a terminal one line that is written anew; elsewhere a line whenever something changes.
 """
 
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 from project.cli.reading import ended, run_parser
 from project.config_files import run_folder
 from project.untrusted import LATEST, printable
 from project.watch.charts import number
-from project.watch.curves import Curves
-from project.watch.history import FILE, PHASES, held, lives_of, longest
+from project.watch.curves import Curves, Point
+from project.watch.fields import GAP, Field, Importance, fitted
+from project.watch.history import FILE, PHASES, Life, best_point, held, lives_of, longest, monitored_curve, of_the_module
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
-_METRICS = ("train/loss", "val/loss", "train/acc", "val/acc", "train/lr")
+_FIRST = ("train/loss", "val/loss", "train/acc", "val/acc")  # of the metrics; the others as they were logged
+_METRICS = 8  # that a line shows at most
+_FORKS = ("_step",)  # of what Lightning logs twice: the last step's, beside the epoch's
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,12 +42,14 @@ def _follow(folder: Path, every: float, once: bool) -> int:
     look = Look(folder)
     terminal, before = sys.stdout.isatty() and not once, ""
     while True:
-        state, text = look()
+        state, fields = look()
+        text, age = GAP.join(field.text for field in fields), Field(Importance.PROGRESS, look.age())
         over = once or state == "finished"
         if terminal:
-            print(f"\r\033[2K{printable(text)}, {look.age()}", end="\n" if over else "", flush=True)
+            line = fitted([*fields, age], shutil.get_terminal_size().columns - 1)
+            print(f"\r\033[2K{printable(line)}", end="\n" if over else "", flush=True)
         elif text != before:
-            print(f"{time.strftime('%H:%M:%S')}  {printable(text)}, {look.age()}", flush=True)
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {printable(text)}, {age.text}", flush=True)
         before = text
         if over:
             return int(once and state not in ("finished", "going on"))
@@ -55,28 +62,55 @@ class Look:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._curves = Curves(folder)
+        self._points: Mapping[str, Sequence[Point]] = {}
 
-    def __call__(self) -> tuple[str, str]:
-        """Returns the state of the run, and a line about it."""
-        newest = {tag: points[-1] for tag, points in self._curves.read().items()}
+    def __call__(self) -> tuple[str, list[Field]]:
+        """Returns the state of the run, and the fields of a line about it."""
+        self._points = self._curves.read()
+        newest = {tag: points[-1] for tag, points in self._points.items()}
         lives = lives_of(self.folder / FILE, [(point.time, point.step) for point in newest.values()])
         if not lives:
-            return "not started", "not a step yet"
+            return "not started", [Field(Importance.PROGRESS, "not a step yet")]
         life = lives[-1]
         state = life.state
         if state == "killed" and life.why is None and (held(self.folder / ".lock") or self._silent() < _FRESH):
             state = "going on"
+        return state, [*self._fields(life, newest), *self._ending(life, state)]
+
+    def _fields(self, life: Life, newest: Mapping[str, Point]) -> list[Field]:
+        """Returns how far the run is, its metrics, and how fast it is."""
         of = life.known.get("of")
-        parts = [f"step {life.end_step:,}/{of:,}" if of else f"step {life.end_step:,}"]
-        parts += [f"{tag} {number(newest[tag].value)}" for tag in _METRICS if tag in newest]
-        if (speed := newest.get("speed/samples_per_s")) and speed.time >= life.time:
-            parts.append(f"{speed.value:,.0f} samples/s")
-            parts.append(longest({name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}))
-        parts.append("1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)")
-        done = life.end_step - life.step
+        fields = [Field(Importance.PROGRESS, f"step {life.end_step:,}/{of:,}" if of else f"step {life.end_step:,}")]
+        judged = monitored_curve(life, newest)
+        module = [tag for tag in newest if of_the_module(tag) and not tag.endswith(_FORKS)]
+        first = [tag for tag in _FIRST if tag in module] + ([judged[0]] if judged else [])
+        names = list(dict.fromkeys([*first, *module]))
+        kinds = {names[0]: Importance.FIRST_METRIC} if names else {}
+        kinds |= {judged[0]: Importance.MONITORED} if judged else {}
+        shown = [Field(kinds.get(tag, Importance.METRIC), f"{tag} {number(newest[tag].value)}") for tag in names[:_METRICS]]
+        fields += shown
+        if len(names) > _METRICS:
+            fields.append(Field(Importance.METRIC, f"and {len(names) - _METRICS} more"))
+        if judged and (best := best_point(self._points[judged[0]], judged[1])):
+            fields.append(Field(Importance.BEST, f"best {judged[0]} {number(best.value)} at step {best.step:,}"))
+        speeds = [point.value for point in self._points.get("speed/samples_per_s", ()) if point.time >= life.time]
+        if speeds:
+            fields.append(Field(Importance.SPEED, f"{median(speeds):,.0f} samples/s"))
+            shares = {name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}
+            fields.append(Field(Importance.PHASE, longest(shares)))
+        ranks = "1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)"
+        return [*fields, Field(Importance.RATE, ranks)]
+
+    @staticmethod
+    def _ending(life: Life, state: str) -> list[Field]:
+        """Returns when the run will be over, or how it has ended."""
+        of, done = life.known.get("of"), life.end_step - life.step
+        fields = []
         if state == "going on" and of and done > 0:  # at the pace since the last start
-            parts.append(f"{_span((of - life.end_step) * (life.end - life.time) / done)} left")
-        return state, "  ".join([*parts, f"{state}: {life.why.rstrip('.')}" if life.why else state])
+            left = _span((of - life.end_step) * (life.end - life.time) / done)
+            fields.append(Field(Importance.PROGRESS, f"{left} left"))
+        text = f"{state}: {life.why.rstrip('.')}" if life.why else state
+        return [*fields, Field(Importance.PROGRESS, f"{text} ({life.where})" if life.where else text)]
 
     def _silent(self) -> float:
         """Returns the seconds since anything was written."""

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,28 @@ class Nvml:
         except self._nvml.NVMLError as error:  # no driver, no permission, a slice of a GPU
             raise NoLibrary(f"NVML: {error}") from None
 
-    def ask(self, name: str, *args: int) -> Any:
+    def ask(self, name: str, *args: object) -> Any:
         try:
             return getattr(self._nvml, name)(self._handle, *args)
         except (self._nvml.NVMLError, AttributeError):  # an older driver, or an older nvidia-ml-py
             return None
+
+    def xid_events(self) -> object:
+        """Returns a set of events into which the driver puts critical errors from now on; None where it does not."""
+        try:
+            events = self._nvml.nvmlEventSetCreate()
+            self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+            return events
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
+    def new_xids(self, events: object) -> list[int]:
+        """Returns the errors that have come into the set since the last call, without waiting for more."""
+        numbers: list[int] = []
+        with suppress(self._nvml.NVMLError, AttributeError):  # a timeout: there are no more
+            while events is not None and len(numbers) < 1000:
+                numbers.append(int(self._nvml.nvmlEventSetWait_v2(events, 0).eventData))
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -102,3 +120,45 @@ def health(nvml: Nvml) -> Health:
     if any(links) and not all(links):
         slow.append(f"{links.count(0)} of {len(links)} NVLinks are down")
     return Health({name: value for name, value in figures.items() if value not in (None, [])}, unfit, slow)
+
+
+class Telemetry:
+    """Reads the figures of a GPU that a monitoring system follows; those that it does not have are left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml = Nvml(device)
+        self._events = self._nvml.xid_events()
+        self._xids: dict[int, int] = {}
+
+    def read(self) -> dict[str, float]:
+        """Returns the figures by the names of the metrics, in base units."""
+        ask = self._nvml.ask
+        memory, use = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
+        power, most, clock = (
+            ask("nvmlDeviceGetPowerUsage"),
+            ask("nvmlDeviceGetEnforcedPowerLimit"),
+            ask("nvmlDeviceGetClockInfo", 1),
+        )
+        links = [state for link in range(18) if (state := ask("nvmlDeviceGetNvLinkState", link)) is not None]
+        errors = [ask("nvmlDeviceGetNvLinkErrorCounter", link, kind) for link in range(len(links)) for kind in range(3)]
+        values = {
+            "power_watts": None if power is None else power / 1e3,
+            "power_limit_watts": None if most is None else most / 1e3,
+            "clock_hertz": None if clock is None else clock * 1e6,
+            "temperature_celsius": ask("nvmlDeviceGetTemperature", 0),
+            "use_ratio": None if use is None else use.gpu / 100,
+            "memory_used_bytes": None if memory is None else memory.used,
+            "throttle_reasons": ask("nvmlDeviceGetCurrentClocksThrottleReasons"),
+            "ecc_corrected_errors": ask("nvmlDeviceGetTotalEccErrors", 0, 0),  # since the driver was loaded
+            "ecc_uncorrected_errors": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+            "nvlinks_up": float(sum(links)) if links else None,
+            "nvlinks": float(len(links)) if links else None,
+            "nvlink_errors": sum(known) if (known := [count for count in errors if count is not None]) else None,
+        }
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def xids(self) -> dict[int, int]:
+        """Returns how many of each of NVIDIA's errors (Xid) the driver has reported since the run began."""
+        for xid in self._nvml.new_xids(self._events):
+            self._xids[xid] = self._xids.get(xid, 0) + 1
+        return self._xids

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import FaultError, UserError
 
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -98,7 +98,7 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
     own = source_towards(towards)
     if own is None or (name := interface_of(own)) is None:
         shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
-        raise UserError(
+        raise FaultError(
             f"{host()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
             f"{GLOO} and {NCCL} name the interface to use."
         )
@@ -152,7 +152,7 @@ def towards(name: str) -> tuple[str, bool]:
     target = next(iter(resolve(name)), None)
     own = source(target) if target else None
     if target is None or own is None:
-        raise UserError(f"{host()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
+        raise FaultError(f"{host()} " + ("has no route to" if target else "does not know the host") + f" {name}.")
     here = own == target or is_loopback(target)
     if is_loopback(own) and name != "localhost" and name != target:  # Debian's own name for itself leads nobody else here
         own = next((candidate for held in addresses().values() for candidate in held if not is_loopback(candidate)), own)

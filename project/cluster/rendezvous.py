@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from project.cluster import reachability
 from project.cluster.interfaces import Route, interface_of, is_loopback, resolve, route, source_towards
 from project.cluster.place import host
-from project.errors import TRY_AGAIN, UserError
+from project.errors import TRY_AGAIN, FaultError
 from project.untrusted import parse_json, printable
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def reach(address: str, port: int, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > end:
-                raise UserError(_unreachable(here, address, port, seconds, error)) from None
+                raise FaultError(_unreachable(here, address, port, seconds, error)) from None
             time.sleep(0.2)
 
 
@@ -87,7 +87,7 @@ def _free(port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise UserError(
+            raise FaultError(
                 f"Port {port} on {host()} is in use by another program. HINT: set another MASTER_PORT, on "
                 "every node the same; and only one rank 0 may be started."
             ) from None
@@ -167,7 +167,7 @@ class Rendezvous:
         self.store.set("problem", text)  # which is short enough
         if self.store.add(f"said/{here}", 1) > 1:
             raise ToldByRankZero(1)
-        raise UserError(f"{text}. HINT: {reachability.HINT}")
+        raise FaultError(f"{text}. HINT: {reachability.HINT}")
 
     def _sign_in(self) -> None:
         here = host()
@@ -198,7 +198,7 @@ class Rendezvous:
         """Ends all ranks; rank 0 reports the problem."""
         self.close()
         if self.rank == 0:
-            raise UserError(text)
+            raise FaultError(text)
         raise ToldByRankZero(1)
 
     def exchange(self, value: Value) -> list[Value]:
@@ -229,10 +229,10 @@ class Rendezvous:
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
                 problem = printable(self.store.get("problem").decode(errors="replace"), _LONGEST)
-                raise UserError(problem if "HINT" in problem else f"{problem}. HINT: {reachability.HINT}")
+                raise FaultError(problem if "HINT" in problem else f"{problem}. HINT: {reachability.HINT}")
             now = time.monotonic()
             if now > end:
-                raise UserError(
+                raise FaultError(
                     f"After {self.seconds:g} s {self.size - len(missing)} of {self.size} {self.noun}s have come to "
                     f"{self.address}:{self.port}, from {self._here()}. Missing: {self._named(missing)}.{self._doubt()} HINT: "
                     "what do they print? Are they started with this MASTER_ADDR and MASTER_PORT, and is the port open?"

@@ -32,21 +32,21 @@ class ImageData(LightningDataModule):
     """Loads images for training, validation, test and prediction.
 
     Args:
-        source: where the images come from, by class_path: Synthetic, Cifar, ImageFolders, Digits, or Datasets (your own).
-        batch_size: samples that one process puts through the network at once: the micro-batch.
-        global_batch_size: samples behind one optimiser step, over all ranks; None takes what batch_size, the number of
-            ranks and trainer.accumulate_grad_batches amount to.
-        crop_padding: training images are moved by up to so many pixels; 0 switches it off.
-        flip: mirror half of the training images, each epoch others; 'alternate': each image in every other epoch.
+        source: the source of the images, by class_path: Synthetic, Cifar, ImageFolders, Digits, or Datasets (your own).
+        batch_size: samples that one process computes at once: the micro-batch.
+        global_batch_size: samples behind one optimiser step, over all ranks; None is the product of batch_size, the
+            number of ranks and trainer.accumulate_grad_batches.
+        crop_padding: training images are shifted by up to this many pixels; 0 switches it off.
+        flip: mirror half of the training images, other ones in each epoch; 'alternate' mirrors each image in every other epoch.
         tail: what the last step of an epoch does with fewer samples than a global batch: 'keep' trains on them, each
             with its true weight; 'drop' leaves them out of this epoch.
-        num_workers: loader processes for each rank; 'auto' takes what cores the process has to spare, at most 8.
-        resident: 'auto' keeps images on the device, as bytes, where a built-in source has few enough of them: at most 256 MiB
+        num_workers: loader processes for each rank; 'auto' is the number of spare cores of the process, at most 8.
+        resident: 'auto' keeps images on the device, as bytes, if a built-in source has few enough of them: at most 256 MiB
             on a CPU, 5 % of a GPU's memory. No loader processes are needed then. 'never' loads them batch by batch, and so
             does a num_workers that is a number.
         seed: decides the order of the samples and their augmentation.
-        on_error: where a file can't be read, 'stop', or 'skip' it: the next sample that can be read takes its place, and all
-            that were skipped are listed at the end.
+        on_error: at a file that can't be read, 'stop', or 'skip' it: the next readable sample takes its place, and the end of
+            the run lists all skipped ones.
     """
 
     capturable = True

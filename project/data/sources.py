@@ -17,7 +17,7 @@ from project.data.augment import Channels
 from project.data.in_memory import InMemory
 from project.data.order import permute
 from project.data.synthetic import SyntheticImages
-from project.errors import UserError
+from project.errors import FaultError, UserError
 
 Split = Literal["train", "val", "test", "predict"]
 
@@ -52,12 +52,12 @@ def _held_out(size: int, held_out: int, split: Split) -> torch.Tensor:
 
 
 class Synthetic(Source):
-    """SyntheticImages, which can be learnt and need no download.
+    """SyntheticImages, which a network can learn and which need no download.
 
     Args:
         image_size: height and width.
-        difficulty: share of images whose pattern says nothing about their label.
-        world: which patterns and images there are; another number, other data.
+        difficulty: share of images whose pattern is unrelated to their label.
+        world: selects the patterns and images: another number gives other data.
     """
 
     mean: Channels = 0.49
@@ -94,10 +94,10 @@ class Cifar(Source):
     """CIFAR-10 or CIFAR-100, downloaded by torchvision; validation images are held out of the training set.
 
     Args:
-        root: the folder that holds the data or gets it.
+        root: the folder that holds the data, or receives it.
         num_classes: 10 or 100.
         held_out: training images held out for validation.
-        download: fetch the data if it is not there.
+        download: fetch the data if it is missing.
     """
 
     mean: Channels = (0.4914, 0.4822, 0.4465)
@@ -120,7 +120,7 @@ class Cifar(Source):
             archive: _Archive = kind(str(self.root), train=train, download=download)
         except (OSError, RuntimeError) as error:
             if download:
-                raise UserError(
+                raise FaultError(
                     f"Could not download CIFAR-{self.num_classes} to {self.root}: {error}. HINT: put the extracted "
                     "archive there, or see whether this host reaches the internet."
                 ) from error
@@ -169,12 +169,12 @@ class Unlabelled(Dataset[Image.Image]):
 
 
 class ImageFolders(Source):
-    """Images in folders: root/train/<class>/*, root/val/<class>/* and, if it is there, root/test/<class>/*.
+    """Images in folders: root/train/<class>/*, root/val/<class>/* and, if it exists, root/test/<class>/*.
 
     Args:
         root: the folder that holds train, val and test.
         image_size: images are resized and cropped at the centre to this height and width.
-        predict: a folder of images without labels, at any depth, that `predict` is for; without it, it is for root/test.
+        predict: a folder of images without labels, at any depth, for `predict`; without it, `predict` uses root/test.
         mean: mean of the images in 0 .. 1, for each channel.
         std: standard deviation of the images in 0 .. 1, for each channel.
     """
@@ -276,15 +276,16 @@ class Datasets(Source):
     An image is a tensor (C, H, W), an array (H, W, C) or a PIL image: uint8 in 0 .. 255, or floats in 0 .. 1. A label is the
     number of a class, or a vector of floats with a share for each class. A dataset may also have
     `__getitems__(indices) -> (images, labels)`, which makes a whole batch and is faster; and `in_bulk = True`, if that takes a
-    tensor of any number of indices, and gives the same images each time: then a small set lies on the device (`data.resident`).
+    tensor of any number of indices and returns the same images each time. A small set then stays on the device
+    (`data.resident`).
 
     Args:
         train: the training set, by class_path of a class or a function.
-        val: the validation set, likewise; without one nothing is validated.
+        val: the validation set, likewise; without one the run does not validate.
         num_classes: classes; labels are 0 .. num_classes-1.
         test: the test set, likewise.
-        predict: what `predict` is for, likewise; its items may be images alone. Without one it is for the test set.
-        mean: mean of the images in 0 .. 1; 0 with a std of 1 leaves floats as they are, for those that are normalised already.
+        predict: the data for `predict`, likewise; its items may be images alone. Without it, `predict` uses the test set.
+        mean: mean of the images in 0 .. 1; 0 with a std of 1 leaves floats unchanged, for images that are already normalised.
         std: standard deviation of the images in 0 .. 1.
     """
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.untrusted import replacing
 
 log = logging.getLogger(__name__)
@@ -184,19 +184,19 @@ class TextData(LightningDataModule):
                 if not is_whole(self.path(split)):
                     write_whole(self.path(split), content)
         except OSError as error:
-            raise UserError(f"The text can't be written to {self.root}: {error}. HINT: set data.init_args.root.") from error
+            raise FaultError(f"The text can't be written to {self.root}: {error}. HINT: set data.init_args.root.") from error
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
             own, self.name = self.name, self.trainer.strategy.broadcast(self.name)
             if own not in (None, self.name):
-                raise UserError(
+                raise FaultError(
                     f"This host has another text than rank 0's: {own}, and not {self.name}. HINT: give all hosts the same "
                     "Python, or set data.init_args.text to files that all have."
                 )
         for split in SPLITS:
             if not is_whole(self.path(split)):
-                raise UserError(f"{self.path(split)} is not there, or not whole. HINT: `prepare_data` makes it.")
+                raise FaultError(f"{self.path(split)} is not there, or not whole. HINT: `prepare_data` makes it.")
         if stage == "fit" and (self.trainer is None or self.trainer.is_global_zero):
             train, val = (self.windows(split).tokens for split in ("train", "val"))
             log.info(

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.export import fresh
 from project.export.capture import Inputs
 
@@ -63,7 +63,7 @@ def _loaded(form: str, file: Path, batches: Sequence[Inputs]) -> object:
         done = subprocess.run(command, cwd=file.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"The exported file can't be used: in a process without this project, {reason}")
+            raise FaultError(f"The exported file can't be used: in a process without this project, {reason}")
         return torch.load(results, weights_only=True)
 
 
@@ -72,12 +72,12 @@ def compare(wanted: Outputs, results: Outputs, tolerance: float) -> Difference:
     worst = Difference()
     for expected, exported in zip(wanted, results, strict=True):
         if (kinds := _kinds(exported)) != (wanted_kinds := _kinds(expected)):
-            raise UserError(f"The exported network's outputs are {kinds}, and the checkpoint's {wanted_kinds}.")
+            raise FaultError(f"The exported network's outputs are {kinds}, and the checkpoint's {wanted_kinds}.")
         for difference in map(_difference, expected, exported):
             if not difference.share <= worst.share:
                 worst = difference
     if not worst.share <= tolerance:
-        raise UserError(
+        raise FaultError(
             f"The exported network is another one: its outputs differ by up to {worst.largest:.2g}, which is {worst.share:.1e} "
             f"of the largest output, and {tolerance:.0e} is tolerated. HINT: the export is left out; another --to may do."
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from project.data.self_dealing import Description, SelfDealing
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.export import description
 from project.export.capture import Capture, Samples, captured, pieces, samples
 from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded_outputs, loaded_weights, outputs
@@ -91,7 +91,7 @@ class Export:
                 f"{brief(error)} HINT: give the module an example_input_array."
             ) from error
         if any(value.isnan().any() for batch in results for value in batch if value.is_floating_point()):
-            raise UserError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
+            raise FaultError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
         return results
 
     def write(self, file: Path, about: description.About) -> Difference:
@@ -116,7 +116,7 @@ class Export:
         """Returns the weights from a file by their names in the module; raises a UserError if they are not the module's."""
         part, weights = named_weights(self.module)
         if tensors.keys() != weights.keys():
-            raise UserError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
+            raise FaultError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
         compare([[*weights.values()]], [[tensors[name] for name in weights]], 0.0)
         return {f"{part}.{name}" if part else name: value for name, value in tensors.items()}
 

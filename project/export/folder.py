@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 
 ABOUT = "export.json"
 """The file that describes an export; a folder without one is not ours to replace."""
@@ -30,7 +30,7 @@ def staging(target: Path) -> Iterator[Path]:
         yield folder
         _take_place(folder, target)
     except OSError as error:  # a full disk, a folder that can't be written to
-        raise UserError(f"The export to {target} can't be written: {error}. HINT: --out takes another folder.") from error
+        raise FaultError(f"The export to {target} can't be written: {error}. HINT: --out takes another folder.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

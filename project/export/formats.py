@@ -41,7 +41,7 @@ def require(form: Format) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            raise UserError(f"--to {form} needs {name}. HINT: pip install 'project[export]'") from error
+            raise UserError(f"--to {form} needs {name}. HINT: pip install 'samerun[export]'") from error
 
 
 def named_weights(module: LightningModule) -> tuple[str, dict[str, Tensor]]:

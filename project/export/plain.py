@@ -15,7 +15,7 @@ from torch import Tensor
 
 from project.checkpoints.reading import Manifest, manifest_of, read_manifest
 from project.checkpoints.writing import entry_of, write_file, write_manifest
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.export import description
 from project.export.folder import ABOUT, staging
 from project.parts import Parted, Stored, changed
@@ -85,6 +85,6 @@ def _compare(parted: Parted, written: Mapping[str, object]) -> None:
         tensors = cast(Tensor, written_tensors[stored.name]), stored.read()
         bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         if not torch.equal(*bits):
-            raise UserError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
+            raise FaultError(f"The file has another {stored.name} than the checkpoint. HINT: it is left out; is the disk well?")
 
     parted.checkpoint(compare)

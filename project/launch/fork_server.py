@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 from project.cluster.place import MEMORY
-from project.errors import SettingError
+from project.errors import UserError
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import ATTEMPT, SOCKET
 
@@ -35,7 +35,7 @@ def serve(ranks: int) -> None:
     """
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        raise SettingError(
+        raise UserError(
             f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
             f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
         )

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from project.cluster.interfaces import resolve
 from project.cluster.slurm import job_name, scontrol
-from project.errors import UserError
+from project.errors import FaultError
 from project.launch.engine import Launch, LaunchError, number
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def _reachable(node: str) -> str:
         return node
     shown = scontrol("show", "node", node)
     if (match := re.search(r"\bNodeAddr=(\S+)", shown.stdout if shown else "")) is None or match[1] == node:
-        raise UserError(
+        raise FaultError(
             f"The name of the job's first node, {node}, does not resolve here, and Slurm names no address for it. "
             "HINT: export MASTER_ADDR=... before srun."
         )

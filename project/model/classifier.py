@@ -85,21 +85,21 @@ class ImageClassifier(LightningModule):
 
     Args:
         network: the network: `class_path` of a class, or of a function that returns one.
-        optimizer: the optimiser; its learning rate is for a global batch of `lr_reference_batch`. On a GPU SGD, Adam and AdamW
-            are fused.
-        lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate as it is.
-        lr_reference_batch: the global batch that the optimiser's learning rate is stated for.
+        optimizer: the optimiser; its learning rate applies to a global batch of `lr_reference_batch`. On a GPU SGD, Adam and
+            AdamW are fused.
+        lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate constant.
+        lr_reference_batch: the global batch to which the optimiser's learning rate applies.
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
         lr_interval: 'step' or 'epoch': when the schedule moves.
         label_smoothing: share of the target that is spread over all classes.
-        channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores. LBFGS and
-            Lightning's ModelPruning have them as they were.
-        compile: 'default', 'reduce-overhead' or 'max-autotune' has torch.compile translate the network at the first step of a
+        channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores. Off with LBFGS and
+            Lightning's ModelPruning.
+        compile: 'default', 'reduce-overhead' or 'max-autotune' compiles the network with torch.compile at the first step of a
             fit, which takes half a minute or more; 'auto' is 'default' on a GPU, for runs of a quarter of an hour or longer,
-            counted by their operations at the GPU's peak; 'none' leaves it as it is.
-        init_from: a file of weights that a fit begins with, unless it goes on from a checkpoint: a state_dict, or a checkpoint
+            estimated from their operations at the GPU's peak; 'none' does not compile.
+        init_from: a file of initial weights for a fit that does not resume from a checkpoint: a state_dict, a checkpoint
             of this project (whose names begin with 'network.') or of another, or safetensors. What does not fit is listed.
-        init_prefix: what the names in that file begin with, and the network's own don't.
+        init_prefix: the prefix of the names in that file that the network's own names lack.
     """
 
     capturable = True

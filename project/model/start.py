@@ -84,7 +84,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
-        raise UserError(f"{path} needs safetensors. HINT: pip install 'project[export]'") from error
+        raise UserError(f"{path} needs safetensors. HINT: pip install 'samerun[export]'") from error
     try:
         tensors: dict[str, Tensor | Stored] = {**load_file(path)}
     except Exception as error:  # whatever a file that is none makes of the reader

@@ -57,19 +57,19 @@ _SPARE = 12
 
 
 class Sharded(ShardedCheckpoints):
-    """Spreads a network over the ranks, so that none holds the whole.
+    """Shards a network over the ranks, so that none holds the whole.
 
     Args:
-        shard: 'full' spreads over all ranks. 'node' spreads over the ranks of a host, and hosts have copies: less goes between
-            hosts, and each rank holds more. 'gradients' gathers the parameters once a step and keeps them until it ends:
-            less is sent, and each rank holds them whole meanwhile.
-        blocks: what is gathered at once: classes (Block), names (network.head) or patterns (network.layers.*); None finds them.
-        checkpoint_activations: keep what goes into a block, and compute the block again in the backward pass.
-        cpu_offload: parameters, gradients and optimiser lie in the host's memory.
-        param_dtype: what is gathered and computed in, if not in the parameters' own: bf16, fp16 or fp32.
-        reduce_dtype: what gradients are added up in.
-        tensor_parallel: so many neighbouring ranks of a host share the layers that the network's plan names
-            (`tensor_parallel_plan`), and see the same micro-batches; over the others the network is spread.
+        shard: 'full' shards over all ranks. 'node' shards over the ranks of a host, and hosts have copies: hosts exchange
+            less, and each rank holds more. 'gradients' gathers the parameters once a step and keeps them until it ends:
+            ranks send less, and hold the whole parameters during the step.
+        blocks: parts to gather at once: classes (Block), names (network.head) or patterns (network.layers.*); None finds them.
+        checkpoint_activations: keep the inputs of a block, and compute the block again in the backward pass.
+        cpu_offload: keep parameters, gradients and optimiser in the host's memory.
+        param_dtype: the type to gather and compute in, if not the parameters' own: bf16, fp16 or fp32.
+        reduce_dtype: the type in which gradients are summed.
+        tensor_parallel: number of neighbouring ranks of a host that share the layers in the network's plan
+            (`tensor_parallel_plan`) and see the same micro-batches; the network is sharded over the others.
         deferred: only rank 0 builds the network in its host's memory; other ranks get its values block by block. From the
             command line only.
         process_group_backend: as in DDPStrategy.

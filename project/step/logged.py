@@ -364,7 +364,20 @@ class Logged(_LoggerConnector):
         super().on_batch_end()
         if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
             bar = cast(Shown, self._progress_bar_metrics)
-            self._delayed_numbers |= {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
+            self._delayed_numbers = {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
+
+    def log_metrics(self, metrics: dict[str, Tensor], step: int | None = None) -> None:
+        """Logs under the number of steps taken, as all curves of a run are numbered that this project's loggers write.
+
+        Lightning counts a step only after it has logged it: loggers that the user made in Python receive its number.
+        """
+        steps = self.trainer.fit_loop.epoch_loop
+        counted = step is None and self.trainer.state.fn == "fit" and measurement_loggers(self.trainer)
+        steps._batches_that_stepped += bool(counted)
+        try:
+            super().log_metrics(metrics, step)
+        finally:
+            steps._batches_that_stepped -= bool(counted)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -377,10 +390,6 @@ class Logged(_LoggerConnector):
                 late = self._delayed_numbers.get(name)
                 bar[name] = value.item() if late is None else late.read()
         return bar
-
-    def reset_metrics(self) -> None:
-        super().reset_metrics()
-        self._delayed_numbers.clear()
 
     def begin_micro_batch(self, stage: str, key: tuple[int, ...]) -> None:
         """Called before each micro-batch, which `key` names. `ExactLogged` has metrics begin it."""

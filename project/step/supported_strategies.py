@@ -4,17 +4,17 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from project.errors import SettingError
+from project.errors import UserError
 
 
 def refuse_ranks_in_process(strategy: Strategy, why: str) -> None:
     """Refuses strategies that start the ranks as parts of this process, as ddp_spawn, ddp_fork and ddp_notebook do.
 
     Raises:
-        SettingError: names the reason.
+        UserError: names the reason.
     """
     if isinstance(strategy.launcher, _MultiProcessingLauncher):
-        raise SettingError(
+        raise UserError(
             f"trainer.strategy has this process start the ranks (ddp_spawn, ddp_fork and ddp_notebook do), {why}. HINT: "
             "trainer.strategy=ddp."
         )
@@ -31,7 +31,7 @@ def refuse_strategy(trainer: pl.Trainer, launched: bool, saves: bool) -> None:
     if launched:
         refuse_ranks_in_process(trainer.strategy, "and a launcher has started them already")
     if saves and trainer.world_size > 1 and isinstance(trainer.strategy, FSDPStrategy):
-        raise SettingError(
+        raise UserError(
             "trainer.strategy=fsdp has no network of which a checkpoint could be made here. HINT: trainer.strategy=sharded "
             "spreads it by torch's newer FSDP2; from Python, FSDPStrategy trains with a ModelCheckpoint of Lightning's."
         )

@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from project.checkpoints.reading import checkpoints_in
 from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
-from project.errors import TRY_AGAIN, NonFiniteError, UserError
+from project.errors import TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
-from project.survive.hang.warden import OomKills
+from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
+from project.survive.tracebacks import Folded
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ _CONNECTION_CODE = (
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
 _LONGEST = 1_000  # characters of an error's cause, and of its hint
+WHOLE = "whole"
+"""The attribute of a log record with the text for a file, where a terminal gets a shorter one."""
 
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
@@ -113,21 +117,55 @@ def _loader_failure(error: BaseException | None) -> str:
     return f"Loader process {pids} of this rank was killed by {how}. HINT: {hint.get(number, crashed)}"
 
 
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of a program that an error ends: 2 where the same configuration would fail again."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    return WRONG if isinstance(error, MisconfigurationException) or _SETTING_ERROR.search(str(error)) else 1
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Returns why a run ends by an error: where this rank has only lost another one, how that one ended."""
+    error = error.__cause__ if isinstance(error, SystemExit) and error.__cause__ else error
+    which = kind(error)
+    if which == "lost" and (cause := LOST_RANKS.cause):
+        return cause
+    if which == "loader":
+        return Cause(_loader_failure(error).partition(" HINT:")[0])
+    text = str(error).strip().partition("\n")[0]
+    if which == "crash":
+        folded = Folded(error)
+        return Cause(f"{type(error).__name__}: {text}", folded.where, folded.text)
+    return Cause(text if isinstance(error, (UserError, NonFiniteError)) else f"{type(error).__name__}: {text}")
+
+
 def one_line(error: BaseException) -> str:
     """Returns the error in one line, for the other ranks."""
     text = f"{type(error).__name__}: {error}" if kind(error) == "crash" else message(error)
     return text.strip().partition("\n")[0]
 
 
-def message(error: BaseException) -> str:
-    """Returns the text to print for an error: a line for what the user can correct, else the traceback."""
+def resumption(folder: Path | None, changed: bool = False) -> str:
+    """Returns whether there is a checkpoint in a run's folder to resume from, in a sentence. `changed`: not as it was."""
+    subject = "Then it" if changed else "The same command"
+    if folder is None:
+        return f"{subject} goes on from the newest checkpoint."
+    if newest := checkpoints_in(folder / "checkpoints")[-1:]:
+        return f"{subject} goes on from {newest[0]}."
+    return f"There is no checkpoint yet: {subject[0].lower()}{subject[1:]} begins anew."
+
+
+def message(error: BaseException, folder: Path | None = None) -> str:
+    """Returns the text to print for an error: a line for what the user can correct, else the traceback. `folder`: the run's."""
     which = kind(error)
     if which == "loader":
-        return _loader_failure(error)
+        text = _loader_failure(error)
+        return f"{text} {resumption(folder, changed=True)}" if folder and OOM_KILL in text else text
     if which == "crash":
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = Folded(error).text
         if isinstance(error, torch.OutOfMemoryError):
             text += "\nHINT: the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
+            text += f" {resumption(folder, changed=True)}" if folder else ""
         return text
     if _NO_COMPILER.search(str(error)):
         return (
@@ -140,8 +178,18 @@ def message(error: BaseException) -> str:
     return shortened(str(error).strip(), _LONGEST) or type(error).__name__
 
 
-def report_error(error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]] = ()) -> int:
-    """Reports the error that ends this process, and returns its exit code. `children`: the ranks that this one launched."""
+def report_error(
+    error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]] = (), folder: Path | None = None
+) -> int:
+    """Reports the error that ends this process, and returns its exit code.
+
+    Args:
+        error: the error.
+        rank: this rank.
+        host: this host.
+        children: the ranks that this one launched.
+        folder: the run's folder, where it is known.
+    """
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
         return 1  # told to end before the ranks were connected: another one has said what is wrong
@@ -149,7 +197,7 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
     which = kind(error)
     FAILED.set()
     if which == "lost":
-        if not _report_lost_rank(error, rank, host, children):
+        if not _report_lost_rank(error, rank, host, children, folder):
             _wait_for_children(children, _LINGER)
             if any(child.poll() not in (None, 0, TRY_AGAIN) for child in children):
                 return 1  # it has ended by itself, and would again
@@ -158,7 +206,7 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
         close_connections(_FIRST)
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
-    text = message(error)
+    text = message(error, folder)
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
@@ -167,30 +215,40 @@ def report_error(error: BaseException, rank: int, host: str, children: Sequence[
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
     elif which == "crash":
         text = f"\n{text}"
-    log.error(text)
+    log.error(text, extra={WHOLE: f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:
         child.send_signal(signal.SIGTERM)
     tell_supervisor(reported=rank)
-    return 1
+    return exit_code(error)
 
 
 # The death of another rank -------------------------------------------------------------------------------------------
 
 
-def _report_lost_rank(error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]]) -> bool:
-    """Reports that another rank is lost, and returns whether it is known which: then one rank on each host reports it.
-    Otherwise each reports its own error, and the rank at fault may have more to report.
+def _report_lost_rank(
+    error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]], folder: Path | None
+) -> bool:
+    """Reports that another rank is lost, and returns whether it is known which was killed: then one rank on each host reports
+    it. Otherwise each reports its own error, and the rank at fault may have more to report.
     """
     for number, child in enumerate(children, rank + 1):
         code = child.poll() or 0
         if code < 0 and -code not in EXIT_CODES:
             LOST_RANKS.note_death(number, f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
     if not LOST_RANKS.deaths:
-        log.warning("lost another rank: %s", message(error).splitlines()[0])
+        failed = LOST_RANKS.cause  # which that rank reports itself
+        text = f"{failed.text.partition(': ')[0]}: see its error." if failed else message(error).splitlines()[0]
+        log.warning("lost another rank: %s", text)
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        why = " ".join(LOST_RANKS.deaths.values())
-        log.error("lost another rank: %s The same command goes on from the newest checkpoint.", why)
+        log.error("lost another rank: %s %s", " ".join(LOST_RANKS.deaths.values()), advice(folder))
     return bool(LOST_RANKS.deaths)
+
+
+def advice(folder: Path | None) -> str:
+    """Returns what to do after a rank was killed, and whether there is a checkpoint to resume from."""
+    if LOST_RANKS.out_of_memory:
+        return f"{TO_LOWER} {resumption(folder, changed=True)}"
+    return resumption(folder)
 
 
 def exit_at_once(error: BaseException | None) -> None:

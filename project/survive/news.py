@@ -3,7 +3,8 @@
 import threading
 import time
 
-from project.errors import TRY_AGAIN
+from project.errors import TRY_AGAIN, Cause
+from project.survive.hang.warden import OOM_KILL
 
 
 class LostRanks:
@@ -13,7 +14,7 @@ class LostRanks:
 
     def __init__(self) -> None:
         self.deaths: dict[int, str] = {}
-        self.failures: dict[int, str] = {}
+        self.failures: dict[int, Cause] = {}
         self.unexplained = False
         """Whether a rank is lost and nothing reports how: its warden, and so its host, is lost too."""
         self.since: float | None = None
@@ -25,10 +26,23 @@ class LostRanks:
         self.deaths.setdefault(rank, text)
         self._mark()
 
-    def note_failure(self, rank: int, text: str) -> None:
+    def note_failure(self, rank: int, cause: Cause) -> None:
         """Records the failure of a rank that an error ends: it reports that itself."""
-        self.failures.setdefault(rank, text)
+        self.failures.setdefault(rank, cause)
         self._mark()
+
+    @property
+    def cause(self) -> Cause | None:
+        """Returns why ranks are lost, where anything has reported that: a failure explains the deaths that follow it."""
+        causes = list(self.failures.values()) or [Cause(text) for text in self.deaths.values()]
+        if not causes:
+            return None
+        return Cause(" ".join(cause.text for cause in causes), causes[0].where, causes[0].traceback)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Returns whether the kernel has killed a rank for its memory: it would do so again."""
+        return any(OOM_KILL in text for text in self.deaths.values())
 
     def _mark(self) -> None:
         """Records the time of the first report, and ends `wait`."""

@@ -1,4 +1,4 @@
-"""The charts of the pages: lines over steps or hours, with marks, which the page's script (charts.js) draws."""
+"""The charts of the pages: lines over steps, samples, hours or dates, which the page's script draws (page.js, by uPlot)."""
 
 import json
 import math
@@ -7,9 +7,14 @@ from typing import NamedTuple
 
 from project.watch.history import PHASES, SKIPPED
 
-Points = Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float, float]]
+"""Each has a place on the first axis, a value, and a place on the other axis: as in `curves.Point`."""
 
-COLOURS = ("#3572b0", "#d1793b", "#3c9a5f", "#b8474f", "#8063b0", "#8a6a4f", "#c464a4", "#6f7780")
+COLOURS = (
+    *("#236fb4", "#df6e2b", "#1b7a5a", "#c92e4e", "#7454d6", "#8b661b", "#e05db5", "#6f7780", "#309ab3", "#639d25"),
+    *("#f35a4f", "#ac71f3", "#c13179", "#796d1a", "#2597d1", "#0ea356", "#4761dc", "#c47f26", "#1f7780", "#ca66d8"),
+)
+"""They can be seen on white and on black: each has a contrast of more than 3."""
 Shown = dict[str, dict[str, tuple[str, int]]]
 """Charts by their titles: the tags of their curves, with names and colours."""
 SPEED: Shown = {
@@ -34,7 +39,7 @@ OF_RANKS = {
     "ranks/data_ms/": "ms a step that a rank waits for its data",
     "ranks/compute_ms/": "ms a step that a rank computes",
 }
-_POINTS = 400  # of a line; of more, each stretch shows its smallest and its largest value
+_POINTS = 800  # of a line; of more, each stretch shows its smallest and its largest value
 
 
 class Line(NamedTuple):
@@ -44,49 +49,53 @@ class Line(NamedTuple):
     points: Points
     colour: int = 0
 
+    @property
+    def stroke(self) -> str:
+        return COLOURS[self.colour % len(COLOURS)]
+
 
 class Mark(NamedTuple):
-    """A vertical line of a chart, with its text; a `fault` is drawn in red."""
+    """A vertical line of all charts, at a place on each axis, with its text; a `fault` is drawn in red."""
 
-    x: float
+    x: tuple[float, float]
     text: str
     kind: str = "mark"
 
 
 class Chart(NamedTuple):
-    """A chart with its title."""
+    """A chart with its title. `legend`: whether its lines are named below it."""
 
     title: str
     lines: Sequence[Line]
-    x_name: str = "steps"
-    marks: Sequence[Mark] = ()
     from_zero: bool = False
+    legend: bool = True
 
     @property
     def data(self) -> str:
         """Returns what the script of the page draws, as JSON; values that are not finite are texts."""
-        lines = [
-            {
-                "name": line.name,
-                "colour": COLOURS[line.colour % len(COLOURS)],
-                "points": [[x, y if math.isfinite(y) else str(y)] for x, y in _fewer(line.points)],
-            }
-            for line in self.lines
-        ]
-        return json.dumps({"lines": lines, "marks": self.marks, "x_name": self.x_name, "from_zero": self.from_zero})
+        lines = []
+        for line in self.lines:
+            kept = _fewer(line.points)
+            values = [_rounded(value, 6) if math.isfinite(value) else str(value) for _, value, _ in kept]
+            places = [[_rounded(point[axis], 12) for point in kept] for axis in (0, 2)]
+            lines.append({"name": line.name, "colour": line.stroke, "x": places, "y": values})
+        return json.dumps({"lines": lines, "from_zero": self.from_zero}, separators=(",", ":"))
+
+
+def _rounded(value: float, digits: int) -> float:
+    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
 def _fewer(points: Points) -> Points:
     if len(points) <= _POINTS:
         return points
-    kept = [points[0], points[-1]]  # where a mark lies: a run that failed, or its first step
+    kept = {0, len(points) - 1}
     size = -(-len(points) // (_POINTS // 2))
     for at in range(0, len(points), size):
-        part = points[at : at + size]
-        odd = [point for point in part if not math.isfinite(point[1])]
-        ends = odd[:1] or [min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])]
-        kept += ends
-    return sorted(set(kept))
+        part = range(at, min(at + size, len(points)))
+        odd = [number for number in part if not math.isfinite(points[number][1])]
+        kept |= {*odd[:1]} or {min(part, key=lambda number: points[number][1]), max(part, key=lambda number: points[number][1])}
+    return [points[number] for number in sorted(kept)]
 
 
 def number(value: float | None) -> str:

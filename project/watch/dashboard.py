@@ -20,6 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from project.cluster.settings import flat
 from project.errors import UserError
+from project.masking import masked_text
 from project.sharded.strategy import is_sharded
 from project.step.epoch_loop import add_callback
 from project.step.gradients import gradient_norm
@@ -27,39 +28,44 @@ from project.step.logged import measurement_loggers
 from project.step.optimizers import is_fused
 from project.typed import typed
 from project.watch.charts import HEALTH, OF_RANKS, SPEED
+from project.watch.curves import board_tag
 from project.watch.events import boards
-from project.watch.history import BESIDE, FILE, lives_of
+from project.watch.history import BESIDE, FILE, lives_of, of_the_module
 from project.watch.pictures import FirstBatch, seen
 from project.watch.steady import Steady
 
 log = logging.getLogger(__name__)
 
 _LONGEST = 300  # characters of somebody's error
+_METRICS = 8
+_OUTCOME = board_tag("run/outcome")
 
 _LAYOUT: dict[str, dict[str, list[str]]] = {
     "Is it learning?": {
         "loss": [".*loss"],
-        "accuracy": [".*acc"],
+        "accuracy": [".*(acc|accuracy)(_step|_epoch)?$"],
+        "accuracy, top 5": [".*(acc|top)_?5"],
         "learning rate": ["(.*/)?lr"],
         "norm of the gradient": ["train/grad_norm"],
     },
-    "Is it fast?": {title: [*tags] for title, tags in SPEED.items()},
+    "Is it fast?": {title: [*map(board_tag, tags)] for title, tags in SPEED.items()},
     "Is it healthy?": {
-        **{title: [f"{start}.*"] for start, title in OF_RANKS.items()},
-        **{title: [*tags] for title, tags in HEALTH.items()},
-        "ranks; each point is a start": ["run/ranks"],
-        "starts": ["run/starts"],
+        **{title: [f"{board_tag(start)}.*"] for start, title in OF_RANKS.items()},
+        **{title: [*map(board_tag, tags)] for title, tags in HEALTH.items()},
+        "ranks; each point is a start": [board_tag("run/ranks")],
+        "starts": [board_tag("run/starts")],
+        "how it ended: 1 finished, 0 in training or stopped, -1 failed": [_OUTCOME],
     },
 }
 """The charts, with regular expressions that match the names of curves from their beginning."""
 
 
 class Dashboard(Callback):
-    """Writes it for every logger that is TensorBoard's, and tells the others the configuration.
+    """Writes the dashboard to every TensorBoard logger, and the configuration to the others.
 
     Args:
-        histograms: of each parameter and its gradient, every so many steps; the device is waited for.
-        graph: the network's, from the first micro-batch of a run; the module's forward must take what the batch begins with.
+        histograms: steps between two histograms of each parameter and its gradient; each one waits for the device.
+        graph: draw the network's graph from the first micro-batch of a run; `forward` must accept the batch's first part.
     """
 
     def __init__(self, histograms: int | None = None, graph: bool = False) -> None:
@@ -68,7 +74,7 @@ class Dashboard(Callback):
         self.histograms, self.graph = histograms, graph
         self._step = self._every = 0
         self._draws = False
-        self._described = True
+        self._described, self._declared, self._open = True, False, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
@@ -101,23 +107,57 @@ class Dashboard(Callback):
     def _describe(self, trainer: Trainer, writer: Any) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
-        writer.add_scalar("run/ranks", trainer.world_size, step)
         layout = {page: {title: ["Multiline", tags] for title, tags in charts.items()} for page, charts in _LAYOUT.items()}
         writer.add_custom_scalars(layout)
+        writer.add_scalar(_OUTCOME, 0, step)
+        writer.add_scalar(board_tag("run/ranks"), trainer.world_size, step)
         if starts:
-            writer.add_scalar("run/starts", len(starts), step)
+            writer.add_scalar(board_tag("run/starts"), len(starts), step)
             known = {"step": starts[-1].step, "ranks": starts[-1].ranks, **starts[-1].known}
             writer.add_text("run", _as_code(yaml.safe_dump(known, sort_keys=False)), step)
         if configuration:
             writer.add_text("configuration", _as_code(yaml.safe_dump(configuration, sort_keys=False)), step)
-            # Without a list of metrics all curves can be chosen as such.
             _, session, _ = hparams(_settings(configuration), {})
             writer.file_writer.add_summary(session, step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._declare(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._declare(trainer)
+        self._end(trainer, 1, "finished")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._open:  # else it failed in its first step
+            stopped = isinstance(exception, (KeyboardInterrupt, SystemExit))
+            lines = str(exception).strip().splitlines() or [""]
+            why = masked_text(f"{type(exception).__name__}: {lines[0]}")[:_LONGEST]
+            self._end(trainer, 0 if stopped else -1, "stopped" if stopped else f"failed: {why}")
+
+    def _end(self, trainer: Trainer, outcome: int, text: str) -> None:
+        """Shows how a run ended as a curve and a text: in HParams, TensorBoard keeps the first status of a run for ever."""
+        self._open = False
+        for board in boards(trainer):
+            board.write(lambda writer: writer.add_scalar(_OUTCOME, outcome, trainer.global_step))
+            board.write(lambda writer: writer.add_text("run", _as_code(text), trainer.global_step))
+
+    def _declare(self, trainer: Trainer) -> None:
+        """Tells TensorBoard which metrics its HParams compare runs by: those of the first validation, else of the training."""
+        if self._declared or not trainer.is_global_zero or not typed(trainer).configuration:
+            return
+        tags = [tag for tag in trainer.callback_metrics if of_the_module(tag) and not tag.endswith("_step")]
+        if validated := [tag for tag in tags if not tag.startswith("train")]:
+            tags = sorted(validated, key=lambda tag: "acc" not in tag)
+        declared, _, _ = hparams(_settings(typed(trainer).configuration), dict.fromkeys([*tags[:_METRICS], _OUTCOME], 0))
+        for board in boards(trainer):
+            board.experiment.file_writer.add_summary(declared, trainer.global_step)
+        self._declared = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """The gradient is the mean over the ranks here, is not scaled any more, and not yet clipped."""
         if not self._described:  # now, and not before: a run that fails in its first step is not in the dashboard
-            self._described = True
+            self._described = self._open = True
             for board in boards(trainer):
                 board.write(lambda writer: self._describe(trainer, writer))
         if trainer.global_step >= self._step:  # an optimiser that asks for the loss again comes by more than once
@@ -174,14 +214,16 @@ def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> Non
 
 
 def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
-    """Returns the settings that have a value, by their dotted names."""
-    beside = {*BESIDE, "checkpoints", "watchdog", "recover", "profile", "dashboard"}
+    """Returns the settings that have a value, by names for people: of a class its own, and its arguments right under it."""
+    beside = {*BESIDE, "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
-    return {
-        name: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for name, value in known.items()
-        if value is not None
-    }
+    named: dict[str, str | float | bool] = {}
+    for name, value in known.items():
+        if name.endswith(".class_path"):
+            named[name.removesuffix(".class_path").replace(".init_args", "")] = str(value).rpartition(".")[2]
+        elif value is not None:
+            named[name.replace(".init_args", "")] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return named
 
 
 def _as_code(text: str) -> str:

@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from project.step.logged import TakesMeasurements
 from project.untrusted import open_to_append
+from project.watch.curves import board_tag
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
             single = {name: float(metrics[name]) for name in names}
             if step is not None:
                 self._latest.extend((step, name, value) for name, value in single.items())
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in single.items()])
+            summary = Summary(value=[Summary.Value(tag=board_tag(name), simple_value=value) for name, value in single.items()])
             self._writer().file_writer.add_summary(summary, step)
             for name, values in several.items():
                 self._writer().add_scalars(name, values, step)

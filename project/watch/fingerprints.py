@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import FaultError
 from project.sharded.strategy import is_sharded, replicates_weights
 from project.step.batch_norm_layers import batch_norms
 from project.step.ddp import all_gather_objects, ignored_by_ddp
@@ -253,7 +253,7 @@ class Fingerprints(Callback):
             "does so, the memory of that host may be bad: go on without it, from a checkpoint of before (--resume PATH)."
         )
         if self.ranks_differ == "stop":
-            raise UserError(f"{text} Stopped: trainer.ranks_differ. HINT: {hint}")
+            raise FaultError(f"{text} Stopped: trainer.ranks_differ. HINT: {hint}")
         if trainer.is_global_zero:
             log.warning("%s HINT: %s", text, hint)
 

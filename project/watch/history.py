@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,9 +18,11 @@ from typing import Any
 
 import yaml
 
+from project.cluster.settings import flat
 from project.masking import masked, masked_text
+from project.step.monitored import chosen_metric
 from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
-from project.watch.curves import Curves, Point
+from project.watch.curves import OURS, Curves, Picture, Point
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
@@ -34,16 +36,18 @@ PHASES = {
     "rest": ("the rest", 7),
 }
 """The phases of a step, whose shares are curves under speed/, with their names and colours in a report."""
-OURS = ("speed/", "ranks/", "run/")
-"""The prefixes of the curves that are not the module's."""
 SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$", re.MULTILINE)
 _STATES = ("finished", "stopped", "failed", "killed")
+_KEPT = 2_000  # points of a curve, about, of which a page draws some hundred
+_RECENT = 1_000  # measurements that a median is of
+_SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
+_TRACEBACK = 4_000  # characters
 
 
 @dataclass
@@ -60,6 +64,9 @@ class Life:
     end_step: int
     state: str = "killed"
     why: str | None = None
+    where: str = ""
+    """File and line of the user's code in which an error was raised."""
+    traceback: str = ""
 
     @property
     def seconds(self) -> float:
@@ -80,10 +87,25 @@ class History:
     """The newest one."""
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
     """Warnings and errors of the log: time, level and text."""
+    pictures: dict[str, Picture] = field(default_factory=dict)
+    """The newest of each name."""
 
     @property
     def state(self) -> str:
         return self.lives[-1].state if self.lives else "not started"
+
+    @property
+    def badge(self) -> str:
+        """Returns the state in the words of schedulers. A run is lost when its trace ends and nothing tells why."""
+        killed = "failed" if self.lives and self.lives[-1].why else "lost"
+        return {"going on": "running", "killed": killed}.get(self.state, self.state)
+
+    @property
+    def chosen(self) -> dict[str, Any] | None:
+        """Returns the settings that are not the defaults, by their dotted names; None of a run that has not noted them."""
+        changed = self.lives[-1].known.get("changed") if self.lives else None
+        settings = {name: value for name, value in flat(self.config).items() if name not in BESIDE}
+        return None if changed is None else {name: settings[name] for name in changed if name in settings}
 
     @property
     def step(self) -> int:
@@ -111,11 +133,21 @@ class History:
         return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
     def recent_median(self, tag: str) -> float | None:
-        """Returns the median of a curve in the last life in which speed was measured."""
+        """Returns the median of a curve's last values in the last life in which speed was measured."""
         times = [point.time for point in self.curves.get("speed/samples_per_s", ())]
         since = max((life.time for life in self.lives if times and life.time <= times[-1]), default=0.0)
         values = [point.value for point in self.curves.get(tag, ()) if point.time >= since]
-        return median(values) if values else None
+        return median(values[-_RECENT:]) if values else None
+
+    @cached_property
+    def monitored(self) -> tuple[str, str] | None:
+        """Returns the curve by which the run is judged, and 'max' or 'min', whichever is better; None where there is none."""
+        return monitored_curve(self.lives[-1], self.curves) if self.lives else None
+
+    @cached_property
+    def best(self) -> Point | None:
+        """Returns the best point of that curve so far."""
+        return best_point(self.curves[self.monitored[0]], self.monitored[1]) if self.monitored else None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -130,6 +162,9 @@ class History:
             "run": self.name,
             "state": self.state,
             "why": last and last.why,
+            "cause": last and last.why,
+            "where": last.where if last else "",
+            "traceback": last.traceback if last else "",
             "step": self.step,
             "samples": self.step * self.global_batch if self.global_batch else None,
             "seconds": round(self.seconds, 3),
@@ -139,6 +174,8 @@ class History:
             "samples_per_s": self.recent_median("speed/samples_per_s"),
             "shares": self.shares,
             "metrics": {tag: points[-1].value for tag, points in self.curves.items() if not tag.startswith(OURS)},
+            "monitored": self.monitored and self.monitored[0],
+            "best": self.best and {"value": self.best.value, "step": self.best.step},
             "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "lives": [
                 {**{name: value for name, value in vars(life).items() if name != "known"}, **life.known} for life in self.lives
@@ -148,8 +185,9 @@ class History:
 
 def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
-    curves = Curves(folder).read()
-    seen = [(point.time, point.step) for points in curves.values() for point in points]
+    reader = Curves(folder, _KEPT)
+    curves = reader.read()
+    seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
     lives = lives_of(folder / FILE, seen)
     if lives and in_training and lives[-1].state == "killed":
         lives[-1].state = "going on"
@@ -162,7 +200,8 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
     newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     warnings = _SAID.findall(_end(folder / "log.txt", _LOG))[-_WARNINGS:]
-    return History(name, folder, lives, curves, config if isinstance(config, dict) else {}, text, newest, warnings)
+    config = config if isinstance(config, dict) else {}
+    return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures)
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
@@ -182,6 +221,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 why = None if entry["why"] is None else as_text(entry["why"])
                 end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
+                life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
@@ -196,7 +236,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
 def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the other entries of a start, checked one by one."""
     known: dict[str, Any] = {
-        name: as_text(value) if isinstance(value, str) else value
+        name: as_text(value, _COMMAND if name == "command" else 500) if isinstance(value, str) else value
         for name, value in entry.items()
         if value is None or isinstance(value, (str, int, float))
     }
@@ -207,6 +247,8 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
         known["hosts"] = {as_text(host): as_count(ranks) for host, ranks in entry["hosts"].items()}
     if "versions" in entry:
         known["versions"] = {as_text(name): as_text(value) for name, value in entry["versions"].items()}
+    if isinstance(entry.get("changed"), list):
+        known["changed"] = [as_text(name) for name in entry["changed"][:_SETTINGS]]
     return known
 
 
@@ -239,6 +281,20 @@ def longest(shares: Mapping[str, float]) -> str:
     """Returns the phase that most of a step goes into, with its share."""
     name = max(shares, key=lambda phase: shares[phase])
     return f"{shares[name]:.0%} {name.replace('_', ' ')}"
+
+
+def monitored_curve(life: Life, curves: Iterable[str]) -> tuple[str, str] | None:
+    """Returns the curve by which a run is judged that has come so far, and 'max' or 'min', whichever is better."""
+    monitor, mode = chosen_metric(
+        str(life.known.get("monitor", "auto")), str(life.known.get("mode", "max")), names := {*curves}
+    )
+    return (monitor, mode) if monitor in names and monitor is not None else None
+
+
+def best_point(points: Sequence[Point], mode: str) -> Point | None:
+    """Returns the point with the highest value, or the lowest; of equals, the first. NaN is none."""
+    finite = [point for point in points if point.value == point.value]
+    return (max if mode == "max" else min)(finite, key=lambda point: point.value, default=None)
 
 
 def of_the_module(tag: str) -> bool:

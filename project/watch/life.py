@@ -3,14 +3,17 @@
 A run that was killed has no line for its stop. The report is made of these lines (`watch/history.py`).
 """
 
+import getpass
 import json
 import logging
 import os
 import platform
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -22,7 +25,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project import __version__
 from project.cluster import code
 from project.cluster.place import image
-from project.errors import NonFiniteError, UserError
+from project.errors import Cause
+from project.masking import masked_command
+from project.step.monitored import monitored_setting
 from project.step.position import planned_steps
 from project.typed import typed
 from project.untrusted import open_to_append
@@ -30,14 +35,24 @@ from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 500  # characters of a reason
+_LONGEST, _LONGEST_TRACEBACK = 500, 4_000  # characters of a reason, and of the traceback that goes with it
+_COMMAND = 4_000  # characters of a command line
 
 
 class Life(Callback):
-    """Writes down the starts and the stops of a fit."""
+    """Writes down the starts and the stops of a fit.
 
-    def __init__(self) -> None:
+    Args:
+        cause_of: returns why an error ends it.
+        changed: returns the names of the settings that are not the defaults.
+    """
+
+    def __init__(
+        self, cause_of: Callable[[BaseException], Cause], changed: Callable[[], Sequence[str] | None] = lambda: None
+    ) -> None:
+        self._cause_of, self._changed = cause_of, changed
         self._began = False
+        self._failure: Cause | None = None
         self.wrote = False
         """Whether there is anything to read."""
 
@@ -50,8 +65,12 @@ class Life(Callback):
             trainer,
             "start",
             pid=os.getpid(),
+            user=_user(),
+            command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
+            changed=self._changed() if trainer.is_global_zero else None,
             epoch=trainer.current_epoch,
             of=planned_steps(trainer),
+            **_monitored(trainer),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -80,20 +99,32 @@ class Life(Callback):
         return now
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer, "finished", None)
+        self._stop(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        name = _signal(exception)
-        cause = exception.__cause__ if isinstance(exception, SystemExit) and exception.__cause__ else exception
-        lines = str(cause).strip().splitlines() or [""]
-        kind = "" if isinstance(cause, (UserError, NonFiniteError)) else f"{type(cause).__name__}: "
-        error = f"{kind}{lines[0]}"[:_LONGEST]
-        self._stop(trainer, "stopped" if name else "failed", name or error)
+        if not self._began:  # what fails before is not a start yet
+            return
+        if name := _signal(exception):
+            self._stop(trainer, "stopped", name)
+        else:
+            self._failure = self._cause_of(exception)
+            self._stop(trainer, "failed", **_entries(self._failure))
 
-    def _stop(self, trainer: Trainer, state: str, why: str | None) -> None:
-        if self._began:  # what fails before is not a start yet
-            self._write(trainer, "stop", state=state, why=why)
+    def amend(self, trainer: Trainer, exception: BaseException) -> None:
+        """Writes down another cause of a failure, where it has become known only after the fit had ended."""
+        if self._failure is not None and (cause := self._cause_of(exception)) != self._failure:
+            self._failure = cause
+            self._write(trainer, "stop", state="failed", **_entries(cause))
+
+    def _stop(self, trainer: Trainer, state: str, why: str | None = None, **more: str) -> None:
+        if self._began:
+            self._write(trainer, "stop", state=state, why=why, **more)
         self._began = False
+
+    def note(self, trainer: Trainer, event: str, why: str) -> None:
+        """Writes down an event between start and stop; `watch/notifier.py` reads it."""
+        if self._began:
+            self._write(trainer, event, pid=os.getpid(), why=why[:_LONGEST])
 
     def _write(self, trainer: Trainer, event: str, **known: object) -> None:
         if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
@@ -109,12 +140,40 @@ class Life(Callback):
             log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
 
 
+def _entries(cause: Cause) -> dict[str, str]:
+    """Returns the entries of a line that tell the cause of a failure."""
+    entries = {
+        "why": cause.text[:_LONGEST],
+        "where": cause.where[:_LONGEST],
+        "traceback": cause.traceback[-_LONGEST_TRACEBACK:],
+    }
+    return {name: text for name, text in entries.items() if text or name == "why"}
+
+
+def _monitored(trainer: Trainer) -> dict[str, str]:
+    """Returns the metric by which the run is judged, and whether its highest or its lowest value is the best."""
+    return dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False))
+
+
+def record(trainer: Trainer, event: str, why: str) -> None:
+    """Records something that happens in the middle of a life, where the run keeps such a file."""
+    for callback in typed(trainer).callbacks:
+        if isinstance(callback, Life):
+            callback.note(trainer, event, why)
+
+
 def _signal(exception: BaseException) -> str | None:
     """Returns the name of the signal that an end follows from."""
     if isinstance(exception, KeyboardInterrupt):
         return "SIGINT"
     known = {128 + number: number.name for number in signal.Signals}
     return known.get(exception.code) if isinstance(exception, SystemExit) and isinstance(exception.code, int) else None
+
+
+def _user() -> str | None:
+    with suppress(OSError, KeyError, ImportError):  # a container may have a number without a name
+        return getpass.getuser()
+    return None
 
 
 @cache

@@ -9,14 +9,16 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.masking import masked_text
 from project.untrusted import read_json, write_text
+from project.watch.events import Events
 from project.watch.steady import Csv, MLFlow, Wandb, message_of
 
 log = logging.getLogger(__name__)
@@ -38,35 +40,69 @@ _ENVIRONMENT = {
     "MLFLOW_ALLOW_FILE_STORE": "true",  # it would rather have a database, which is nothing for a shared folder
 }
 
+# Lightning wants to be told the first; its second is the environment's, and config.yaml would have it.
+_DEFAULTS: tuple[tuple[type[Logger], str, str | None], ...] = (
+    (CSVLogger, "save_dir", "."),
+    (MLFlowLogger, "tracking_uri", None),
+)
+
 Words = dict[str, Any]
+LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow"]
+_NAMED: dict[str, type[Logger]] = {
+    "csv": CSVLogger,
+    "wandb": WandbLogger,
+    "mlflow": MLFlowLogger,
+}  # TensorBoard's events are there anyway
 
 
 class Named(DummyLogger):
     """Stands for a logger that YAML names, until the run's folder is known."""
 
-    def __init__(self, kind: Any, /, **words: Any) -> None:
+    def __init__(self, kind: type[Logger], /, **words: object) -> None:
         super().__init__()
         self.kind, self.words = kind, words
 
 
-def take_from_yaml(parser: Any) -> None:
+def take_from_yaml(parser: LightningArgumentParser) -> None:
     """Sets up a parser to make a `Named` of each logger under trainer.logger."""
     parser.add_instantiator(Named, Logger)
-    # Lightning wants to be told the first; its second is the environment's, and config.yaml would have it.
-    for kind, argument, value in ((CSVLogger, "save_dir", "."), (MLFlowLogger, "tracking_uri", None)):
+    for kind, argument, value in _DEFAULTS:
         init = vars(kind)["__init__"]
         names = inspect.getfullargspec(init).args
         defaults = dict(zip(reversed(names), reversed(init.__defaults__), strict=False)) | {argument: value}
         init.__defaults__ = tuple(defaults[name] for name in names if name in defaults)
 
 
-def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
+def by_name(given: object, folder: Path, rank: int) -> Any:
+    """Returns a Trainer's `logger` with loggers in the place of their names, and TensorBoard's events before them."""
+    loggers = given if isinstance(given, (list, tuple)) else [given]
+    if not any(isinstance(logger, str) for logger in loggers):
+        return given
+    named = made([logger for logger in loggers if isinstance(logger, str)], folder, folder.name, rank)
+    return [Events(str(folder)), *named, *(logger for logger in loggers if not isinstance(logger, str))]
+
+
+def _from_name(name: str) -> Named:
+    """Returns the logger of a short name, with the defaults of its arguments."""
+    if (kind := _NAMED.get(name)) is None:
+        known = ", ".join(["tensorboard", *_NAMED])
+        raise UserError(f"trainer.logger: there is no logger {name!r}. HINT: {known}, or a class_path.")
+    parameters = inspect.signature(kind).parameters.values()
+    words = {item.name: item.default for item in parameters if item.default is not item.empty}
+    return Named(kind, **words | {argument: value for known, argument, value in _DEFAULTS if known is kind})
+
+
+def made(given: object, folder: Path, name: str, rank: int) -> list[Logger]:
     """Makes the loggers that YAML names, for the run in this folder; the order is the YAML's."""
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("lightning.pytorch.loggers.mlflow").addFilter(lambda record: "Creating it" not in record.getMessage())
     loggers: dict[str, Logger] = {}
-    for named in given if isinstance(given, (list, tuple)) else [given]:
+    for entry in given if isinstance(given, (list, tuple)) else [given]:
+        if entry == "tensorboard":
+            continue
+        named = _from_name(entry) if isinstance(entry, str) else entry
+        assert isinstance(named, Named)  # see `take_from_yaml`
         kind = named.kind
         words, make = dict(named.words), _MAKERS.get(kind)
         try:
@@ -76,7 +112,7 @@ def made(given: Any, folder: Path, name: str, rank: int) -> list[Logger]:
         except Exception as error:
             extra = {WandbLogger: "wandb", MLFlowLogger: "mlflow"}.get(kind) if isinstance(error, ModuleNotFoundError) else None
             reason = (
-                f'{str(error).partition(" HINT:")[0]} HINT: pip install "project[{extra}]".' if extra else message_of(error)
+                f'{str(error).partition(" HINT:")[0]} HINT: pip install "samerun[{extra}]".' if extra else message_of(error)
             )
             raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}") from error
         if place in loggers:
@@ -136,12 +172,12 @@ def _is_there(words: Words, run_id: str) -> bool:
             return True
     except Exception as error:
         if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
-            raise UserError(f"MLflow does not answer: {message_of(error)}. HINT: look at its tracking_uri.") from error
+            raise FaultError(f"MLflow does not answer: {message_of(error)}. HINT: look at its tracking_uri.") from error
     log.warning("MLflow has no run %s any more: a new one begins.", run_id)
     return False
 
 
-_MAKERS: dict[Any, Callable[..., tuple[str, Logger]]] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
+_MAKERS: dict[type[Logger], Callable[..., tuple[str, Logger]]] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
 
 
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:

@@ -27,13 +27,13 @@ _PAUSE = 1.0  # seconds from one look at the folder to the next
 
 
 class Profile(Callback):
-    """Records a few steps when it is asked to.
+    """Records a few steps on request.
 
     Args:
-        step: the first step that is recorded; None waits until `python -m project profile RUN` asks.
-        steps: how many.
-        ranks: of which ranks; null is all of them.
-        memory: what each operator allocates, too, and what the memory holds after these steps.
+        step: the first recorded step; None waits for `python -m project profile RUN`.
+        steps: the number of recorded steps.
+        ranks: the recorded ranks; null is all of them.
+        memory: also record what each operator allocates, and what occupies memory after these steps.
         nvtx: names the parts of every step for Nsight Systems; needs a GPU.
     """
 

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 
 from project.cluster.settings import flat
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.masking import masked_text
 from project.untrusted import open_to_append, read_text, write_text
 from project.watch.events import Events, LoggedAgain
@@ -45,7 +45,7 @@ class Steady(Logger):
             what()
         except Exception as error:
             self._begun = False
-            raise UserError(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
+            raise FaultError(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
 
     def attempt(self, what: Callable[[], object]) -> Exception | None:
         """Calls a function, or reports once why it failed."""

@@ -93,8 +93,9 @@ class Stragglers:
         data = {f"ranks/data_ms/{name}": 1e3 * times.data for name, times in named.items()}
         return data | {f"ranks/compute_ms/{name}": 1e3 * times.compute for name, times in named.items()}
 
-    def compare(self, ranks: Sequence[Times]) -> None:
-        """Compares the times of one window, by rank."""
+    def compare(self, ranks: Sequence[Times]) -> list[str]:
+        """Compares the times of one window, by rank, and returns a text for each rank that is reported as slow."""
+        named = []
         reference, by_data, by_compute = _median_own(ranks), excess(ranks, "data"), excess(ranks, "compute")
         for rank, times in enumerate(ranks):
             cause: Cause | None = "data" if by_data[rank] > by_compute[rank] else "compute"
@@ -107,9 +108,10 @@ class Stragglers:
             streak.seconds += times.total * self.steps
             streak.factors.append(times.own / reference)
             if streak.windows >= _IN_A_ROW and streak.seconds >= _AT_LEAST:
-                self._report(rank, streak, ranks)
+                named += self._report(rank, streak, ranks)
+        return named
 
-    def _report(self, rank: int, streak: Streak, ranks: Sequence[Times]) -> None:
+    def _report(self, rank: int, streak: Streak, ranks: Sequence[Times]) -> list[str]:
         cause = streak.cause
         if cause is None:
             if self._named.pop(rank, None):
@@ -122,3 +124,5 @@ class Stragglers:
                 *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * ranks[rank].of(cause)),
                 *(1e3 * median_low(times.of(cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
             )
+            return [f"rank {rank}, {self.hosts[rank]}, is slow because of its {cause}, and all wait for it"]
+        return []

@@ -9,11 +9,12 @@ long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` c
 import math
 import os
 import time
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from project.step.state import micro_batch
 from project.typed import typed
 from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
+from project.watch.life import record
 from project.watch.stragglers import Stragglers, Times, excess
 
 _LATER = 2  # steps until a GPU has surely passed an event
@@ -70,6 +72,8 @@ class Throughput(Callback):
         self.every_n_steps = every_n_steps
         self.shares: dict[str, float] = {}  # of the time of all steps, for the summary
         self.phases: dict[str, float] = {}  # shares of a step in the last window
+        self.speed: float | None = None
+        """The run's speed, in samples a second of all ranks: the median of the windows since this start, as in the report."""
         self._group = Group()
         self._stragglers: Stragglers | None = None
         self._hooks: list[RemovableHandle] = []
@@ -90,9 +94,11 @@ class Throughput(Callback):
         self._warm = self._left_out = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._seconds = 0.0
+        self._speeds: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
+        self.speed = None
         self._steps = self.every_n_steps or max(10, typed(trainer).log_every_n_steps)
         # To ask for the current stream takes longer than an event.
         self._stream = torch.cuda.current_stream() if pl_module.device.type == "cuda" else None
@@ -242,6 +248,8 @@ class Throughput(Callback):
         }
         values = {f"speed/{name}": share for name, share in self.phases.items()}
         values["speed/samples_per_s"] = samples / seconds
+        insort(self._speeds, samples / seconds)
+        self.speed = median(self._speeds)
         if self._flops:
             achieved = self._flops * samples / seconds / len(ranks)
             values["speed/tflops"] = achieved / 1e12  # of one rank's device
@@ -251,7 +259,8 @@ class Throughput(Callback):
             values["speed/worst_data"] = max(excess(ranks, "data"))
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
             values |= self._stragglers.by_rank(ranks)
-            self._stragglers.compare(ranks)
+            for text in self._stragglers.compare(ranks):
+                record(trainer, "straggler", text)
         values["run/memory_gb"] = max(measured.host_memory for measured in ranks) / 1e9
         values["run/cpu_cores"] = fmean(measured.cores for measured in ranks)
         if device := max(measured.device_memory for measured in ranks):

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """After a SIGKILL of one of two workers under Ray: how long nothing is learned, and how many steps are lost.
 
-    scripts/setup test-all && .venv/bin/python scripts/measure/ray_recovery.py [--turns 2]
+    scripts/setup test-all && .venv/bin/python -m pip install "ray[train]"
+    .venv/bin/python scripts/measure/ray_recovery.py [--turns 2]
 
 In turns, on a Ray of its own: `python -m project ray fit`, which saves every 20 steps beside the training; and Lightning's
 Trainer with ray.train.lightning's strategy and its RayTrainReportCallback, which saves at the end of an epoch. Both train the

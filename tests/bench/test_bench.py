@@ -168,6 +168,6 @@ def test_a_benchmark(cli, tmp_path):
 )
 def test_what_can_not_be_measured(quick, words, cause):
     run = quick("bench", "--config=configs/bench.yaml", *words, program="scripts.bench.verb:main")
-    assert run.code == 1
+    assert run.code == 2
     assert cause in run.output
     assert "Traceback" not in run.output

@@ -30,7 +30,7 @@ _NODES = "import json, ray; ray.init('auto', log_to_driver=False, logging_level=
 
 def need_ray() -> None:
     if find_spec("ray") is None:
-        missing('Ray is not installed (pip install "project[ray]")')
+        missing('Ray is not installed (pip install "samerun[ray]")')
     if " " in sys.prefix:
         pytest.skip("ray start --head (2.60) does not start from a path with a space")
 

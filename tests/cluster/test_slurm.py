@@ -11,7 +11,7 @@ import torch
 
 from tests.cluster.machine import wait_until
 from tests.cluster.training import FIT, RECOVER, STEPS, assert_same_curve, slowly, step
-from tests.conftest import ROOT, environment, forked, took
+from tests.conftest import ROOT, TINY, environment, forked, took
 from tests.survive.test_resume import same
 
 pytestmark = pytest.mark.slow
@@ -39,13 +39,27 @@ def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_p
     assert_same_curve(tmp_path, alone)
 
 
+def test_the_page_for_beginners_submits_what_trains(slurm, tmp_path):
+    line = "sbatch --nodes=2 scripts/slurm.sbatch --config configs/ddp.yaml"
+    page = (ROOT / "docs/howto/slurm.md").read_text()
+    assert f"\n{line}\n" in page
+    _, nodes, script, *words = line.split()
+    job = slurm.submit(
+        "--wait", nodes, str(ROOT / script), *words, *TINY, "--trainer.max_epochs=1", cwd=tmp_path, env=settings()
+    )
+    log = (tmp_path / f"slurm-{job}.log").read_text()
+    assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in log, log
+    assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in page
+    assert (tmp_path / f"lightning_logs/ddp-{job}/report.html").exists()
+
+
 @pytest.mark.faults
 def test_tasks_and_gpus_that_do_not_fit_are_refused_before_the_start(slurm, tmp_path):
     """As many GPUs as Slurm says (there are none), and one task for them, as if it were Lightning that starts the others."""
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--kill-on-bad-exit=1"]
     output = slurm.run(*command, sys.executable, "-m", "project", *FIT, cwd=tmp_path, env=settings(), check=False)
     assert output.count("Slurm gave this job 2 GPU(s) on each node, and srun started 1 task(s)") == 1, output
-    assert "Exited with exit code 1" in output
+    assert "Exited with exit code 2" in output
     assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in output
     assert "Traceback" not in output
 
@@ -64,7 +78,7 @@ def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, 
     job = slurm.submit("--wait", str(script), cwd=tmp_path, env=settings())
     refused, one = (tmp_path / "all.txt").read_text(), (tmp_path / "one.txt").read_text()
     assert refused.count(f"Slurm job {job} is a heterogeneous job of 2 components (n1; n[2-3])") == 1, refused
-    assert refused.endswith("\n1\n")
+    assert refused.endswith("\n2\n")
     assert "Traceback" not in refused
     assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in one, one
     assert_same_curve(tmp_path, alone)

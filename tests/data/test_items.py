@@ -150,7 +150,7 @@ def strange(how):
 
 
 def assert_one_line(run, *parts):
-    assert run.code == 1, run.output
+    assert run.code in (1, 2), run.output  # 2 on the rank that reads it, and 1 on those that lose that one
     assert "Traceback" not in run.output, run.output
     assert run.output.count("ERROR") == 1, run.output
     for part_ in parts:

@@ -56,7 +56,7 @@ def test_each_file_in_a_folder_has_a_prediction(quick, folders):
 
     for name, text in (("nowhere", "No folder nowhere."), ("lightning_logs", "There are no images in lightning_logs.")):
         run = quick("predict", *source, *SMALL, words[0], f"--data.source.init_args.predict={name}")
-        assert run.code == 1
+        assert run.code == 2
         assert text in run.output
         assert "Traceback" not in run.output
 

@@ -136,7 +136,7 @@ def test_memory_disk_shm_and_grace_follow_from_the_run(folder, tmp_path):
 )
 def test_what_can_not_work_is_refused_by_name(tmp_path, words, cause):
     run = forked(tmp_path, "manifest", *DDP, *words, f"--image={IMAGE}", "--out=out.yaml")
-    assert run.code == 1
+    assert run.code == 2
     assert cause in run.output
     assert "Traceback" not in run.output
     assert not (tmp_path / "out.yaml").exists()

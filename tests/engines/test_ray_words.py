@@ -78,7 +78,7 @@ def test_without_ray_it_says_what_to_install(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "ERROR   Ray can't be loaded: No module named 'ray'. HINT: pip install \"project[ray]\" (which is ray[train]>=2.60)."
+        "ERROR   Ray can't be loaded: No module named 'ray'. HINT: pip install \"samerun[ray]\" (which is ray>=2.60)."
     ]
 
 

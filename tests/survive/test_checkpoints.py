@@ -260,7 +260,7 @@ def test_a_changed_configuration_is_named(quick, tmp_path):
     stop = faults({"step": 14, "number": int(signal.SIGTERM)})
     assert quick(*FIT, stop).code == 143
     refused = quick(*FIT, stop, "--seed_everything=5")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "seed_everything: 0 -> 5" in refused.output
     goes_on = quick(*FIT, stop, "--model.label_smoothing=0.1", "--change=model.label_smoothing", "--data.num_workers=1")
     assert goes_on.code == 0
@@ -270,7 +270,7 @@ def test_a_changed_configuration_is_named(quick, tmp_path):
     assert "The run is finished" in finished.output
     assert "epoch " not in finished.output
     never = quick(*FIT, "--resume=never")
-    assert never.code == 1
+    assert never.code == 2
     assert "choose another --run" in never.output
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.data import DataLoader
 
-from project.watch.console import Progress
+from project.watch.progress import Progress
 from tests.own import Points, PointsData, Regression, Sized
 from tests.train.gather import Poisoned
 

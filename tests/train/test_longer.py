@@ -49,14 +49,14 @@ def test_the_schedule_of_a_longer_run(quick, tmp_path, schedule):
 def test_a_schedule_that_is_too_short_is_refused(quick):
     short = ("--model.lr_scheduler=torch.optim.lr_scheduler.OneCycleLR", "--model.lr_scheduler.max_lr=0.1")
     refused = fit(quick, *short, "--model.lr_scheduler.total_steps=8", "--trainer.max_epochs=2")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "OneCycleLR has total_steps=8, and moves 16 times in this run" in refused.output
     assert "Traceback" not in refused.output
 
 
 def test_a_cosine_without_an_end_is_refused(quick):
     refused = fit(quick, "--trainer.max_epochs=-1", "--trainer.max_time=00:01:00:00")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "WarmupCosine ends with the run, and nothing says when that is" in refused.output
     assert "Traceback" not in refused.output
 

@@ -227,6 +227,6 @@ def test_what_can_not_be_sharded_is_refused(message):
 )
 def test_refused_in_one_line(tmp_path, settings, words, message):
     done = forked(tmp_path, *RUNS["regression"], sharded(**settings), EXACT, *words, ranks=2)
-    assert done.code == 1, done.output
+    assert done.code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output

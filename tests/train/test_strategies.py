@@ -100,7 +100,7 @@ def test_ranks_search_by_the_loss_of_all(quick: Cli, tmp_path: Path, module: str
 
 def test_lbfgs_takes_no_part_of_a_step(quick: Cli) -> None:
     run = quick(*OWN, "--model=tests.train.test_strategies.Searching")
-    assert run.code == 1
+    assert run.code == 2
     assert "LBFGS evaluates the loss of a step again and again, and a step has 6 micro-batches" in run.output
     assert "HINT: set the loader's batch_size 6 times as large" in run.output
 
@@ -122,14 +122,14 @@ def test_ranks_within_the_program_are_refused(quick: Cli, strategy: str) -> None
 
 def test_a_library_that_is_not_there_is_named(quick: Cli) -> None:
     run = quick(*PLAIN, "--trainer.strategy=xla", "--trainer.devices=1")
-    assert run.code == 1, run.output
+    assert run.code == 2, run.output
     assert "The trainer's settings don't work here: Requirement 'torch_xla" in run.output
     assert "Traceback" not in run.output
 
 
 def test_unused_parameters_are_told_in_a_line(quick: Cli) -> None:
     run = quick(*OWN, "--model=tests.own.Duel", "--data.init_args.batch_size=6", ranks=2)
-    assert run.code == 1, run.output
+    assert run.code == 2, run.output
     assert "`strategy='ddp_find_unused_parameters_true'`" in run.output
     assert "Traceback" not in run.output
 

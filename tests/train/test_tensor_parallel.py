@@ -263,7 +263,7 @@ def test_what_does_not_go_together_is_refused(message):
 def test_refused_in_one_line(tmp_path, ranks, words, message):
     batch = f"--trainer.global_batch_size={2 * ranks}"
     done = forked(tmp_path, *RUNS["planned"], sharded(tensor_parallel=ranks), *words, batch, ranks=ranks)
-    assert done.code == 1, done.output
+    assert done.code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
     assert "HINT" in done.output

@@ -34,7 +34,7 @@ def test_who_speaks(clean_logging, capsys, rank, expected):
     logging.getLogger("lightning.pytorch").info("Tip: buy something")
     warnings.warn("old", DeprecationWarning, stacklevel=1)
     lines = capsys.readouterr().err.splitlines()
-    assert [line[9:] for line in lines] == expected
+    assert [line[20:] for line in lines] == expected
 
 
 def test_rank_0_of_many_signs_its_errors(clean_logging, capsys):
@@ -42,7 +42,7 @@ def test_rank_0_of_many_signs_its_errors(clean_logging, capsys):
     name_speaker(0, "h1", world_size=2)
     logging.getLogger("project").info("fine")
     logging.getLogger("project").error("not fine")
-    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["INFO    fine", "ERROR   [rank 0, h1] not fine"]
+    assert [line[20:] for line in capsys.readouterr().err.splitlines()] == ["INFO    fine", "ERROR   [rank 0, h1] not fine"]
 
 
 def test_a_file_has_what_was_said_before_it_was_opened(clean_logging, tmp_path):

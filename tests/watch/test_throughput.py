@@ -50,6 +50,8 @@ def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
         assert max(curve[step] for step in (*range(15, 31, EVERY), 95)) < min(curve[step] for step in steps)
     assert min(sync[step] for step in (55, 85)) > 0.25  # one rank of two waits almost all the time
     assert len(named) == 2  # the balanced steps named nobody
+    events = [json.loads(line) for line in (run.runs[0] / "life.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "straggler", "straggler", "stop"]  # what notify.py tells
     assert min(run.curve("speed/samples_per_s").values()) > 0
     assert max(run.curve("speed/tflops").values()) > 0
     assert re.search(r"training .* samples/s, 95 steps, .*% data wait, \d+% gradient sync", run.output)

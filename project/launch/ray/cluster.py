@@ -53,9 +53,7 @@ def connected(address: str | None, cpus: int) -> Iterator[None]:
     try:
         import ray
     except ImportError as error:
-        raise UserError(
-            f'Ray can\'t be loaded: {error}. HINT: pip install "project[ray]" (which is ray[train]>=2.60).'
-        ) from error
+        raise UserError(f'Ray can\'t be loaded: {error}. HINT: pip install "samerun[ray]" (which is ray>=2.60).') from error
     own = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:
         ray.init(address or "local", log_to_driver=False, logging_level="CRITICAL", **({} if address else own))

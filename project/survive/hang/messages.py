@@ -60,3 +60,5 @@ class Message(TypedDict, total=False):
     verdict: VerdictMessage
     size: int
     text: str
+    where: str
+    traceback: str

@@ -6,7 +6,9 @@ collective of NCCL waits on, and so does the main thread that waits for the devi
 
 import logging
 import time
+from pathlib import Path
 
+from project.survive.failure import advice
 from project.survive.hang.beside import WardenProcess
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
 from project.survive.news import LOST_RANKS
@@ -29,18 +31,17 @@ def exit_due(writing: bool) -> bool:
 
 def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
     """Reports which rank is lost, once on each host, and ends this process."""
-    lost = LOST_RANKS.failures or LOST_RANKS.deaths
-    why = " ".join(lost.values())
+    cause = LOST_RANKS.cause
+    assert cause is not None
     if warden is not None:
-        warden.send(why=f"lost another rank: {why}")
+        warden.send(**{"why": cause.text, "where": cause.where, "traceback": cause.traceback})
         warden.announce_exit()
-    if context.is_reporter(set(lost)):
-        hint = (
-            "HINT: see the error of that rank."
-            if LOST_RANKS.failures
-            else "The same command goes on from the newest checkpoint."
-        )
-        text = f"lost another rank: {why} This one waits for it in a call that does not notice, and is ended. {hint}"
-        run_with_timeout(_PATIENCE, lambda: log.error(text))
+    if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
+        run_with_timeout(_PATIENCE, lambda: _report(cause.text, context.folder))
     run_with_timeout(_PATIENCE, flush)
     exit_process(context, LOST_RANKS.exit_code)
+
+
+def _report(why: str, folder: Path | None) -> None:
+    hint = "HINT: see the error of that rank." if LOST_RANKS.failures else advice(folder)
+    log.error(f"lost another rank: {why} This one waits for it in a call that does not notice, and is ended. {hint}")

@@ -62,6 +62,8 @@ class Facts(TypedDict, total=False):
     """Where the stacks of a rank go that does not answer."""
     life: str
     why: str
+    where: str
+    traceback: str
 
 
 class Opener:
@@ -149,11 +151,19 @@ def _handles_dump_signal(pid: int) -> bool:
     return False
 
 
-def children(pid: int) -> list[int]:
-    """Returns the process ids of a process's children."""
+def children(pid: int, threads: str = "*") -> list[int]:
+    """Returns the processes that a process's threads have started: of a rank, its loader processes and its warden."""
     with suppress(OSError):
-        return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+        files = Path(f"/proc/{pid}/task").glob(f"{threads}/children")
+        return [int(child) for file in files for child in file.read_text().split()]
     return []
+
+
+def _memory(pid: int) -> int:
+    """Returns the bytes that a process has in memory; 0 for one that has ended."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def kill_with_children(pid: int) -> None:
@@ -165,6 +175,10 @@ def kill_with_children(pid: int) -> None:
 
 
 # How a process ended --------------------------------------------------------------------------------------------------
+
+
+OOM_KILL = "reports an OOM kill"
+TO_LOWER = "HINT: it would be killed again: set data.num_workers or data.batch_size lower, or give the job more memory."
 
 
 class OomKills:
@@ -193,7 +207,16 @@ class OomKills:
         """Returns the end of the sentence 'was killed by signal 9' if there was an OOM kill, or ''."""
         self.follow_cgroup()
         self.follow_cgroup()
-        return f", and its {self._counter[1]} reports an OOM kill" if self._count() > self._count_before else ""
+        return f", and its {self._counter[1]} {OOM_KILL}" if self._count() > self._count_before else ""
+
+    @property
+    def limit(self) -> int | None:
+        """Returns the bytes that the cgroup may hold; None where it has no limit of its own."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):
+                limit = int((self._counter[0].parent / name).read_text())
+                return limit if limit < 1 << 60 else None
+        return None
 
 
 def _oom_counter(pid: int | str) -> tuple[Path, str]:
@@ -275,6 +298,8 @@ class WatchedRank:
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
         self.facts: Facts = {}
+        self._held = (0, 0, 0)
+        """Bytes of the rank, bytes of its loader processes and their number, when they were seen last."""
         self._incomplete_line = b""
 
     def _find_parent(self) -> tuple[int, str]:
@@ -295,6 +320,22 @@ class WatchedRank:
             else:
                 self.silent, self.allowed = 0, float(line)
 
+    def look_at_memory(self) -> None:
+        """Notes what the rank and its loader processes hold, for the case that they are killed for it."""
+        loaders = [held for child in children(self.pid, f"{self.pid}") if child != os.getpid() and (held := _memory(child))]
+        if own := _memory(self.pid):
+            self._held = own, sum(loaders), len(loaders)
+
+    def _filled(self) -> str:
+        """Returns what filled the memory, in parentheses; '' where the kernel has killed nobody for it."""
+        if OOM_KILL not in str(self.oom_kills) or not self._held[0]:
+            return ""
+        own, loaders, count = self._held
+        parts = [f"seen last: {own / 2**30:.1f} GiB of its own"]
+        parts += [f"{loaders / 2**30:.1f} GiB of its {count} loader processes"] if count else []
+        parts += [f"its limit: {limit / 2**30:.1f} GiB"] if (limit := self.oom_kills.limit) else []
+        return f" ({', '.join(parts)})"
+
     def has_ended(self) -> bool:
         return ended(self.pid, self.began, self.handle)[0]
 
@@ -311,11 +352,19 @@ class WatchedRank:
             return f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in _REQUESTED:
             return ""
-        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.oom_kills}."
+        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.oom_kills}{self._filled()}."
+
+    def advise(self, text: str) -> str:
+        """Returns a text with what to do after that end, from rank 0's warden: it knows the run's folder."""
+        if OOM_KILL not in text or "life" not in self.facts:
+            return text
+        newest = sorted(Path(self.facts["life"]).parent.glob("checkpoints/step-*.ckpt"))[-1:]
+        saved = f"Then it goes on from {newest[0]}." if newest else "There is no checkpoint yet: it will begin anew."
+        return f"{text} {TO_LOWER} {saved}"
 
     def report(self, text: str) -> None:
         """Prints a text, and sends it to the other ranks."""
-        print(text, file=sys.stderr, flush=True)
+        print(self.advise(text), file=sys.stderr, flush=True)
         if "secret" not in self.facts:
             return
         seal = sealer(self.facts["secret"])
@@ -343,6 +392,8 @@ class WatchedRank:
         why = self.facts.get("why")
         line = {"event": "stop", "time": round(time.time(), 3), "step": None}
         line |= {"state": "failed" if why else "killed", "why": why or how or None}
+        details = {"where": self.facts.get("where"), "traceback": self.facts.get("traceback")}
+        line |= {name: value for name, value in details.items() if value}
         try:
             if not add_stop(life, self.pid, json.dumps(line)):
                 return  # it has said so itself, or the run goes on elsewhere
@@ -369,13 +420,13 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def add_stop(life: Path, pid: int, line: str) -> bool:
-    """Adds a line to a run's file of starts and stops, if its last line is this process's start; returns whether it was."""
+    """Adds a line to a run's file of starts and stops, if this process's life is the last and has no stop; returns whether."""
     with os.fdopen(os.open(life, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return False
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
         last = json.loads(file.read(_LAST).splitlines()[-1])
-        if last["event"] != "start" or last["pid"] != pid:
+        if last["event"] == "stop" or last["pid"] != pid:
             return False
         file.write(f"{line}\n".encode())
         return True
@@ -393,6 +444,7 @@ def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
         if 0 in ready:
             if data := os.read(0, 1 << 16):
                 watch.read(data)
+                watch.look_at_memory()
                 continue
             inputs.remove(0)  # the rank has let go of its warden, or is about to end
             if watch.ending and "why" not in watch.facts:
@@ -402,6 +454,7 @@ def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
         else:
             watch.silent += 1
             watch.oom_kills.follow_cgroup()
+            watch.look_at_memory()
     text = ""
     if not watch.has_ended() and watch.silent > watch.allowed:
         watch.kill_silent_rank()

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.checkpoints.callback import checkpoints_of
 from project.cluster.interfaces import mtu, own_address
 from project.cluster.place import host
-from project.errors import UserError
+from project.errors import Cause, UserError
 from project.launch import early_start
 from project.launch.agent import agent
 from project.survive import failure
@@ -48,6 +48,7 @@ _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
 _LAST_RESORT = 3  # times the deadline: then this rank's warden ends it
 _CAUSE_WAIT = 2.0  # seconds in which a rank that ended reports why, after its connections were closed
 _HISTORY = 50  # times of a phase that are kept
+_LONGEST_TRACEBACK = 4_000  # characters, in one datagram
 
 
 def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
@@ -62,13 +63,12 @@ def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
 class Watchdog(Callback):
     """Ends a run that hangs, and reports which rank is at fault, on which host, and where it is.
 
-    What happens for the first time in a run (connecting, compiling, the first batch), and the writing of checkpoints, has the
-    time that `startup` allows.
+    First-time work (connecting, compiling, the first batch), and writing checkpoints, may take `startup` seconds.
 
     Args:
         at_least: seconds without any progress before a run counts as hung; 0 or null: never.
-        factor: or so many times the usual step, or the usual time of what it is doing, if that is longer.
-        startup: seconds for what is done for the first time, and for writing checkpoints.
+        factor: or this many times the usual step, or the usual time of the current phase, if that is longer.
+        startup: seconds for first-time work, and for writing checkpoints.
     """
 
     def __init__(self, at_least: float | None = 60.0, factor: float = 10.0, startup: float = 900.0) -> None:
@@ -185,6 +185,11 @@ class Watchdog(Callback):
         self._send_life_file()
         self._channel = channel
 
+    @property
+    def folder(self) -> Path | None:
+        """Returns the run's folder, which rank 0 has named; None before the ranks are connected."""
+        return self._folder
+
     def _send_life_file(self) -> None:
         """Sends the warden of rank 0 the file in which it records how the run ended, if the rank can't."""
         if self._rank == 0 and self.life is not None and self._warden is not None:
@@ -222,8 +227,10 @@ class Watchdog(Callback):
         if connected and not (lost and LOST_RANKS.wait(_CAUSE_WAIT)):
             LOST_RANKS.unexplained = lost
             kind, what = ("died", "has lost another rank") if lost else ("fails", "has failed")
+            cause = failure.cause_of(exception)
+            text = f"rank {self._rank} on {host()} {what}: {failure.one_line(exception)}"
             self._send_to_all(
-                kind, rank=self._rank, text=f"rank {self._rank} on {host()} {what}: {failure.one_line(exception)}"
+                kind, rank=self._rank, text=text, where=cause.where, traceback=cause.traceback[-_LONGEST_TRACEBACK:]
             )
         self.stop()
 
@@ -318,7 +325,8 @@ class Watchdog(Callback):
                 LOST_RANKS.note_death(message["rank"], message["text"])
             elif message["kind"] == "fails":
                 self._take_launched_ranks()
-                LOST_RANKS.note_failure(message["rank"], message["text"])
+                cause = Cause(message["text"], message["where"], message["traceback"])
+                LOST_RANKS.note_failure(message["rank"], cause)
             elif message["kind"] == "hang":
                 self._verdict = verdict.verdict_from_dict(message["verdict"])
                 return

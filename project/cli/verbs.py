@@ -1,0 +1,83 @@
+"""The verbs, with a line about each: `--help` and the completion show them, and load no library for it."""
+
+import argparse
+import textwrap
+from collections.abc import Mapping
+
+VERBS = {
+    "fit": "trains, or resumes a run that exists",
+    "validate": "computes the validation's metrics of a run's checkpoint",
+    "test": "computes the test's metrics of a run's checkpoint",
+    "predict": "writes what a run's checkpoint predicts for each sample",
+    "doctor": "checks hosts, network, data and model before a run",
+    "export": "writes a run's weights as safetensors, ONNX or torch.export",
+    "manifest": "prints a run as a Job of Kubernetes",
+    "ray": "starts a fit, or a sweep, on a Ray cluster",
+    "sweep": "shows the trials of a sweep",
+    "prove": "tests that a YAML trains the same run, killed or not, on other numbers of ranks",
+    "runs": "lists the runs, and removes those that nobody needs",
+    "watch": "follows a run that is in training elsewhere",
+    "report": "writes what runs did, on one page",
+    "profile": "asks a run in training where its time goes",
+    "same": "reports whether runs are the same to the last bit",
+    "config": "shows what differs between two configurations",
+    "schema": "prints the JSON schema of the YAML, for editors",
+    "completion": "prints what makes bash or zsh complete verbs, keys and runs",
+    "bench": "measures a config against a plain PyTorch loop (in a checkout)",
+}
+ABOUT = "One training run from one YAML: on one machine or on many, killed or not, it is the same run."
+_PAGE = """\
+usage: python -m project VERB [--KEY VALUE ...]
+
+{about}
+
+{verbs}
+
+  python -m project fit --config configs/ddp.yaml      a run to begin with
+  python -m project VERB --help                        what a verb takes; --help_all: each key of a training
+  python -m project --version
+The command samerun is the same program.
+"""
+
+
+MATTERS = (
+    *("config", "run", "resume", "change", "doctor", "dry_run", "debug", "seed_everything", "ckpt_path"),
+    *("to", "out", "batch_size"),
+    *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.devices", "trainer.num_nodes"),
+    *("trainer.accelerator", "trainer.precision", "trainer.strategy", "trainer.accumulate_grad_batches"),
+    *("trainer.val_check_interval", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.log_every_n_steps"),
+    *("trainer.gradient_clip_val", "trainer.logger", "trainer.callbacks", "trainer.nonfinite"),
+    *("model.network", "model.optimizer", "model.lr_scheduler", "model.lr_scaling", "model.lr_reference_batch"),
+    *("model.label_smoothing", "model.compile", "data.source", "data.batch_size", "data.global_batch_size"),
+    *("data.crop_padding", "data.flip", "data.num_workers", "checkpoints.every_n_steps", "checkpoints.every_n_minutes"),
+    *("checkpoints.keep_last", "checkpoints.monitor", "checkpoints.mode", "watchdog.at_least"),
+    *("recover.restarts", "recover.every_n_steps", "notify.webhook", "notify.command", "metrics.port"),
+)
+"""The keys that `fit --help` shows; `--help_all` shows the rest."""
+_HELP = """\
+usage: python -m project {verb} --config CONFIG [--KEY VALUE ...]
+
+{about} The keys that matter, each with its default; they may stand in a config, too. See also
+  python -m project {verb} --help_all                 every key
+  python -m project {verb} --data.source.help CLASS   what a class takes, for each key that takes a class_path
+  python -m project {verb} --config X --print_config  a configuration, complete
+Complete, commented configs: configs/*.yaml.
+"""
+
+
+def page() -> str:
+    """Returns the text of `python -m project --help`."""
+    width = max(map(len, VERBS))
+    return _PAGE.format(about=ABOUT, verbs="\n".join(f"  {verb:{width}}  {text}" for verb, text in VERBS.items()))
+
+
+def verb_page(verb: str, about: str, keys: Mapping[str, tuple[object, str]]) -> str:
+    """Returns the text of `python -m project VERB --help`, of keys with their defaults and explanations."""
+    lines = [_HELP.format(verb=verb, about=about)]
+    for key in (key for key in MATTERS if key in keys):
+        default, explanation = keys[key]
+        default = default.get("class_path") if isinstance(default, Mapping) else getattr(default, "class_path", default)
+        text = explanation.split("Default:")[0].partition("\n\n")[0].replace("``", "")
+        lines.append(f"  --{key}" + ("" if default in (None, argparse.SUPPRESS) else f" {default}"))
+        lines += textwrap.wrap(textwrap.shorten(text, 240), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,114 @@
+"""Tells a webhook, or a command, that a run has failed, hangs, has lost a process, is slowed down or has ended.
+
+A small process of its own sends the messages (`watch/notifier.py`), so that no network can delay the training.
+"""
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from project.cluster.place import host
+from project.errors import UserError
+from project.masking import masked_text
+from project.typed import typed
+from project.watch import notifier
+from project.watch.history import FILE
+
+log = logging.getLogger(__name__)
+
+Occasion = Literal["start", "end", "stopped", "failure", "nan", "hang", "lost", "straggler"]
+_LONGEST = 500  # characters of a reason
+_DELIVERY = 5.0  # seconds that a run that has ended waits: in a container, the message would end with it
+
+
+class Notify(Callback):
+    """Tells somebody what becomes of a run, on rank 0. A message that can't be sent is reported, and training goes on.
+
+    Args:
+        webhook: the environment variable that holds the address of a webhook of Slack or one like it. The address itself is a
+            secret, and never stands in YAML.
+        command: a command that is run for each message: as JSON on its input, as text in NOTIFY_TEXT.
+        occasions: what is told: start, end, stopped (by a signal), failure, straggler; nan, hang and lost are failures, and
+            may be named alone.
+        every: seconds between two messages of a kind; what is held back is counted.
+    """
+
+    def __init__(
+        self,
+        webhook: str | None = None,
+        command: str | None = None,
+        occasions: Sequence[Occasion] = ("end", "stopped", "failure", "straggler"),
+        every: float = 60.0,
+    ) -> None:
+        if webhook is not None and not re.fullmatch(r"[A-Za-z_]\w*", webhook):
+            raise UserError(
+                "notify.webhook names an environment variable, and holds no address: who knows that can write to your channel. "
+                "HINT: export SLACK_WEBHOOK=https://..., and notify.webhook: SLACK_WEBHOOK."
+            )
+        if every < 0:
+            raise UserError(f"notify.every is a number of seconds, and not {every:g}.")
+        try:
+            self.command = shlex.split(command or "")
+        except ValueError as error:
+            raise UserError(f"notify.command is no command: {error}.") from error
+        self.webhook, self.occasions, self.every = webhook, tuple(occasions), every
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __reduce__(self) -> tuple[type["Notify"], tuple[object, ...]]:
+        """Pickles the arguments only: the process belongs to this one."""
+        return type(self), (self.webhook, shlex.join(self.command) or None, self.occasions, self.every)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not (self.webhook or self.command) or not trainer.is_global_zero or typed(trainer).fast_dev_run:
+            return
+        if self.webhook and not os.environ.get(self.webhook):
+            log.warning("notify.webhook: the environment has no %s, and nobody is told. HINT: export it.", self.webhook)
+        life = Path(trainer.default_root_dir).absolute() / FILE
+        facts = {
+            "life": str(life),
+            "begin": life.stat().st_size if life.is_file() else 0,
+            "run": life.parent.name,
+            "host": host(),
+            "webhook": self.webhook,
+            "command": self.command,
+            "on": self.occasions,
+            "every": self.every,
+        }
+        try:
+            words = [sys.executable, "-I", "-S", notifier.__file__]
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+            self._tell(json.dumps(facts))
+        except OSError as error:
+            log.warning("notify: the process that sends messages can't be started: %s. Training goes on.", error)
+
+    def _tell(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError, ValueError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Passes on why the run has failed, for the case that it has not begun to train: then nobody writes it down."""
+        lines = str(exception).strip().splitlines() or [""]
+        self._tell(masked_text(f"{type(exception).__name__}: {lines[0]}")[:_LONGEST])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Waits a moment for the last message, when the run is over."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.write(b"ended\n")
+                    process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_DELIVERY)

@@ -1,0 +1,102 @@
+"""The page of several runs, compared.html: a table with a row for each, their curves, and what differs in their settings."""
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from project.cluster.settings import differing
+from project.watch.charts import COLOURS, Chart, Line
+from project.watch.curves import Point
+from project.watch.figures import best, direction, metrics, scaling, sweep
+from project.watch.history import BESIDE, History
+from project.watch.pages import rendered
+from project.watch.report import PAGE
+
+_METRICS = 40  # columns
+_SETTINGS = 200
+
+
+class Row(NamedTuple):
+    """A run in the table."""
+
+    history: History
+    colour: str
+    link: str
+    ranks: str
+    speed: float | None
+    efficiency: float | None
+    values: list[tuple[Point | None, Point | None]]
+    """The last and the best point of each metric."""
+
+
+def compared(histories: Sequence[History], place: Path | None = None) -> str:
+    """Returns the page of several runs. `place`: the folder that it is written to, from where it links to the runs' pages."""
+    tags = metrics(histories)[:_METRICS]
+    changes = differences(histories)
+    x_name = "samples" if all(history.global_batch for history in histories) else "steps"
+    efficiency = scaling(histories)
+    rows = [
+        Row(
+            history,
+            COLOURS[number % len(COLOURS)],
+            _link(history, place),
+            ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
+            history.recent_median("speed/samples_per_s"),
+            efficiency[number],
+            [(history.curves[tag][-1] if tag in history.curves else None, best(history, tag)) for tag in tags],
+        )
+        for number, history in enumerate(histories)
+    ]
+    return rendered(
+        "runs.html",
+        title=f"{len(histories)} runs",
+        rows=rows,
+        tags=tags,
+        winners=_winners(rows, tags, histories),
+        efficient=any(ratio is not None for ratio in efficiency),
+        parallel=sweep(histories, changes),
+        axes=[{"name": x_name}, {"name": "hours of training"}],
+        marks=[],
+        sections={"Curves": _charts(histories, [*tags, "speed/samples_per_s"], x_name)},
+        differences=dict([*changes.items()][:_SETTINGS]),
+    )
+
+
+def _link(history: History, place: Path | None) -> str:
+    return os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}"
+
+
+def _winners(rows: Sequence[Row], tags: Sequence[str], histories: Sequence[History]) -> list[float | None]:
+    """Returns the best value that any of the runs has of each metric."""
+    winners: list[float | None] = []
+    for at, tag in enumerate(tags):
+        values = [point.value for row in rows if (point := row.values[at][1])]
+        better = next((kind for history in histories if (kind := direction(tag, history))), None)
+        winners.append((min if better == "min" else max)(values) if values else None)
+    return winners
+
+
+def _charts(histories: Sequence[History], tags: Sequence[str], x_name: str) -> list[Chart]:
+    """Returns a chart for each metric, with a line for each run: of one that has none of it, an empty one."""
+
+    def placed(history: History, point: Point) -> tuple[float, float, float]:
+        each = history.global_batch or 1 if x_name == "samples" else 1
+        return point.step * each, point.value, history.hours(point.time)
+
+    charts = []
+    for tag in tags:
+        lines = [
+            Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)
+            for colour, history in enumerate(histories)
+        ]
+        if any(line.points for line in lines):
+            charts.append(Chart(tag, lines, legend=False))
+    return charts
+
+
+def differences(histories: Sequence[History]) -> Mapping[str, Sequence[object]]:
+    """Returns the settings that are not the same in all runs, by their dotted names."""
+    changes = differing([history.config for history in histories])
+    return {name: settings for name, settings in changes.items() if name not in BESIDE}

@@ -1,0 +1,132 @@
+"""One cause of an end, in every place; a user's own frames of a traceback first, and file and line with them."""
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, Dataset
+
+from project.cli.watching import main as watch
+from project.survive.tracebacks import Folded
+from tests.conftest import Cli, Run
+from tests.survive.test_failure import BROKEN, CRAMPED
+from tests.watch.test_progress import Named
+
+HOST = socket.gethostname()
+
+
+class Broken(Named):
+    """A user's module with a mistake, two calls deep, in the second step."""
+
+    def training_step(self, batch, batch_idx):  # type: ignore[no-untyped-def]
+        if batch_idx == 1:
+            return self.divided(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def divided(self, points):  # type: ignore[no-untyped-def]
+        return self.network(points).sum() / (1 // 0)
+
+
+class BrokenOnRank1(Broken):
+    def divided(self, points):  # type: ignore[no-untyped-def]
+        return super().divided(points) if self.global_rank else self.network(points).sum()
+
+
+class Unreadable(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("no such sample")
+
+
+def summary(run: Run) -> dict[str, str]:
+    (folder,) = run.runs
+    content: dict[str, str] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+FIT = ("fit", "--run=it", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")
+
+
+def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
+    run = quick(*FIT, "--model=tests.survive.test_cause.Broken")
+    assert run.code == 1
+    shown = run.output[run.output.index("Traceback") :]
+    files = re.findall(r'File "(.+?)"', shown)
+    assert {Path(file).name for file in files} == {"test_cause.py"}
+    assert len(files) == 2
+    assert re.search(r"without \d+ frame\(s\) of project, .*lightning.*; --debug true shows them", shown)
+    assert "return self.network(points).sum() / (1 // 0)" in shown
+    assert shown.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert "lightning/pytorch/trainer/" in (run.runs[0] / "log.txt").read_text()  # where all of it is
+    content = summary(run)
+    assert content["cause"] == "ZeroDivisionError: integer division or modulo by zero"
+    assert re.fullmatch(r".*test_cause\.py, line \d+, in divided", content["where"])
+    assert content["traceback"].rstrip().endswith("by zero")
+    whole = quick(*FIT, "--run=whole", "--model=tests.survive.test_cause.Broken", "--debug=true")
+    assert "lightning/pytorch/trainer/" in whole.output
+
+
+def test_an_error_of_another_rank_is_the_cause(quick: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    run = quick(*FIT, "--model=tests.survive.test_cause.BrokenOnRank1", "--trainer.global_batch_size=8", ranks=2)
+    assert run.code == 1
+    content = summary(run)
+    assert content["cause"] == f"rank 1 on {HOST} has failed: ZeroDivisionError: integer division or modulo by zero"
+    assert "in divided" in content["where"]
+    assert "test_cause.py" in content["traceback"]
+    assert watch([str(run.runs[0]), "--once"]) == 1
+    assert content["cause"] in capsys.readouterr().out
+    assert "gloo" not in (run.runs[0] / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_the_cause_everywhere(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=2")
+    run = cli(*BROKEN, *words, timeout=60)
+    assert run.code == 75
+    why = f"rank 1 on {HOST} was killed by signal 9"
+    last = run.output.splitlines()[-1]
+    assert f"lost another rank: {why}. There is no checkpoint yet: the same command begins anew." in last
+    (folder,) = run.runs
+    assert json.loads((folder / "life.jsonl").read_text().splitlines()[-1])["why"] == f"{why}."
+    assert summary(run)["cause"] == f"{why}."
+    assert (folder / "report.html").read_text().count(why) >= 2  # the state, and the red mark
+    assert watch([str(folder), "--once"]) == 1
+    assert f"failed: {why}" in capsys.readouterr().out
+    assert "Connection closed" not in "".join(file.read_text() for file in (folder / "report.html", folder / "life.jsonl"))
+
+
+@pytest.mark.slow
+def test_who_is_left_says_what_filled_the_memory_and_what_to_lower(cli: Cli, cgroup: None) -> None:
+    words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=hog", "--trainer.devices=2")
+    run = cli(*BROKEN, *words, CRAMPED[0], "--trainer.callbacks.rank=1", timeout=60)
+    assert run.code == 75
+    last = run.output.splitlines()[-1]
+    assert re.search(r"and its cgroup reports an OOM kill \(seen last: \d\.\d GiB of its own, its limit: 0\.5 GiB\)", last), (
+        last
+    )
+    assert "HINT: it would be killed again: set data.num_workers or data.batch_size lower" in last
+    assert "There is no checkpoint yet: then it begins anew." in last
+    assert "same command" not in last
+    assert "an OOM kill (seen last: " in summary(run)["cause"]
+
+
+def test_a_traceback_from_a_loader_process_is_folded_too() -> None:
+    with pytest.raises(KeyError) as raised:
+        list(DataLoader(Unreadable(), num_workers=1))
+    folded = Folded(raised.value)
+    assert "torch/utils/data" in folded.whole
+    assert "torch/utils/data" not in folded.text
+    assert "in __getitem__" in folded.where
+    assert "Original Traceback" in folded.text
+
+
+def test_an_error_without_a_frame_of_the_users_keeps_them_all() -> None:
+    with pytest.raises(AttributeError) as raised:
+        LightningModule.load_from_checkpoint(None)  # type: ignore[arg-type]
+    folded = Folded(raised.value.with_traceback(raised.value.__traceback__ and raised.value.__traceback__.tb_next))
+    assert (folded.text, folded.where) == (folded.whole, "")

@@ -1,0 +1,133 @@
+"""Curves of long runs: what is left out of a million steps is not seen, and takes neither room nor time."""
+
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from project.watch.curves import Curves
+from tests.conftest import ROOT
+from tests.hostile import framed
+
+LEARNED = ("train/loss", "train/acc", "train/lr", "epoch")
+SPEED = tuple(f"speed/{name}" for name in ("samples_per_s", "data_wait", "forward", "backward", "optimizer", "rest"))
+SPIKE, HOT = 123_456, 654_321
+"""The steps of a loss that is large, and of one that is not finite."""
+
+
+class Writer:
+    """Writes events as `Events` does, a hundred times as fast: what differs between them is put into one that was made."""
+
+    def __init__(self, *tags: str) -> None:
+        values = [Summary.Value(tag=tag, simple_value=0.0) for tag in tags]
+        self._tail = bytearray(Event(summary=Summary(value=values)).SerializeToString())
+        self._places, at = [], 0
+        for value in values:
+            at = self._tail.index(value.SerializeToString(), at) + len(value.SerializeToString())
+            self._places.append(at - 4)
+        self._heads: dict[int, bytes] = {}
+
+    def __call__(self, step: int, *values: float) -> bytes:
+        for place, value in zip(self._places, values, strict=True):
+            struct.pack_into("<f", self._tail, place, value)
+        record = struct.pack("<cdc", b"\x09", 1.7e9 + step, b"\x10") + varint(step) + self._tail
+        if len(record) not in self._heads:
+            length = struct.pack("<Q", len(record))
+            self._heads[len(record)] = length + struct.pack("<I", masked_crc32c(length))
+        return self._heads[len(record)] + record + bytes(4)
+
+
+def varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+def write_run(folder: Path, steps: int) -> None:
+    """Writes a run that has logged each of its steps, the norm of the gradient beside it, and its speed every 10 steps."""
+    learned, norm, speed = Writer(*LEARNED), Writer("train/grad_norm"), Writer(*SPEED)
+    with (folder / "events.out.tfevents.1.host.1.0").open("wb") as file:
+        for step in range(1, steps + 1):
+            loss = 50.0 if step == SPIKE else math.nan if step == HOT else 1 + 100 / step
+            file.write(learned(step, loss, 1 - 1 / step, 0.1, step // 1000) + norm(step, 0.5))
+            if not step % 10:
+                file.write(speed(step, 1000 + step % 7, 0.1, 0.3, 0.4, 0.1, 0.1))
+    lives = [
+        {"event": "start", "time": 1.7e9, "step": 0, "ranks": 1, "hosts": {"host": 1}, "global_batch": 8},
+        {"event": "stop", "time": 1.7e9 + steps, "step": steps, "state": "finished", "why": None},
+    ]
+    (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lives))
+
+
+MEASURE = """
+import resource, sys, time
+from pathlib import Path
+import torch, lightning, tensorboard.compat.proto.event_pb2, numpy, jinja2  # as in rank 0 at the end of a fit
+from project.watch.history import read_history
+from project.watch.report import write
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, began = peak(), time.process_time()
+write(read_history(Path(sys.argv[1]), "it"))
+print(peak() - before, time.process_time() - began)
+"""
+
+
+@pytest.mark.slow
+def test_the_page_of_a_million_steps_takes_little_memory_and_has_what_matters(tmp_path):
+    write_run(tmp_path, 1_000_000)
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    megabytes, seconds = map(float, done.stdout.split())
+    print(f"{megabytes:.0f} MiB, {seconds:.1f} s of a CPU")
+    assert megabytes < 150
+    text = (tmp_path / "report.html").read_text()
+    assert len(text) < 5_000_000
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["metrics"]["train/loss"] == pytest.approx(1.0001)
+    assert summary["samples_per_s"] == pytest.approx(1003, abs=1)
+    loss = Curves(tmp_path, 2_000).read()["train/loss"]
+    assert 1_000 < len(loss) < 15_000
+    assert [point.step for point in loss] == sorted({point.step for point in loss})
+    assert {1, SPIKE, HOT, *range(999_500, 1_000_001)} <= {point.step for point in loss}
+    shown = next(chart for chart in text.split("<figure")[1:] if "train/loss" in chart)
+    assert "50.0" in shown
+    assert "nan" in shown
+
+
+def test_a_thinned_curve_is_what_is_left_of_the_whole(tmp_path):
+    """Also where a run was started again, and its numbers leap."""
+    chance = random.Random(0)
+    writer, twice = Writer("train/loss", "epoch"), Writer("run/ranks")
+    file = tmp_path / "events.out.tfevents.1.host.1.0"
+    with file.open("wb") as opened:
+        for step in [*range(1, 40_001), *range(70_000, 80_001)]:
+            opened.write(writer(step, chance.choice([chance.random(), math.inf, -1e9]), 1) + twice(step, 2))
+    with file.open("ab") as opened:
+        again = Event(wall_time=1.7e9 + 90_000, step=79_500)
+        again.session_log.status = 1
+        opened.write(framed(again.SerializeToString()))
+        for step in range(79_500, 90_001):
+            opened.write(writer(step, 7.0, 2))
+    whole, thin = Curves(tmp_path), Curves(tmp_path, 500)
+    curves, thinned = whole.read(), thin.read()
+    assert curves.keys() == thinned.keys() == {"train/loss", "epoch", "run/ranks"}
+    assert len(curves["train/loss"]) == 40_000 + 9_500 + 10_500 + 1
+    for tag, points in thinned.items():
+        assert {*points} <= {*curves[tag]}
+        assert points == sorted(points, key=lambda point: point.step)
+        assert points[0] == curves[tag][0]
+        assert points[-400:] == curves[tag][-400:]
+        assert len(points) < 5_000
+    assert whole.starts == thin.starts == [(1.7e9 + 79_499, 79_499)]
+    assert whole.read() == curves

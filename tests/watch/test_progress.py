@@ -1,0 +1,158 @@
+"""What a user sees of training: their metrics, the best so far, one numbering of steps, one speed; a bar of 80 columns."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from project import Trainer
+from project.cli.watching import main as watch
+from project.watch.curves import Curves
+from project.watch.fields import Field, Importance, fitted
+from tests.conftest import environment
+
+FIT = ("fit", "--model=tests.watch.test_progress.Named", "--run=it", "--trainer.accelerator=cpu", "--trainer.max_epochs=3")
+MONITOR = ("--checkpoints.monitor=recall", "--checkpoints.mode=max", "--trainer.log_every_n_steps=5")
+RECALLS = (0.3, 0.8, 0.5)
+
+
+class Named(LightningModule):
+    """A user's module, whose metrics have names of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(4, 1)
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.network(batch[0]).square().mean()
+        self.log("perplexity", loss.exp(), prog_bar=True)
+        self.log("a_rather_long_name_of_a_metric[x]", 3.25, prog_bar=True)
+        self.log("quiet", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.log("recall", RECALLS[self.current_epoch % 3])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=4)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+
+
+def test_the_least_important_fields_are_left_out() -> None:
+    fields = [
+        *(Field(Importance.EPOCH, "epoch 3/9"), Field(Importance.PROGRESS, "step 6/96")),
+        *(Field(Importance.METRIC, "first 1.0"), Field(Importance.METRIC, "second 2.0")),
+        *(Field(Importance.PHASE, "65% backward"), Field(Importance.PROGRESS, "0:02:07 left")),
+    ]
+    whole = "epoch 3/9  step 6/96  first 1.0  second 2.0  65% backward  0:02:07 left"
+    assert fitted(fields, len(whole)) == whole
+    assert fitted(fields, len(whole) - 1) == whole.replace("  65% backward", "")
+    assert fitted(fields, 46) == "epoch 3/9  step 6/96  first 1.0  0:02:07 left"
+    assert fitted(fields, 24) == "step 6/96  0:02:07 left"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """The run on a terminal of 80 columns: its folder, what was on the screen, and the log."""
+    folder, (outer, inner) = tmp_path_factory.mktemp("it"), pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-m", "project", *FIT, *MONITOR, "--trainer.callbacks=tests.watch.test_progress.Slow"],
+        cwd=folder, env=environment(TERM="xterm", COLUMNS="80"), stdout=inner, stderr=inner,
+    )  # fmt: skip
+    os.close(inner)
+    screen = b""
+    while True:
+        try:
+            screen += os.read(outer, 65536)
+        except OSError:  # the program has closed its side
+            break
+    assert run.wait() == 0, screen.decode()
+    return folder, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode()), (folder / "lightning_logs/it/log.txt").read_text()
+
+
+class Slow(Callback):
+    """Steps take as long as the bar needs to be drawn now and then."""
+
+    def on_train_batch_end(self, *args: object) -> None:
+        time.sleep(0.02)
+
+
+def test_a_bar_fits_80_columns(trained: tuple[Path, str, str]) -> None:
+    lines = [line for line in re.split(r"[\r\n]+", trained[1]) if re.match(r"(epoch \d/3  )?step \d+/120", line)]
+    assert lines
+    assert {len(line.rstrip()) <= 80 for line in lines} == {True}
+    later = lines[-1]
+    for field in ("epoch 3/3", "step 120/120", "perplexity 1.", "left"):
+        assert field in later, later
+
+
+def test_metrics_of_any_name_are_shown(trained: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, screen, text = trained
+    assert "recall 0.8000  best recall 0.8000" in text
+    assert "recall 0.5000  best recall 0.8000" in text
+    assert "recall 0.500" in screen
+    assert watch([str(folder / "lightning_logs/it"), "--once"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    for field in ("step 120/120", "perplexity 1.", "quiet ", "recall 0.5", "best recall 0.8 at step 80", "finished"):
+        assert field in line, line
+
+
+def test_all_curves_number_their_steps_alike(trained: tuple[Path, str, str], tmp_path: Path) -> None:
+    """A step has the number of steps that are done with it, as `trainer.global_step` has it then, and a checkpoint."""
+    curves = Curves(trained[0] / "lightning_logs/it").read()
+    steps = {tag: [point.step for point in points] for tag, points in curves.items()}
+    assert steps["perplexity"] == steps["quiet"] == [*range(5, 121, 5)]
+    assert {*steps["train/grad_norm"]} <= {*steps["quiet"]}
+    assert steps["recall"] == [40, 80, 120]
+
+    logger = CSVLogger(tmp_path)  # a user's own receives Lightning's numbers
+    Trainer(
+        max_steps=10,
+        logger=logger,
+        log_every_n_steps=5,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        enable_progress_bar=False,
+    ).fit(Named())
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    at = rows[0].split(",").index("step")
+    assert [row.split(",")[at] for row in rows[1:]] == ["4", "9"]
+
+
+def test_there_is_one_speed(trained: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _, text = trained
+    summary = json.loads((folder / "lightning_logs/it/summary.json").read_text())
+    printed = re.findall(r"training +([\d,]+) samples/s", text)
+    watch([str(folder / "lightning_logs/it"), "--once"])
+    watched = re.findall(r"([\d,]+) samples/s", capsys.readouterr().out)
+    assert printed == watched == [f"{summary['samples_per_s']:,.0f}"]
+    assert summary["best"] == {"value": pytest.approx(0.8), "step": 80}
+
+
+def test_warnings_have_a_colour_on_a_terminal_alone(tmp_path: Path) -> None:
+    def on_terminal(**extra: str) -> bytes:
+        outer, inner = pty.openpty()
+        words = [sys.executable, "-m", "project", "fit", "--config=nope.yaml"]
+        run = subprocess.Popen(words, cwd=tmp_path, env=environment(TERM="xterm", **extra), stdout=inner, stderr=inner)
+        os.close(inner)
+        assert run.wait() == 2
+        return os.read(outer, 65536)
+
+    assert b"\x1b[1;31mERROR  \x1b[0m There is no config" in on_terminal()
+    assert b"\x1b[" not in on_terminal(NO_COLOR="1")
