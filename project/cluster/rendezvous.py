@@ -141,9 +141,10 @@ class Rendezvous:
             store = store_on_loopback(rank, port, timeout)
         else:
             store = TCPStore("127.0.0.1" if listening else address, port, None, listening, timeout, wait_for_workers=False)
-        # An agent's store outlives the ranks, and one of ranks that are about to be ended may still listen.
-        starts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "PROJECT_ATTEMPT")]
-        self.store = PrefixStore(f"rendezvous/{'.'.join(starts)}", store)
+        # An agent's store outlives the ranks, and so may that of ranks which a supervisor ends, for a moment. Agents that join
+        # later have started their ranks less often.
+        starts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
+        self.store = PrefixStore(f"rendezvous/{starts}.{os.environ.get('PROJECT_ATTEMPT', '0')}", store)
         listener = reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0") if rank == 0 else None
         try:
             if listener is not None:
