@@ -157,12 +157,14 @@ class Run:
         """
         words = _words(change)
         checkpoints = self.folder / "checkpoints"
+        if int(os.environ.get(ATTEMPT, "0")):  # the supervisor starts this run again, and not what the command line began with
+            begun_at = step_of(Path(resume)) if resume not in ("auto", "never") else -1
+            newer = any(step_of(path) > begun_at for path in checkpoints_in(checkpoints)) if resume != "auto" else True
+            resume = "auto" if newer or newest_in_memory(None) or resume == "never" else resume
         if resume == "never":
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        if int(os.environ.get(ATTEMPT, "0")) and (checkpoints_in(checkpoints) or newest_in_memory(None)):
-            resume = "auto"  # the supervisor starts this run again, and not what the command line began with
         checkpoint = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
         if resume == "auto":
             checkpoint = newest_in_memory(checkpoint and checkpoint[0]) or checkpoint

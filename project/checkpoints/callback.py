@@ -168,6 +168,8 @@ class Checkpoints(Checkpoint):
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
         if self._memory is not None and step and step % self._memory[1] == 0 and not position(trainer).validation_due:
+            for prepare in self.before_save:
+                prepare(trainer)
             self._memory[0].save(step, *self._copy_state(trainer, finished=False))
 
     def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int) -> None:

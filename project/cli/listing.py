@@ -104,9 +104,14 @@ def read_run(folder: Path) -> Listed:
         metric=_best(folder, manifests),
         size=size,
         hosts=tuple(life.known.get("hosts", ())) if life else (),
-        checkpoints=len([*folder.glob("checkpoints/step-*.ckpt")]),
-        disposable=not running and not step and traces and not any(folder.glob("checkpoints/*")),
+        checkpoints=len([*folder.glob("checkpoints/*.ckpt")]),
+        disposable=not running and not step and traces and not any(folder.glob("checkpoints/*")) and not _has_figures(folder),
     )
+
+
+def _has_figures(folder: Path) -> bool:
+    """Returns whether an evaluation has left its figures in a folder: they are in TensorBoard's events alone."""
+    return not (folder / FILE).exists() and any(folder.glob("events.out.*"))
 
 
 def _size_and_newest(folder: Path) -> tuple[int, float]:

@@ -22,9 +22,9 @@ from rich.text import Text
 from project.cli.listing import STATES, Listed, listed, read_run
 from project.cli.reading import ended
 from project.config_files import RUNS
-from project.errors import UserError
 from project.untrusted import printable
 from project.watch.charts import number
+from project.watch.history import held
 
 _ABOUT = f"""Lists the runs in {RUNS}/: their state, the time since the last sign of life, ranks, steps, the best value of the
 metric that is monitored, size on disk and hosts. Exit code 1: none is there, or matches."""
@@ -119,13 +119,13 @@ def _size(size: float) -> str:
 def _clean(given: Namespace) -> int:
     """Removes runs, when somebody has typed yes."""
     named = bool(given.names or given.state or given.older is not None)
-    runs = [run for run in _matching(given) if _may_go(run) and (named or run.disposable)]
+    runs = [run for run in _matching(given) if _may_go(run) and (run.disposable or (named and run.ranks is not None))]
     if not runs:
         print("There is nothing to remove." + ("" if named else " HINT: names, --state or --older say which runs are meant."))
         return 0
     _print_table(runs)
-    held = sum(run.checkpoints for run in runs)
-    what = f"{len(runs)} run{'s' * (len(runs) > 1)} with {held} checkpoint{'s' * (held != 1)}"
+    kept = sum(run.checkpoints for run in runs)
+    what = f"{len(runs)} run{'s' * (len(runs) > 1)} with {kept} checkpoint{'s' * (kept != 1)}"
     print(f"Remove {what}, {_size(sum(run.size for run in runs))}? There is no way back. Type yes: ", end="", flush=True)
     if sys.stdin.readline().strip() != "yes":
         print("Nothing is removed.")
@@ -136,7 +136,8 @@ def _clean(given: Namespace) -> int:
 
 
 def _may_go(run: Listed) -> bool:
-    return run.state != "running" and run.age >= _SILENT and not run.folder.is_symlink()
+    own = not run.folder.is_symlink() and run.folder.stat().st_uid == os.geteuid()
+    return own and run.state != "running" and run.age >= _SILENT and not any(map(held, run.folder.glob("*/.lock")))
 
 
 def _remove(folder: Path) -> str:
@@ -148,9 +149,12 @@ def _remove(folder: Path) -> str:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Under another name: who starts a run of this name now makes a folder of its own.
             gone = folder.rename(folder.with_name(f".{secrets.token_hex(4)}.{folder.name}"))
-            shutil.rmtree(gone)
     except BlockingIOError:
         return "kept: it is in training"
     except OSError as error:
-        raise UserError(f"{folder} can't be removed: {error}. HINT: ask who owns it.") from error
+        return f"kept: {error}"
+    try:
+        shutil.rmtree(gone)
+    except OSError as error:
+        return f"not all of it can be removed: {error}. What is left lies in {gone}"
     return "removed"

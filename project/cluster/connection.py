@@ -86,7 +86,7 @@ def connect_on_loopback(trainer: TypedTrainer) -> None:
         store = store_of_agent(strategy.cluster_environment.main_address, port, timeout)
     else:
         store = store_on_loopback(rank, port, timeout)
-    _connect(trainer, PrefixStore(f"ranks/{attempt}", store), rank)
+    _connect(trainer, PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{attempt}", store), rank)
 
 
 def _connect(trainer: TypedTrainer, store: PrefixStore, rank: int) -> None:

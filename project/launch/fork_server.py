@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 from project.cluster.place import MEMORY
-from project.errors import UserError
+from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import ATTEMPT, SOCKET
 
@@ -81,12 +81,15 @@ def _fork(supervisor: int) -> int:
         with os.fdopen(reader) as file:
             return int(file.read())
     os.close(reader)
+    middle = os.getpid()
     if pid := os.fork():
         os.write(writer, str(pid).encode())
         os._exit(0)  # and the rank gets another parent: the supervisor
     os.close(writer)
-    while os.getppid() != supervisor:
+    while (parent := os.getppid()) == middle:
         time.sleep(0.001)
+    if parent != supervisor:
+        os._exit(TRY_AGAIN)  # it has ended meanwhile
     return 0
 
 
@@ -103,4 +106,4 @@ def tell_supervisor(**facts: object) -> None:
     """Sends facts about the run to the supervisor, where there is one."""
     for supervisor in _SUPERVISOR:
         with suppress(OSError):
-            supervisor.send(json.dumps(facts).encode())
+            supervisor.send(json.dumps({**facts, "attempt": int(os.environ[ATTEMPT])}).encode())

@@ -17,7 +17,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
         return launch
     # Rank 0 is all that matters before Lightning has made the other processes.
     rank = number(environment, "NODE_RANK", 0) + number(environment, "LOCAL_RANK", 0)
-    return Launch(rank, name=environment.get(SUPERVISED) or slurm_name(environment))
+    return Launch(rank, name=slurm_name(environment) or environment.get(SUPERVISED))
 
 
 def rank_said(environment: Mapping[str, str] = os.environ) -> int:

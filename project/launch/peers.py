@@ -77,7 +77,7 @@ class Peers:
     @property
     def complete(self) -> bool:
         """Returns whether all supervisors that this one deals with are connected."""
-        return 0 < self._expected == sum(peer.has_joined for peer in self.connected)
+        return 0 < self._expected <= sum(peer.has_joined for peer in self.connected)
 
     def inputs(self) -> list[socket.socket | Peer]:
         """Returns what to wait for."""
@@ -118,4 +118,5 @@ class Peers:
     def send(self, **message: object) -> None:
         """Sends a message to all that are connected."""
         for peer in self.connected:
-            peer.send(**message)
+            if peer.has_joined:
+                peer.send(**message)

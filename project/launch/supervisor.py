@@ -8,6 +8,7 @@ The state to resume from outlives the ranks, too: they keep copies of it in a fo
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -48,7 +49,8 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
-_ANSWER = 15.0  # seconds that another supervisor waits for what the first one decides
+_LAST_WAIT = 60.0  # seconds for killed ranks to end
+_ANSWER = 90.0  # seconds that another supervisor waits for what the first one decides
 _LONGEST_MESSAGE = 1 << 16
 
 
@@ -136,6 +138,7 @@ class Supervisor:
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._given_up = Losses(restarts), False
+        self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
         for number in _PASSED_ON:
@@ -174,14 +177,19 @@ class Supervisor:
         if self._given_up:
             return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
-        return next((code for code in failed if code != TRY_AGAIN), failed[0] if failed else 0)
+        by_themselves = [code for code in failed if code < 128 and code != TRY_AGAIN]
+        return next(iter(by_themselves or failed), 0)
 
     def _run_once(self) -> bool:
         """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
-        self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
-        pids = self._receive().get("pids")
+        with suppress(OSError):
+            self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
+        while (message := self._receive()) and "pids" not in message:
+            self._early.append(message)  # a rank may be faster than the server, which starts the next one
+        pids = message.get("pids")
         if not isinstance(pids, list):
             _report("The process from which ranks are forked has ended: no rank is started again.")
+            self._given_up = True
             return False
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
         if self._requested is not None:  # the signal came while there was no rank
@@ -223,8 +231,10 @@ class Supervisor:
 
     def _answer(self, ready: list[object]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
-        if self._socket in ready:
-            facts = self._receive()
+        messages, self._early = self._early, []
+        for facts in [*messages, *([self._receive()] if self._socket in ready else [])]:
+            if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
+                continue
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
             for rank in self._alive if "reported" in facts else ():
                 if rank.number != facts["reported"]:  # an error that need not be repeated
@@ -232,12 +242,15 @@ class Supervisor:
             if self._peers is not None and "secret" in facts:
                 others = int(str(facts["ranks"])) - 1
                 self._peers.connect(str(facts["address"]), int(str(facts["port"])), str(facts["secret"]), others)
-        for message in self._peers.messages(ready) if self._peers else ():
-            if "lost" in message and message["attempt"] == self._attempt:
-                return self._decide(str(message["lost"]))
+        received = [*self._peers.messages(ready)] if self._peers else []
+        if self._rank == 0:
+            losses = [str(message["lost"]) for message in received if "lost" in message and message["attempt"] == self._attempt]
+            return self._decide(losses[0]) if losses else None
+        for message in received[::-1]:  # the last one counts: the ranks may have been lost again meanwhile
             if "restart" in message or "end" in message:
                 self._kill()
                 self._given_up = "end" in message
+                self._attempt = int(str(message.get("restart", 0))) - 1
                 return not self._given_up
         return None
 
@@ -267,32 +280,40 @@ class Supervisor:
 
     def _decide(self, loss: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same."""
+        self._kill()
         for rank in self._ranks:
             if rank.number == 0 and self._life is not None:
                 stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
                 with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
                     add_stop(self._life, rank.pid, json.dumps(stop))
-        self._kill()
         restart = self._may_restart(loss)
         self._given_up = not restart
         if self._peers is not None:
-            self._peers.send(**{"restart" if restart else "end": True})
+            self._peers.send(**({"restart": self._attempt + 1} if restart else {"end": True}))
         return restart
 
     def _kill(self) -> None:
         """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
-        self._reap()
-        for pid in {*children(os.getpid())} - {self._server.pid}:
-            kill_with_children(pid)
-        for rank in self._alive:
-            rank.status = os.waitpid(rank.pid, 0)[1]
+        until = time.monotonic() + _LAST_WAIT
+        while (left := {*children(os.getpid())} - {self._server.pid}) or self._alive:
+            for pid in left:
+                kill_with_children(pid)
+            self._reap()
+            if time.monotonic() > until:
+                numbers = ", ".join(str(rank.number) for rank in self._alive)
+                _report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
+                raise SystemExit(TRY_AGAIN)
+            time.sleep(0.002)
 
     def _may_restart(self, loss: str) -> bool:
         """Returns whether the ranks are started again after a loss, and reports it."""
         states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
         refusal = self._losses.add(loss, states[-1] if states else "")
-        if self._requested is not None or (self._peers is not None and not self._peers.complete):
-            return False  # the run was to stop, or a whole host is lost: who started this process knows what to do
+        if self._requested is not None:
+            return False
+        if self._peers is not None and not self._peers.complete:
+            _report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
+            return False
         again = f"{refusal}: not restarted. The same command resumes the run."
         _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
         return not refusal
@@ -302,15 +323,43 @@ def _report(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} WARNING {text[0].upper()}{text[1:]}", file=sys.stderr, flush=True)
 
 
+_SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
+
+
+def _memory_folder() -> Path | None:
+    """Returns a new folder in memory, and removes those of supervisors that were killed, with all that belonged to them: who
+    lives holds a lock on its folder.
+    """
+    with suppress(OSError):
+        for folder in _SHM.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid() and _lock(folder) is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHM))
+        _lock(folder)
+        return folder
+    return None
+
+
+def _lock(folder: Path) -> int | None:
+    """Locks a folder as long as this process lives; None where another one has it locked."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return opened
+    except OSError:
+        os.close(opened)
+        return None
+
+
 def supervise(restarts: int) -> int:
     """Runs a fit under a supervisor, and returns the exit code."""
     variables = os.environ
-    world_size = int(variables.get("WORLD_SIZE") or variables.get("SLURM_STEP_NUM_TASKS") or 0)
-    rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
-    nodes = int(variables.get("GROUP_WORLD_SIZE") or variables.get("SLURM_STEP_NUM_NODES") or 1)
-    memory = None
-    with suppress(OSError):
-        memory = Path(tempfile.mkdtemp(prefix="project-", dir="/dev/shm"))
+    names = ("WORLD_SIZE", "RANK", "GROUP_WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_NODES")
+    world_size, rank, nodes = (int(variables.get(name) or 0) for name in names)
+    memory = _memory_folder()
     try:
         return Supervisor(restarts, memory, rank, world_size, nodes > 1).run()
     finally:

@@ -12,7 +12,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.memory import memory_folder
 from project.checkpoints.reading import SafeCheckpointIO, newest_good
 from project.cluster import shared_folder
-from project.errors import UserError
+from project.errors import FaultError
 from project.resume.checkpoint import Resuming
 from project.sharded.strategy import Sharded
 from project.step.ddp import all_gather_objects
@@ -48,10 +48,10 @@ class ResumingOnHosts(Resuming):
         trainer = typed(self.trainer)
         if not checkpoint_path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().read(checkpoint_path, weights_only)
-        elif trainer.shared_folder and Path(checkpoint_path).parent != memory_folder():
+        elif trainer.shared_folder and not trainer.strategy.broadcast(Path(checkpoint_path).parent == memory_folder()):
             gather = partial(all_gather_objects, ranks=trainer.world_size)
             if problem := shared_folder.file_problem(Path(checkpoint_path), trainer.host_names, gather):
-                raise UserError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
+                raise FaultError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().read(checkpoint_path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
             load = trainer.strategy.load_checkpoint

@@ -59,6 +59,10 @@ WHOLE = "whole"
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
 # Errors of a setting, with its name, that Lightning raises as those of a bug.
+# Lightning's, where a device is gone: on another host the same configuration works.
+_TOO_FEW_DEVICES = re.compile(r"machine only has|can not run on your system|No supported gpu")
+_OF_THE_MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_OF_A_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
 _SETTING_ERROR = re.compile(r"`strategy='ddp_find_unused_parameters_true'`|does not allow for gradient clipping")
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
 _LOADER_ERROR = re.compile(
@@ -118,7 +122,17 @@ def _loader_failure(error: BaseException | None) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code of a program that an error ends: 2 where the same configuration would fail again."""
+    """Returns the exit code of a program that an error ends: 2 where the same configuration would fail again.
+
+    What a disk, a network or a device is the cause of may work the next time, whatever has been made of it on the way.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _OF_THE_MACHINE) and not isinstance(cause, _OF_A_PATH):
+            return 1
+        cause = cause.__cause__
+    if _TOO_FEW_DEVICES.search(str(error)):
+        return 1
     if isinstance(error, UserError):
         return error.exit_code
     return WRONG if isinstance(error, MisconfigurationException) or _SETTING_ERROR.search(str(error)) else 1

@@ -9,10 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.memory import MemoryWriter, memory_folder
+from project.checkpoints.writing import clean_up
 from project.cluster.interfaces import own_address
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor
-from project.launch.supervisor import PORT
+from project.launch.supervisor import ATTEMPT, PORT
+from project.sharded.strategy import Sharded
+from project.step.ddp import all_gather_objects
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -22,8 +25,7 @@ class Recovery(Callback):
     """Starts the ranks of this host again when one of them is lost, and keeps the run's state in memory for that.
 
     Args:
-        restarts: how often the ranks are started again; with 0 a lost rank ends the run. For fits that plain Python starts on
-            one host; other launchers have restarts of their own.
+        restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python, torchrun and srun.
         every_n_steps: keep the run's state in memory every so many optimiser steps; None leaves it to the checkpoints on disk.
     """
 
@@ -37,8 +39,13 @@ class Recovery(Callback):
         """The file in which the supervisor records how the run ended, where rank 0 can't."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder, checkpoints = memory_folder(), checkpoints_of(trainer)
-        if stage != "fit" or folder is None or typed(trainer).fast_dev_run:
+        if stage != "fit" or typed(trainer).fast_dev_run:
+            return
+        if ATTEMPT not in os.environ:
+            if self.restarts:
+                log.warning(
+                    "recover.restarts=%d: no supervisor has started this rank, so it is not started again.", self.restarts
+                )
             return
         if trainer.is_global_zero and self.life is not None:
             tell_supervisor(life=str(self.life.absolute()))
@@ -46,5 +53,11 @@ class Recovery(Callback):
             first = own_address(), int(os.environ[PORT]), secrets.token_hex(32)
             address, port, secret = trainer.strategy.broadcast(first)
             tell_supervisor(address=address, port=port, secret=secret, ranks=trainer.world_size)
-        if checkpoints is not None and self.every_n_steps is not None:
-            checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps)
+        folder, checkpoints = memory_folder(), checkpoints_of(trainer)
+        folders = all_gather_objects(folder and str(folder), trainer.world_size) if trainer.world_size > 1 else [folder]
+        over_hosts = trainer.num_nodes > 1 and isinstance(trainer.strategy, Sharded)  # whose parts lie on all of them
+        if folder is None or None in folders or over_hosts or checkpoints is None or self.every_n_steps is None:
+            return
+        if trainer.is_global_zero:
+            clean_up(folder)
+        checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps)

@@ -5,6 +5,7 @@ So the training waits for no network, and a rank that was killed is reported, to
 site-packages: it needs the standard library alone.
 """
 
+import http.client
 import json
 import os
 import re
@@ -139,7 +140,11 @@ class Notifier:
             try:
                 urllib.request.urlopen(request, timeout=_NET).close()
                 return None
-            except (OSError, ValueError) as problem:  # whose text may have the address, which is a secret
+            except (
+                OSError,
+                ValueError,
+                http.client.HTTPException,
+            ) as problem:  # whose text may have the address, which is a secret
                 error = f"{type(problem).__name__} {getattr(problem, 'code', '')}".strip()
         return _warn(f"the webhook whose address is in {name} takes no message: {error}")
 

@@ -86,7 +86,7 @@ class Notify(Callback):
         }
         try:
             words = [sys.executable, "-I", "-S", notifier.__file__]
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
             self._tell(json.dumps(facts))
         except OSError as error:
             log.warning("notify: the process that sends messages can't be started: %s. Training goes on.", error)

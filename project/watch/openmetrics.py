@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Metrics(Callback):
             except NoLibrary as error:
                 log.info("No figures of GPUs: %s", error)
         try:
-            self._server = HTTPServer(("127.0.0.1", self.port), _handler(self))
+            self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
         except OSError as error:
             log.warning("metrics.port %d can't be served: %s. Training goes on. HINT: another port, or 0.", self.port, error)
             return

@@ -57,7 +57,7 @@ def faults(*strikes: dict[str, object]) -> str:
 
 def memory_folders(output: str) -> set[Path]:
     """Returns the folders in memory from which a run has resumed."""
-    return {Path(path) for path in re.findall(r"/dev/shm/project-\w+", output)}
+    return {Path(path) for path in re.findall(r"/dev/shm/samerun-state-\w+", output)}
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -155,8 +155,15 @@ def children(pid: int, threads: str = "*") -> list[int]:
     """Returns the processes that a process's threads have started: of a rank, its loader processes and its warden."""
     with suppress(OSError):
         files = Path(f"/proc/{pid}/task").glob(f"{threads}/children")
-        return [int(child) for file in files for child in file.read_text().split()]
+        return [int(child) for file in files for child in file.read_text().split() if not _is_notifier(child)]
     return []
+
+
+def _is_notifier(pid: str) -> bool:
+    """Returns whether a process is the one that reports the rank's end to others, after it: watch/notifier.py."""
+    with suppress(OSError):
+        return b"notifier.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _memory(pid: int) -> int:
