@@ -140,11 +140,8 @@ class Notifier:
             try:
                 urllib.request.urlopen(request, timeout=_NET).close()
                 return None
-            except (
-                OSError,
-                ValueError,
-                http.client.HTTPException,
-            ) as problem:  # whose text may have the address, which is a secret
+            except (OSError, ValueError, http.client.HTTPException) as problem:
+                # Its text may have the address, which is a secret.
                 error = f"{type(problem).__name__} {getattr(problem, 'code', '')}".strip()
         return _warn(f"the webhook whose address is in {name} takes no message: {error}")
 

@@ -81,6 +81,7 @@ def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_p
     assert [one.wait(240) for one in running] == [0, 0, 0], printed(tmp_path)
     assert (tmp_path / "h1.txt").read_text().count("All ranks resume (restart") == 2, printed(tmp_path)
     assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
+    assert "Goes on from /dev/shm/samerun-state-" in (tmp_path / "h1.txt").read_text()
     assert_same_curve(tmp_path, alone)
 
 

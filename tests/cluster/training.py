@@ -18,6 +18,7 @@ STEPS = 10 * EPOCHS  # the last samples of an epoch make no global batch
 RECOVER = (
     "--recover.restarts=3",
     "--recover.every_n_steps=2",
+    "--checkpoints.every_n_steps=50",  # so that what they resume from is in memory
     "--trainer.callbacks="
     + json.dumps(
         [{"class_path": "tests.probes.Fault", "init_args": {"rank": rank, "step": step}} for rank, step in ((1, 7), (0, 25))]

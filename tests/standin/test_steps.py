@@ -105,10 +105,10 @@ def test_a_number_that_is_logged_does_not_make_the_host_wait(gpu: Cli, ranks: in
     words = ("--trainer.log_every_n_steps=19", "--trainer.callbacks=" + json.dumps(own))
     run = gpu(*NUMBERS, *words, ranks=ranks)
     assert run.code == 0, run.output
-    assert run.events("number_step") == [(18, 3.5 * 18)]
+    assert run.events("number_step") == [(19, 3.5 * 18)]
     assert run.events("number_epoch") == [(19, 3.5 * 9.5)]
-    assert run.events("most") == run.events("calls") == [(18, 38.0 / ranks)]
-    assert run.events("flag") == [(18, 1.0)]
+    assert run.events("most") == run.events("calls") == [(19, 38.0 / ranks)]
+    assert run.events("flag") == [(19, 1.0)]
 
 
 def test_a_number_beside_the_loss_is_not_repeated_by_a_graph(gpu: Cli) -> None:
