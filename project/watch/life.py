@@ -48,7 +48,7 @@ class Life(Callback):
     """
 
     def __init__(
-        self, cause_of: Callable[[BaseException], Cause], changed: Callable[[], Sequence[str] | None] = lambda: None
+        self, cause_of: Callable[[BaseException], Cause], changed: Callable[[], Sequence[str] | None] | None = None
     ) -> None:
         self._cause_of, self._changed = cause_of, changed
         self._began = False
@@ -67,7 +67,7 @@ class Life(Callback):
             pid=os.getpid(),
             user=_user(),
             command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
-            changed=self._changed() if trainer.is_global_zero else None,
+            changed=self._changed() if trainer.is_global_zero and self._changed else None,
             epoch=trainer.current_epoch,
             of=planned_steps(trainer),
             **_monitored(trainer),

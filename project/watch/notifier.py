@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
 
 LIMITS = "notified.json"
 """The file in the run's folder with the time of the last message of each kind, which holds over restarts."""
@@ -142,7 +143,7 @@ class Notifier:
                 return None
             except (OSError, ValueError, http.client.HTTPException) as problem:
                 # Its text may have the address, which is a secret.
-                error = f"{type(problem).__name__} {getattr(problem, 'code', '')}".strip()
+                error = f"{type(problem).__name__} {problem.code if isinstance(problem, HTTPError) else ''}".strip()
         return _warn(f"the webhook whose address is in {name} takes no message: {error}")
 
     def _run(self, event: Event, message: Facts) -> None:
