@@ -14,6 +14,8 @@ from jsonargparse._completions_jsonschema import ParserJsonschema
 from jsonargparse._typehints import get_all_subclass_paths
 from lightning.pytorch.cli import LightningArgumentParser
 
+import project.data.text  # classes that configs name, to be known here
+import project.model.gpt  # noqa: F401
 from project.cli.main import ProjectCLI, open_door
 from project.trainer import Trainer
 
