@@ -501,9 +501,10 @@ def _end(error: Exception, rank: int) -> int:
         launched = [*early_start.processes, *observed]
         observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
         code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer))
-        if code == WRONG and trainer.global_step:
+        lives = [callback for callback in typed(trainer).callbacks if isinstance(callback, Life)]
+        if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here
-        for life in (callback for callback in typed(trainer).callbacks if isinstance(callback, Life)):
+        for life in lives:
             life.amend(trainer, error)
     else:
         code = exit_code(error)

@@ -52,12 +52,14 @@ class Life(Callback):
     ) -> None:
         self._cause_of, self._changed = cause_of, changed
         self._began = False
+        self._first_step: int | None = None
         self._failure: Cause | None = None
         self.wrote = False
         """Whether there is anything to read."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = True
+        self._first_step = trainer.global_step
         hosts = typed(trainer).host_names
         each = trainer.world_size // len(hosts)  # those that have not met are all on this one
         device = trainer.strategy.root_device
@@ -97,6 +99,10 @@ class Life(Callback):
             if before and name in before[-1].known and (last := before[-1].known[name]) != value:
                 log.warning("The run goes on with another %s: %s -> %s", name, last or "none", value or "none")
         return now
+
+    def has_trained(self, trainer: Trainer) -> bool:
+        """Returns whether a step has been taken since the fit began."""
+        return self._first_step is not None and trainer.global_step > self._first_step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer, "finished")
