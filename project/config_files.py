@@ -6,6 +6,7 @@ Imports nothing heavy: it runs before PyTorch is loaded.
 import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -97,6 +98,14 @@ def without(argv: list[str], *names: str) -> list[str]:
 def documents(argv: list[str]) -> list[dict[str, object]]:
     """Reads the configs of a command line, one after the other; of one that `expand` has returned."""
     return [read_yaml(config) or {} for config in named_configs(argv)]
+
+
+def setting(argv: list[str], sections: Sequence[Mapping[str, object]], section: str, name: str) -> object:
+    """Returns the value that a command line gives a key of a section, else the last of its `documents` that has the key."""
+    if (flag := option(argv, f"--{section}.{name}")) is not None:
+        return flag
+    known = [content for document in sections if isinstance(content := document.get(section), Mapping) and name in content]
+    return known[-1][name] if known else None
 
 
 def named_configs(argv: list[str]) -> list[Path]:

@@ -158,9 +158,7 @@ class Run:
         words = _words(change)
         checkpoints = self.folder / "checkpoints"
         if int(os.environ.get(ATTEMPT, "0")):  # the supervisor starts this run again, and not what the command line began with
-            begun_at = step_of(Path(resume)) if resume not in ("auto", "never") else -1
-            newer = any(step_of(path) > begun_at for path in checkpoints_in(checkpoints)) if resume != "auto" else True
-            resume = "auto" if newer or newest_in_memory(None) or resume == "never" else resume
+            resume = self._resume_again(resume)
         if resume == "never":
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
@@ -187,6 +185,13 @@ class Run:
                 log.info("%s is of a later step and is set aside.", path)
                 put_aside(path, ".later")
         return checkpoint
+
+    def _resume_again(self, resume: str) -> str:
+        """Returns `auto` for a run that is started again, or the path that it began from, if nothing is saved since."""
+        if resume in ("auto", "never"):
+            return "auto"
+        own = checkpoints_in(self.folder / "checkpoints")
+        return "auto" if any(step_of(path) > step_of(Path(resume)) for path in own) or newest_in_memory(None) else resume
 
     def _at(self, path: Path) -> tuple[Path, Manifest]:
         if not path.exists():

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from project.config_files import documents, expand, option, run_config
+from project.config_files import documents, expand, run_config, setting
 from project.launch.sweep import with_trial
 
 _MARK = "PROJECT_EARLY_RANKS"
@@ -57,14 +57,6 @@ def gpus() -> int:
     return here if visible is None else min(here, len([one for one in visible.split(",") if one.strip()]))
 
 
-def _given(words: list[str], sections: Sequence[Mapping[str, object]], name: str) -> object:
-    """What the command line says of a key of the Trainer, else the last config that has it."""
-    if (flag := option(words, f"--trainer.{name}")) is not None:
-        return flag
-    trainers = [trainer for section in sections if isinstance(trainer := section.get("trainer"), Mapping)]
-    return next((trainer[name] for trainer in reversed(trainers) if name in trainer), None)
-
-
 def free_port() -> int:
     """Of those that no connection takes by chance before the ranks come to it: a system gives these out from 32768 on."""
     for _ in range(100):
@@ -84,9 +76,9 @@ def start(words: list[str]) -> None:
     try:
         expanded = expand(run_config(with_trial(list(words))))
         sections = documents(expanded)
-        if not starts_ranks(_given(expanded, sections, "strategy")):
+        if not starts_ranks(setting(expanded, sections, "trainer", "strategy")):
             return
-        devices, accelerator = (_given(expanded, sections, name) for name in ("devices", "accelerator"))
+        devices, accelerator = (setting(expanded, sections, "trainer", name) for name in ("devices", "accelerator"))
         count = ranks(devices, accelerator, gpus())
     except (ValueError, OSError, AttributeError):  # told later, by those whose business it is
         return

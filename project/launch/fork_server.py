@@ -17,9 +17,8 @@ from contextlib import suppress
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import ATTEMPT, SOCKET
+from project.launch.supervisor import ATTEMPT, PASSED_ON, SOCKET
 
-_OF_THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
 
 
@@ -39,7 +38,7 @@ def serve(ranks: int) -> None:
             f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
             f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
         )
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_RANKS}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     gc.collect()
     gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
     supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()

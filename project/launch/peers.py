@@ -98,7 +98,7 @@ class Peers:
             self.connected[0].send(joined=True)
 
     def messages(self, ready: list[object]) -> Iterator[Mapping[str, object]]:
-        """Yields what has arrived; {"left": True} for a supervisor that has ended."""
+        """Yields what has arrived, and forgets supervisors that have ended: `complete` tells that one is missing."""
         if self._listener in ready and self._listener is not None:
             with suppress(OSError):
                 connection = self._listener.accept()[0]
@@ -112,8 +112,6 @@ class Peers:
             if messages is None:
                 self.connected.remove(peer)
                 peer.connection.close()
-                if peer.has_joined:
-                    yield {"left": True}
 
     def send(self, **message: object) -> None:
         """Sends a message to all that are connected."""

@@ -1,8 +1,9 @@
-"""The supervisor: the process above the ranks of one host. It starts them, and starts them again when one of them is lost.
+"""The supervisor: the process above the ranks. It starts them, and starts them again when one of them is lost.
 
-Plain Python alone, and only where `recover.restarts` says so: `python -m project fit` becomes the supervisor, loads neither
-torch nor the user's code, and lives as long as the run. Its first child, the fork server (`launch/fork_server.py`), loads all
-libraries and resolves the configuration once; each rank is a fork of it, so that a lost rank costs no imports.
+Only where `recover.restarts` is set: `python -m project fit` becomes the supervisor, loads neither torch nor the user's code,
+and lives as long as the run. Under plain Python it is above all ranks, under torchrun and srun above one. Its first child, the
+fork server (`launch/fork_server.py`), loads all libraries and resolves the configuration once; each rank is a fork of it, so
+that a lost rank costs no imports.
 
 The state to resume from outlives the ranks, too: they keep copies of it in a folder in memory that belongs to the supervisor.
 """
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +27,7 @@ from math import inf
 from pathlib import Path
 
 from project.cluster.place import MEMORY, host
-from project.config_files import documents, expand, option, run_config
+from project.config_files import documents, expand, run_config, setting
 from project.errors import TRY_AGAIN
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.orphans import LAUNCHER
@@ -41,17 +41,17 @@ SUPERVISED = "PROJECT_SUPERVISED"
 """The environment variable with the name of a supervised run, which stays when its ranks are started again."""
 ATTEMPT = "PROJECT_ATTEMPT"
 """The environment variable that counts the starts of the ranks, from 0."""
-
 PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
 _ANSWER = 90.0  # seconds that another supervisor waits for what the first one decides
 _LONGEST_MESSAGE = 1 << 16
+_SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
 
 def restarts(words: list[str]) -> int:
@@ -64,13 +64,7 @@ def restarts(words: list[str]) -> int:
         return 0
     try:
         expanded = expand(run_config(with_trial(list(words))))
-        value: object = option(expanded, "--recover.restarts")
-        for section in () if value is not None else reversed(documents(expanded)):
-            recover = section.get("recover")
-            if isinstance(recover, Mapping) and "restarts" in recover:
-                value = recover["restarts"]
-                break
-        return max(0, int(str(value or 0)))
+        return max(0, int(str(setting(expanded, documents(expanded), "recover", "restarts") or 0)))
     except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
         return 0
 
@@ -141,7 +135,7 @@ class Supervisor:
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
-        for number in _PASSED_ON:
+        for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
         self._wake, wake = os.pipe()
@@ -274,7 +268,7 @@ class Supervisor:
 
     def _describe_loss(self, rank: Rank) -> str:
         """Returns how a rank was lost, in a sentence; '' where it has ended by itself, or because it was asked to."""
-        if rank.killed_by and rank.killed_by not in _PASSED_ON:
+        if rank.killed_by and rank.killed_by not in PASSED_ON:
             return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
         return f"rank {rank.number} on {self._host} lost another rank." if rank.code == TRY_AGAIN else ""
 
@@ -321,9 +315,6 @@ class Supervisor:
 
 def _report(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} WARNING {text[0].upper()}{text[1:]}", file=sys.stderr, flush=True)
-
-
-_SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
 
 def _memory_folder() -> Path | None:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from project.data.order import Order
-from project.errors import UserError
-from project.survive.failure import kind, message
+from project.errors import FaultError, UserError
+from project.survive.failure import exit_code, kind, message
 
 
 def raised(call):
@@ -70,3 +70,22 @@ def test_whose_error_it_is_follows_from_where_it_was_raised(place, expected):
     """What happened in a loader's process is raised again by torch/_utils.py."""
     code = compile("raise RuntimeError('writev: Broken pipe')", str(Path(torch.__file__).parent / place), "exec")
     assert kind(raised(lambda: exec(code))) == expected
+
+
+def of_cause(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("a wrong key"), 2),
+        (FaultError("no route to rank 0"), 1),
+        (of_cause(UserError("can't be read"), OSError(5, "Input/output error")), 1),  # a disk that is away for a moment
+        (of_cause(UserError("can't be read"), FileNotFoundError(2, "No such file")), 2),  # a wrong path
+        (UserError("You requested gpu: [0, 1]\n But your machine only has: [0]"), 1),  # on another host it works
+    ],
+)
+def test_what_a_machine_is_the_cause_of_may_be_started_again(error, code):
+    assert exit_code(error) == code
