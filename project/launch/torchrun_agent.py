@@ -8,13 +8,14 @@ where torchrun's is always 1: the one of the worker that failed first (2: its wo
 spent on that), 75 where the agents' store was lost, and after a signal the one that a shell expects.
 """
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 from project.errors import TRY_AGAIN, WRONG, UserError
 
@@ -108,5 +109,20 @@ def main() -> None:
             raise SystemExit(TRY_AGAIN) from None
 
 
+def _end(code: int) -> NoReturn:
+    """Ends the process without C++'s destructors, which abort it now and then while a thread of the agents' store still runs."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        _end(ended.code)
+    _end(0)

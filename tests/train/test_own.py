@@ -116,7 +116,7 @@ def test_ranks_that_gather_micro_batches_of_different_sizes_end_with_a_message(f
 
 def test_an_interval_beyond_the_epoch_is_told_in_steps(folders):
     run = forked(folders("it"), *MODULES["gpt"], "--trainer.val_check_interval=7")
-    assert run.code == 1
+    assert run.code == 2
     assert "trainer.val_check_interval=7 is more than the 6 steps of an epoch" in run.output
 
 
