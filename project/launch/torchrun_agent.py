@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process without C++'s destructors, which abort it now and then while a thread of the agents' store still runs."""
+    """Ends the process without C++'s destructors, which abort it now and then while a thread of the store still runs."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
