@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,7 +220,7 @@ class ProjectCLI(LightningCLI):
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."
             )
-        commit_of_run()  # of the code that is loaded here, once
+        _ = commit_of_run(), self._changed  # once, for all ranks and restarts
         serve(count)
         listen_for_signals()
         open_log(detect().rank, host())
@@ -257,7 +257,7 @@ class ProjectCLI(LightningCLI):
             log_communication(self.folder)
             ours.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
-            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life(cause_of, changed=self._changed)]
+            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life(cause_of, changed=lambda: self._changed)]
             if self._begun is not None and _several_hosts(settings, launch):
                 ours.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
@@ -285,6 +285,7 @@ class ProjectCLI(LightningCLI):
             resume_loggers(trainer.loggers, 0)
         return trainer
 
+    @cached_property
     def _changed(self) -> list[str] | None:
         """Returns the names of the settings that are not the defaults; None where they can't be told."""
         try:

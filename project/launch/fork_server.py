@@ -17,7 +17,7 @@ from contextlib import suppress
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import ATTEMPT, PASSED_ON, SOCKET
+from project.launch.supervisor import ATTEMPT, PASSED_ON, SOCKET, SPARES
 
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
 
@@ -29,6 +29,8 @@ def is_fork_server() -> bool:
 
 def serve(ranks: int) -> None:
     """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else.
+
+    Asked for spares, it forks them before they are needed: each waits for its orders here.
 
     `ranks`: how many; 0: the one that an engine has started, and given its number.
     """
@@ -44,19 +46,29 @@ def serve(ranks: int) -> None:
     supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()
     with suppress(ConnectionError):
         supervisor.send(b'{"ready": true}')
+    spares: list[tuple[int, int]] = []  # of each rank to come: its process, and the pipe at which it waits for its orders
     while order := _next_order(supervisor):
-        message = json.loads(order)
         sys.stdout.flush()
         sys.stderr.flush()
-        pids = []
-        for rank in range(ranks or 1):
-            if (pid := _fork(parent)) == 0:
+        for rank in range(len(spares), ranks or 1):
+            pid, pipe = _fork(parent)
+            if pid == 0:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-                _become(rank, ranks, **message)
+                _become(rank, ranks, **json.loads(os.read(pipe, 1 << 12)))
+                os.close(pipe)
                 _SUPERVISOR.append(supervisor)
                 return
-            pids.append(pid)
+            spares.append((pid, pipe))
+        pids = [pid for pid, _ in spares]
+        if order == SPARES:
+            supervisor.send(json.dumps({"spares": pids}).encode())
+            continue
+        for _, pipe in spares:
+            with suppress(OSError):  # it was killed
+                os.write(pipe, order)
+            os.close(pipe)
+        spares.clear()
         supervisor.send(json.dumps({"pids": pids}).encode())
     if memory := os.environ.get(MEMORY):  # the supervisor was killed, and its ranks with it
         shutil.rmtree(memory, ignore_errors=True)
@@ -70,16 +82,19 @@ def _next_order(supervisor: socket.socket) -> bytes:
     return b""
 
 
-def _fork(supervisor: int) -> int:
-    """Forks a child of the supervisor: returns its process id, and 0 in the child itself."""
+def _fork(supervisor: int) -> tuple[int, int]:
+    """Forks a child of the supervisor: returns its process id and a pipe to it; in the child 0, and the pipe's other end."""
     reader, writer = os.pipe()
+    orders, pipe = os.pipe()
     between = os.fork()
     if between:
         os.close(writer)
+        os.close(orders)
         os.waitpid(between, 0)
         with os.fdopen(reader) as file:
-            return int(file.read())
+            return int(file.read()), pipe
     os.close(reader)
+    os.close(pipe)
     middle = os.getpid()
     if pid := os.fork():
         os.write(writer, str(pid).encode())
@@ -87,14 +102,14 @@ def _fork(supervisor: int) -> int:
     os.close(writer)
     while (parent := os.getppid()) == middle:
         time.sleep(0.001)
+    end_with_parent()
     if parent != supervisor:
         os._exit(TRY_AGAIN)  # it has ended meanwhile
-    return 0
+    return 0, orders
 
 
 def _become(rank: int, ranks: int, attempt: int, port: int) -> None:
     """Gives this process the environment of a rank."""
-    end_with_parent()
     os.environ[ATTEMPT] = str(attempt)
     if ranks > 1:
         os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}

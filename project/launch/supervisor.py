@@ -46,6 +46,9 @@ PORT = "PROJECT_SUPERVISOR_PORT"
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+SPARES = b"spares"
+"""The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
+_SPARES_AFTER = 5.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
@@ -132,6 +135,7 @@ class Supervisor:
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._given_up = Losses(restarts), False
+        self._spares: list[int] = []  # the processes of the next start's ranks
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
@@ -168,6 +172,10 @@ class Supervisor:
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
+        self._socket.close()  # by which the fork server ends
+        self._server.wait()
+        self._spares = []
+        self._kill()
         if self._given_up:
             return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
@@ -180,7 +188,7 @@ class Supervisor:
             self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
         while (message := self._receive()) and "pids" not in message:
             self._early.append(message)  # a rank may be faster than the server, which starts the next one
-        pids = message.get("pids")
+        pids, self._spares = message.get("pids"), []
         if not isinstance(pids, list):
             _report("The process from which ranks are forked has ended: no rank is started again.")
             self._given_up = True
@@ -188,9 +196,12 @@ class Supervisor:
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
-        until, reported = inf, False
+        until, reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
         while self._alive or reported:
-            ready = self._select(until - time.monotonic())
+            ready = self._select(min(until, spares_at) - time.monotonic())
+            if time.monotonic() > spares_at:
+                self._request_spares()
+                ready, spares_at = [], inf
             restart = self._answer(ready)
             if restart is not None:
                 return restart
@@ -256,6 +267,15 @@ class Supervisor:
         message: dict[str, object] = json.loads(data) if data else {}
         return message
 
+    def _request_spares(self) -> None:
+        """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
+        with suppress(OSError):
+            self._socket.send(SPARES)
+        while (message := self._receive()) and "spares" not in message:
+            self._early.append(message)
+        spares = message.get("spares")
+        self._spares = spares if isinstance(spares, list) else []
+
     def _reap(self) -> list[Rank]:
         """Returns the ranks that have ended. What ranks have left behind is this process's child, too, and is forgotten."""
         alive, ended = {rank.pid: rank for rank in self._alive}, []
@@ -289,7 +309,7 @@ class Supervisor:
     def _kill(self) -> None:
         """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
         until = time.monotonic() + _LAST_WAIT
-        while (left := {*children(os.getpid())} - {self._server.pid}) or self._alive:
+        while (left := {*children(os.getpid())} - {self._server.pid, *self._spares}) or self._alive:
             for pid in left:
                 kill_with_children(pid)
             self._reap()
