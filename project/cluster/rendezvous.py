@@ -98,11 +98,21 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
     change what lies there, and torch's own would listen to every network that the host is in.
     """
     if rank > 0:
+        _wait_for_listener(port, timeout.total_seconds())
         return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
     _free(port)
     listening = socket.create_server(("127.0.0.1", port))
     port = listening.getsockname()[1]  # 0 was any that is free
     return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _wait_for_listener(port: int, seconds: float) -> None:
+    """Waits until rank 0 listens: a TCPStore that comes too early tries again only after up to a second."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.005)
 
 
 def store_of_agent(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -48,7 +48,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 SPARES = b"spares"
 """The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
-_SPARES_AFTER = 5.0  # seconds: ranks that have just been started need the cores themselves
+_SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
