@@ -35,6 +35,11 @@ class Cause:
     """File and line of the user's code that raised the error."""
     traceback: str = ""
 
+    @property
+    def whole(self) -> str:
+        """Returns all that is known, for a log."""
+        return "\n".join(filter(None, (self.text, self.traceback)))
+
 
 def as_user_error(error: Exception, text: str) -> UserError:
     """Returns a UserError that is of an error's class, too: who expects a FileNotFoundError, or Lightning's

@@ -87,8 +87,8 @@ def read_run(folder: Path) -> Listed:
     size, newest = _size_and_newest(folder)
     lives = lives_of(folder / FILE)
     life = lives[-1] if lives else None
-    running = held(folder / ".lock") or (life is not None and life.state == "killed" and time.time() - newest < FRESH)
-    state = "running" if running else "empty" if life is None else "lost" if life.state == "killed" else life.state
+    running = held(folder / ".lock") or (life is not None and life.badge == "lost" and time.time() - newest < FRESH)
+    state = "running" if running else "empty" if life is None else life.badge
     manifests = _manifests(folder)
     step = max([_last_step(folder), *(life.end_step for life in lives[-1:]), *manifests])
     of: int | None = life.known.get("of") if life else None

@@ -38,7 +38,7 @@ from project.data import ImageData
 from project.doctor.doctor import doctor
 from project.doctor.findings import verdict
 from project.doctor.memory_forecast import dry_run, on_meta
-from project.errors import WRONG, NonFiniteError, UserError, as_user_error
+from project.errors import WRONG, FaultError, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
 from project.launch.command import command
@@ -420,8 +420,7 @@ class ProjectCLI(LightningCLI):
         for name, text in lines.items():
             log.info("%-11s %s", name, text)
         if saved and saved.failed:
-            log.error("The run is over, and its last checkpoint could not be written: %s", saved.failed)
-            raise SystemExit(1)
+            raise FaultError(f"The run is over, and its last checkpoint could not be written: {saved.failed}")
 
 
 def log_communication(folder: Path) -> None:
@@ -501,7 +500,7 @@ def _end(error: Exception, rank: int) -> int:
         observed = getattr(trainer.strategy.launcher, "procs", [])
         launched = [*early_start.processes, *observed]
         observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer))
+        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), trainer.global_step)
         lives = [callback for callback in typed(trainer).callbacks if isinstance(callback, Life)]
         if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here

@@ -20,7 +20,9 @@ _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for 
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints what is most important, and returns the exit code."""
     parser = run_parser("report", _ABOUT, nargs="+")
-    parser.add_argument("--out", type=Path, help=f"of several runs: where the page goes ({RUNS}/compared.html, if not given)")
+    parser.add_argument(
+        "--out", type=Path, help=f"of several runs: where the page goes (compared.html beside them, if not given)"
+    )
     given = parser.parse_args(words)
     return ended(lambda: _write(list(dict.fromkeys(given.run)), given.out))
 
@@ -37,7 +39,8 @@ def _write(names: Sequence[str], out: Path | None) -> int:
                 if text:
                     print(printable(f"  {name:18} {text}"))
         if len(histories) > 1:
-            place = out or Path(RUNS) / "compared.html"
+            places = {history.folder.parent for history in histories}
+            place = out or (places.pop() if len(places) == 1 else Path(RUNS)) / "compared.html"
             place.parent.mkdir(parents=True, exist_ok=True)
             (Path.write_text if out else write_text)(
                 place, compared(histories, place.parent)

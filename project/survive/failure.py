@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
+from project.survive.hang.leaving import EXITING
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -179,7 +181,6 @@ def message(error: BaseException, folder: Path | None = None) -> str:
         text = Folded(error).text
         if isinstance(error, torch.OutOfMemoryError):
             text += "\nHINT: the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
-            text += f" {resumption(folder, changed=True)}" if folder else ""
         return text
     if _NO_COMPILER.search(str(error)):
         return (
@@ -193,7 +194,12 @@ def message(error: BaseException, folder: Path | None = None) -> str:
 
 
 def report_error(
-    error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]] = (), folder: Path | None = None
+    error: BaseException,
+    rank: int,
+    host: str,
+    children: Sequence[Popen[bytes]] = (),
+    folder: Path | None = None,
+    step: int = 0,
 ) -> int:
     """Reports the error that ends this process, and returns its exit code.
 
@@ -203,7 +209,10 @@ def report_error(
         host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
+        step: the steps that the run has done.
     """
+    if EXITING.is_set():
+        threading.Event().wait()  # the watchdog's thread ends this process
     SIGNALS.teardown()  # from here on a launcher that wants this process to end has its way
     if SIGNALS.noted == signal.SIGTERM and rank > 0 and not dist.is_initialized():
         return 1  # told to end before the ranks were connected: another one has said what is wrong
@@ -221,6 +230,8 @@ def report_error(
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error, folder)
+    if which == "crash" and folder is not None:
+        text += f"\nThe run has ended after step {step}. {resumption(folder, changed=True)}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
@@ -252,7 +263,7 @@ def _report_lost_rank(
     if not LOST_RANKS.deaths:
         failed = LOST_RANKS.cause  # which that rank reports itself
         text = f"{failed.text.partition(': ')[0]}: see its error." if failed else message(error).splitlines()[0]
-        log.warning("lost another rank: %s", text)
+        log.warning("lost another rank: %s", text, extra={WHOLE: f"lost another rank: {failed.whole}"} if failed else None)
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
         log.error("lost another rank: %s %s", " ".join(LOST_RANKS.deaths.values()), advice(folder))
     return bool(LOST_RANKS.deaths)

@@ -9,6 +9,7 @@ is read two steps later, the device skips the step by itself if it may, and no c
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.reading import checkpoints_in
 from project.cluster.place import host
 from project.errors import NonFiniteError
 from project.sharded.shards import any_rank, local, max_over_ranks
@@ -328,9 +330,11 @@ def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> 
 def _hint(trainer: Trainer, faults: list[Fault]) -> str:
     everywhere = len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
     if everywhere:
+        names = [path.name for path in checkpoints_in(Path(trainer.default_root_dir) / "checkpoints")]
         return (
             "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "
-            "trainer.gradient_clip_val, and go on from an older checkpoint (--resume PATH)."
+            "trainer.gradient_clip_val, and go on from a checkpoint of before the loss grew "
+            f"({', '.join(names[-3:]) or 'there is none yet'}): --resume PATH --change KEYS, those that you set."
         )
     look = "these samples" if faults else "what the network does in its backward pass"
     return f"look at {look}; the run goes on with this step, or without it: --trainer.nonfinite skip."

@@ -24,19 +24,19 @@ class Folded:
     def __init__(self, error: BaseException) -> None:
         self.whole = "".join(traceback.format_exception(error)).rstrip()
         frames = list(_FRAME.finditer(f"{self.whole}\n"))
-        own = [frame for frame in frames if not _library(frame["file"])]
+        own = [frame for frame in frames if not library_of(frame["file"])]
         self.where = f"{own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']}" if own else ""
         """File, line and function of the user's code, from which the error came; '' where none was in the way."""
         self.text = self.whole
         """What a user reads: the whole traceback where there is no frame of the user's."""
-        names = dict.fromkeys(filter(None, (_library(frame["file"]) for frame in frames)))
+        names = dict.fromkeys(filter(None, (library_of(frame["file"]) for frame in frames)))
         if own and names and not self.shows_all:
-            text = _FRAME.sub(lambda frame: "" if _library(frame["file"]) else frame[0], f"{self.whole}\n").rstrip()
+            text = _FRAME.sub(lambda frame: "" if library_of(frame["file"]) else frame[0], f"{self.whole}\n").rstrip()
             without = f"without {len(frames) - len(own)} frame(s) of {', '.join(names)}; --debug true shows them"
             self.text = text.replace(_HEAD, f"Traceback (most recent call last, {without}):", 1)
 
 
-def _library(file: str) -> str:
+def library_of(file: str) -> str:
     """Returns the library that a file belongs to, or this project; '' for the user's own."""
     path = Path(file)
     if (at := next((index for index, part in enumerate(path.parts) if part in _PACKAGES), None)) is not None:

@@ -62,6 +62,8 @@ class Life:
     end: float
     """The time of the stop; of a life that was cut off, the last sign of it."""
     end_step: int
+    cut_off: bool = True
+    """Whether the step of its end is known only by the signs that it has left."""
     state: str = "killed"
     why: str | None = None
     where: str = ""
@@ -71,6 +73,11 @@ class Life:
     @property
     def seconds(self) -> float:
         return max(0.0, self.end - self.time)
+
+    @property
+    def badge(self) -> str:
+        """Returns the state in the words of schedulers. A run is lost when its trace ends and nothing tells why."""
+        return {"going on": "running", "killed": "failed" if self.why else "lost"}.get(self.state, self.state)
 
 
 @dataclass
@@ -96,9 +103,8 @@ class History:
 
     @property
     def badge(self) -> str:
-        """Returns the state in the words of schedulers. A run is lost when its trace ends and nothing tells why."""
-        killed = "failed" if self.lives and self.lives[-1].why else "lost"
-        return {"going on": "running", "killed": killed}.get(self.state, self.state)
+        """Returns the last life's state in the words of schedulers."""
+        return self.lives[-1].badge if self.lives else self.state
 
     @property
     def chosen(self) -> dict[str, Any] | None:
@@ -221,13 +227,14 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 why = None if entry["why"] is None else as_text(entry["why"])
                 end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
+                life.cut_off = step is None
                 life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
     for life, until in zip(lives, [*(following.time for following in lives[1:]), float("inf")], strict=False):
         before = bisect_left(seen, (until,))
-        if life.state == "killed" and before > bisect_left(seen, (life.time,)):
+        if life.cut_off and before > bisect_left(seen, (life.time,)):
             time, step = seen[before - 1]
             life.end, life.end_step = max(life.end, time), max(life.end_step, step)
     return lives

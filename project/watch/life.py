@@ -117,8 +117,8 @@ class Life(Callback):
             self._stop(trainer, "failed", **_entries(self._failure))
 
     def amend(self, trainer: Trainer, exception: BaseException) -> None:
-        """Writes down another cause of a failure, where it has become known only after the fit had ended."""
-        if self._failure is not None and (cause := self._cause_of(exception)) != self._failure:
+        """Writes down a failure, or another cause of it, that has become known only after the fit had ended."""
+        if self._first_step is not None and (cause := self._cause_of(exception)) != self._failure:
             self._failure = cause
             self._write(trainer, "stop", state="failed", **_entries(cause))
 

@@ -99,4 +99,6 @@ def _charts(histories: Sequence[History], tags: Sequence[str], x_name: str) -> l
 def differences(histories: Sequence[History]) -> Mapping[str, Sequence[object]]:
     """Returns the settings that are not the same in all runs, by their dotted names."""
     changes = differing([history.config for history in histories])
+    if changes.get("data.seed") == changes.get("seed_everything"):  # which it follows
+        changes.pop("data.seed", None)
     return {name: settings for name, settings in changes.items() if name not in BESIDE}

@@ -22,6 +22,8 @@ from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
 from project.survive.hang.warden import kill_with_children, start_time
 
+EXITING = threading.Event()
+"""Set when this process is being ended here: an error that the main thread gets from that is no news."""
 _FINAL_WRITES = 2.0  # seconds in which the others write their last words before rank 0 ends, which may be their parent
 
 
@@ -77,6 +79,7 @@ def exit_process(
         unresponsive: ranks on this host that can't end themselves.
         agent_seconds: seconds that torchrun's agent has to end by itself; None: it is left alone.
     """
+    EXITING.set()
     for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
         child.kill()
     launch, ranks = detect(), {member.rank: member for member in unresponsive}

@@ -4,8 +4,10 @@ Nothing here reads source files or asks the device: it must work in a process in
 """
 
 import faulthandler
+import itertools
 import multiprocessing
 import os
+import re
 import sys
 import sysconfig
 import tempfile
@@ -16,14 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TypedDict
 
-import lightning
-import torch
 from lightning.pytorch.trainer import trainer
 
 from project.survive.hang.warden import DUMP, read_dump
+from project.survive.tracebacks import library_of
 
-_LIBRARIES = tuple(str(Path(str(file)).parent) for file in (torch.__file__, lightning.__file__, threading.__file__))
 _PACKAGES = sysconfig.get_paths()["purelib"]
+_CALL = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+"""A line of the stacks that faulthandler writes."""
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
 _PROCESSES = 3  # loader processes whose stacks are asked for
 
@@ -83,17 +85,20 @@ def loader_stacks(path: str) -> str:
 
 
 def innermost_call(frames: list[FrameType]) -> str:
-    """Returns the innermost call in code that is not a library's; in the loops alone, the innermost of all."""
-    for frame in reversed(frames):
-        file = frame.f_code.co_filename
-        if file == trainer.__file__:
-            break
-        if file.startswith("<") or file.startswith(_LIBRARIES) or file.startswith(_PACKAGES):
-            continue
-        return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
-    if not frames:
-        return ""
-    return f"{frames[-1].f_code.co_name} ({_short(frames[-1].f_code.co_filename)}:{frames[-1].f_lineno})"
+    """Returns the innermost call in the user's code; below the Trainer, where there is none, the innermost of all."""
+    below = itertools.takewhile(lambda frame: frame.f_code.co_filename != trainer.__file__, reversed(frames))
+    for frame in (*(frame for frame in below if not library_of(frame.f_code.co_filename)), *frames[-1:]):
+        return f"{frame.f_code.co_name} ({_short(frame.f_code.co_filename)}:{frame.f_lineno})"
+    return ""
+
+
+def innermost_loader_call(text: str) -> str:
+    """Returns the innermost call in the user's code that a loader process is in, from their stacks; '' where all wait."""
+    for process in text.split("Loader process ")[1:]:
+        for file, line, name in _CALL.findall(process.partition("in _worker_loop")[0]):
+            if not library_of(file):
+                return f"{name} ({file}:{line}), in a loader process"
+    return ""
 
 
 def in_debugger(frames: list[FrameType]) -> bool:

@@ -8,7 +8,8 @@ import logging
 import time
 from pathlib import Path
 
-from project.survive.failure import advice
+from project.errors import Cause
+from project.survive.failure import WHOLE, advice
 from project.survive.hang.beside import WardenProcess
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
 from project.survive.news import LOST_RANKS
@@ -34,14 +35,15 @@ def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
     cause = LOST_RANKS.cause
     assert cause is not None
     if warden is not None:
-        warden.send(**{"why": cause.text, "where": cause.where, "traceback": cause.traceback})
+        warden.send(why=cause.text, where=cause.where, traceback=cause.traceback, step=context.beat.step)
         warden.announce_exit()
     if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
-        run_with_timeout(_PATIENCE, lambda: _report(cause.text, context.folder))
+        run_with_timeout(_PATIENCE, lambda: _report(cause, context.folder))
     run_with_timeout(_PATIENCE, flush)
     exit_process(context, LOST_RANKS.exit_code)
 
 
-def _report(why: str, folder: Path | None) -> None:
+def _report(cause: Cause, folder: Path | None) -> None:
     hint = "HINT: see the error of that rank." if LOST_RANKS.failures else advice(folder)
-    log.error(f"lost another rank: {why} This one waits for it in a call that does not notice, and is ended. {hint}")
+    text = f"lost another rank: {cause.text} This one waits for it in a call that does not notice, and is ended. {hint}"
+    log.error(text, extra={WHOLE: f"{text}\n{cause.traceback}"})

@@ -56,10 +56,11 @@ class RankAtFault:
 
         `dump`: the file into which loader processes write their stacks.
         """
-        text = f"{stacks.thread_stacks()}\n{stacks.loader_stacks(dump)}".rstrip()
+        loaders = stacks.loader_stacks(dump)
+        text = f"{stacks.thread_stacks()}\n{loaders}".rstrip()
         return replace(
             self,
-            place=stacks.innermost_call(stacks.main_frames()),
+            place=stacks.innermost_loader_call(loaders) or stacks.innermost_call(stacks.main_frames()),
             collectives=stacks.pending_collectives(flights.read_recorder()),
             stacks=text[:_LONGEST],
         )
@@ -69,7 +70,7 @@ class RankAtFault:
 
     def __str__(self) -> str:
         beat, since = self.beat, time.strftime("%H:%M:%S", time.localtime(self.beat.since))
-        what = f"{beat.phase}, step {beat.step}, epoch {beat.epoch}"
+        what = f"{beat.phase}, after step {beat.step}, epoch {beat.epoch}"
         if self.silent_for is not None:
             state = f"is silent for {self.silent_for:.0f} s: stopped, dead, or cut off from the network"
             return f"rank {self.rank} on {self.host} {state}" + (f". Last heard of in: {what}" if beat.phase else "")

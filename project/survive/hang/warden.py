@@ -61,6 +61,7 @@ class Facts(TypedDict, total=False):
     file: str
     """Where the stacks of a rank go that does not answer."""
     life: str
+    step: int
     why: str
     where: str
     traceback: str
@@ -166,6 +167,14 @@ def _is_notifier(pid: str) -> bool:
     return False
 
 
+def _rank_of(pid: int) -> bytes:
+    """Returns the local rank that a process was started with: of a loader process, that of its rank."""
+    with suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((variable for variable in variables if variable.startswith(b"LOCAL_RANK=")), b"")
+    return b""
+
+
 def _memory(pid: int) -> int:
     """Returns the bytes that a process has in memory; 0 for one that has ended."""
     with suppress(OSError, IndexError, ValueError):
@@ -185,7 +194,10 @@ def kill_with_children(pid: int) -> None:
 
 
 OOM_KILL = "reports an OOM kill"
-TO_LOWER = "HINT: it would be killed again: set data.num_workers or data.batch_size lower, or give the job more memory."
+TO_LOWER = (
+    "HINT: it would be killed again: set data.num_workers or data.batch_size lower, give the job more memory, or see by the "
+    "curve run/memory_gb whether something grows from step to step."
+)
 
 
 class OomKills:
@@ -329,7 +341,8 @@ class WatchedRank:
 
     def look_at_memory(self) -> None:
         """Notes what the rank and its loader processes hold, for the case that they are killed for it."""
-        loaders = [held for child in children(self.pid, f"{self.pid}") if child != os.getpid() and (held := _memory(child))]
+        others = {os.getpid(), *(child for child in children(self.pid, f"{self.pid}") if _rank_of(child) != _rank_of(self.pid))}
+        loaders = [held for child in children(self.pid, f"{self.pid}") if child not in others and (held := _memory(child))]
         if own := _memory(self.pid):
             self._held = own, sum(loaders), len(loaders)
 
@@ -340,7 +353,9 @@ class WatchedRank:
         own, loaders, count = self._held
         parts = [f"seen last: {own / 2**30:.1f} GiB of its own"]
         parts += [f"{loaders / 2**30:.1f} GiB of its {count} loader processes"] if count else []
-        parts += [f"its limit: {limit / 2**30:.1f} GiB"] if (limit := self.oom_kills.limit) else []
+        parts += (
+            [f"the limit of all processes in its cgroup: {limit / 2**30:.1f} GiB"] if (limit := self.oom_kills.limit) else []
+        )
         return f" ({', '.join(parts)})"
 
     def has_ended(self) -> bool:
@@ -369,9 +384,20 @@ class WatchedRank:
         saved = f"Then it goes on from {newest[0]}." if newest else "There is no checkpoint yet: it will begin anew."
         return f"{text} {TO_LOWER} {saved}"
 
+    def _print(self, text: str) -> None:
+        """Prints a text, and writes rank 0's into the run's log, which it can't any more."""
+        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            if "life" in self.facts:
+                log = os.open(
+                    Path(self.facts["life"]).with_name("log.txt"), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+                )
+                with os.fdopen(log, "w") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR    {text}\n")
+
     def report(self, text: str) -> None:
         """Prints a text, and sends it to the other ranks."""
-        print(self.advise(text), file=sys.stderr, flush=True)
+        self._print(self.advise(text))
         if "secret" not in self.facts:
             return
         seal = sealer(self.facts["secret"])
@@ -385,7 +411,7 @@ class WatchedRank:
         """Kills a rank that was silent for too long, and writes its stacks into the run's folder."""
         text = f"{self.name} shows no sign of life for {self.silent} s, not even its watchdog: it is ended."
         file = self.facts["file"]
-        print(f"{text} Its stacks: {file}", file=sys.stderr, flush=True)
+        self._print(f"{text} Its stacks: {file}")
         dump = read_dump(self.pid, self.dump, wake=True)
         with suppress(OSError):
             _write_whole(Path(file), f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n{dump}\n")
@@ -397,7 +423,7 @@ class WatchedRank:
             return
         life = Path(self.facts.get("life", ""))
         why = self.facts.get("why")
-        line = {"event": "stop", "time": round(time.time(), 3), "step": None}
+        line = {"event": "stop", "time": round(time.time(), 3), "step": self.facts.get("step")}
         line |= {"state": "failed" if why else "killed", "why": why or how or None}
         details = {"where": self.facts.get("where"), "traceback": self.facts.get("traceback")}
         line |= {name: value for name, value in details.items() if value}

@@ -255,8 +255,10 @@ class Watchdog(Callback):
             saved = checkpoints_of(self._trainer)
             if exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context(), self._warden)
-            if self._channel is not None and self._warden is not None:
-                self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
+            if self._warden is not None:
+                self._warden.send(step=beat.step)
+                if self._channel is not None:
+                    self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
             if self._channel is None:
                 if beat.is_stuck:
                     self._verdict = Verdict([self._own_report(beat)])
@@ -421,7 +423,7 @@ class Watchdog(Callback):
         """Sends the verdict to the warden and, from rank 0, to all ranks; reports it and ends this process."""
         brief = judged.brief() if judged.network else judged
         if self._warden is not None:
-            self._warden.send(why=str(brief).splitlines()[0])
+            self._warden.send(why=str(brief).splitlines()[0], step=self._trainer.global_step)
             self._warden.announce_exit()
         if self._rank == 0 or 0 in judged.silent:
             self._send_to_all("hang", judged.silent, verdict=brief.to_dict())
