@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
     """Writes the page, prints what is most important, and returns the exit code."""
     parser = run_parser("report", _ABOUT, nargs="+")
     parser.add_argument(
-        "--out", type=Path, help=f"of several runs: where the page goes (compared.html beside them, if not given)"
+        "--out", type=Path, help="of several runs: where the page goes (compared.html beside them, if not given)"
     )
     given = parser.parse_args(words)
     return ended(lambda: _write(list(dict.fromkeys(given.run)), given.out))
