@@ -191,13 +191,13 @@ def test_a_collective_that_the_others_do_not_take_part_in(runs: Runs) -> None:
 
 @pytest.mark.faults
 def test_a_validation_that_hangs(runs: Runs) -> None:
-    assert_named(runs["validation"].result(), 1, "validation, step 5", "in sit_and_wait")
+    assert_named(runs["validation"].result(), 1, "validation, after step 5", "in sit_and_wait")
 
 
 def test_a_rank_within_the_pass_in_which_the_others_wait_for_it(runs: Runs) -> None:
     """All main threads are in the backward pass, and no frame tells them apart: torch's flight recorder does."""
     ended = runs["backward"].result()
-    assert_named(ended, 1, "backward and gradient sync, step 4", "in sit_and_wait")
+    assert_named(ended, 1, "backward and gradient sync, after step 4", "in sit_and_wait")
     assert "ranks wait for each other" not in ended.output
     assert f"Waiting for it: rank 0 on {HOST} and 1 more in: backward and gradient sync" in ended.output
 
