@@ -51,6 +51,7 @@ SPARES = b"spares"
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
+_LOOK = 0.5  # seconds between two looks whether the fork server lives
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
 _ANSWER = 90.0  # seconds that another supervisor waits for what the first one decides
 _LONGEST_MESSAGE = 1 << 16
@@ -271,10 +272,12 @@ class Supervisor:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
         with suppress(OSError):
             self._socket.send(SPARES)
-        while (message := self._receive()) and "spares" not in message:
-            self._early.append(message)
-        spares = message.get("spares")
-        self._spares = spares if isinstance(spares, list) else []
+        while self._server.poll() is None:  # the ranks hold the other end of the socket, too: its end alone closes nothing
+            message = self._receive() if select.select([self._socket], [], [], _LOOK)[0] else {}
+            if isinstance(spares := message.get("spares"), list):
+                self._spares = spares
+                return
+            self._early += [message] if message else []
 
     def _reap(self) -> list[Rank]:
         """Returns the ranks that have ended. What ranks have left behind is this process's child, too, and is forgotten."""
