@@ -177,5 +177,7 @@ def check_loop_progress(saved: object, name: str = "loops") -> None:
 
 def planned_steps(trainer: Trainer) -> int | None:
     """Returns the steps of the whole run, where they are known."""
+    if len(trainer.optimizers) > 1:  # whose steps all count: how many there will be, only the module knows
+        return trainer.max_steps if trainer.max_steps > 0 else None
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 <= steps < float("inf") else None

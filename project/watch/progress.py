@@ -93,20 +93,19 @@ class Progress(ProgressBar):
                 self._draw(trainer, self._bars)
                 self._line = now
         elif now - self._line > _LINE_EVERY:
-            log.info("epoch %d  step %d/%s  %s", trainer.current_epoch, step, planned_steps(trainer), self._figures(trainer))
+            log.info("epoch %d  step %s  %s", trainer.current_epoch, _counted(trainer), self._figures(trainer))
             self._line = now
 
     def _draw(self, trainer: Trainer, bars: Bars) -> None:
         """Gives the bar what fits into the terminal as it is now."""
-        steps, step = planned_steps(trainer), trainer.global_step
         number, most = trainer.current_epoch + 1, trainer.max_epochs or -1
         epoch = f"epoch {min(number, most)}/{most}" if most > 0 else f"epoch {number}"  # at the end it is one more
-        head = [Field(Importance.EPOCH, epoch), Field(Importance.PROGRESS, f"step {step}" + f"/{steps}" * (steps is not None))]
+        head = [Field(Importance.EPOCH, epoch), Field(Importance.PROGRESS, f"step {_counted(trainer)}")]
         place = Field(Importance.BAR, "\ue000" * _BAR)  # which no other field has
         text = fitted([*head, place, *self._fields(trainer)], bars.console.width)
         before, bar, after = text.partition(place.text)
         bars.columns = _columns(bar=bool(bar))
-        bars.update(self._bar, completed=step, head=before.strip(), figures=after.strip())
+        bars.update(self._bar, completed=trainer.global_step, head=before.strip(), figures=after.strip())
 
     def _figures(self, trainer: Trainer) -> str:
         return GAP.join(field.text for field in self._fields(trainer))
@@ -217,7 +216,7 @@ class Progress(ProgressBar):
         elif learned:
             lines["last epoch"] = _show(learned)
         if self._training:
-            parts = [f"{self._speed(trainer):,.0f} samples/s", f"{trainer.global_step} steps"]
+            parts = [f"{self._speed(trainer):,.0f} samples/s", _count(trainer.global_step, "step", "steps")]
             parts.append(str(timedelta(seconds=round(self._training))))
             parts += [f"{share:.0%} {name}" for throughput in _measuring(trainer) for name, share in throughput.shares.items()]
             lines["training"] = ", ".join(parts)
@@ -225,6 +224,12 @@ class Progress(ProgressBar):
             if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
                 lines["early stop"] = callback.stopping_reason_message.strip()
         return lines
+
+
+def _counted(trainer: Trainer) -> str:
+    """Returns the steps that are done and, where it is known, of how many."""
+    steps = planned_steps(trainer)
+    return f"{trainer.global_step}" if steps is None else f"{trainer.global_step}/{steps}"
 
 
 def _columns(bar: bool) -> tuple[ProgressColumn, ...]:
