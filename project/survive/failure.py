@@ -231,7 +231,8 @@ def report_error(
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error, folder)
     if which == "crash" and folder is not None:
-        text += f"\nThe run has ended after step {step}. {resumption(folder, changed=True)}"
+        resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
+        text += f"\nThe run has ended after step {step}. {resumes}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
