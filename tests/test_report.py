@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.dashboard import _LAYOUT
 from project.watch.figures import scaling
-from project.watch.history import PHASES, History, read_history
+from project.watch.goodput import Goodput, goodput
+from project.watch.history import PHASES, History, Life, read_history
 from project.watch.report import page
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
@@ -75,6 +76,8 @@ def test_a_run_leaves_its_life(place):
     assert found["samples"] == 48 * history.step
     assert (place / "lightning_logs/it" / found["checkpoint"]).exists()
     assert {"train/loss", "val/loss", "train/grad_norm"} <= found["metrics"].keys()
+    assert sum(found["goodput"].values()) == pytest.approx(1)
+    assert min(found["goodput"][part] for part in ("training", "starting", "recovering", "not running")) > 0
 
 
 def test_the_page_needs_nothing_else_and_shows_it_all(place):
@@ -115,6 +118,19 @@ def test_tensorboard_has_pages_that_show_what_was_logged(place):
     groups = {tag.partition("/")[0] for tag in tags["scalars"]}
     assert sorted(groups)[-3:] == ["train", "val", "watch"], "what is learned stands before what is measured beside it"
     assert [point.value for point in events.Scalars("watch/run/outcome")][-1] == 1
+
+
+def test_goodput_is_what_is_left_of_the_time_since_the_first_start():
+    lives = [
+        Life(time=110.0, step=0, ranks=2, known={"began": 100.0}, end=210.0, end_step=100),
+        # The steps from 90 on come again; a spare process is older than the loss that it was kept for.
+        Life(time=213.0, step=90, ranks=2, known={"began": 150.0}, end=303.0, end_step=180),
+        Life(time=325.0, step=180, ranks=2, known={"began": 323.0}, end=330.0, end_step=185),
+    ]
+    found = goodput(lives)
+    assert found == Goodput(training=185.0, starting=10.0, recovering=5.0, repeated=10.0, not_running=20.0)
+    assert f"{found}" == "80.4% training (4.3% starting, 2.2% recovering, 4.3% repeated, 8.7% not running)"
+    assert f"{goodput([])}" == ""
 
 
 # Faults that are seen -------------------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from project.cluster.cgroups import field
 
 NODE, IMAGE = "PROJECT_NODE", "PROJECT_IMAGE"
 MEMORY = "PROJECT_MEMORY"
@@ -43,6 +47,14 @@ def shared_memory() -> str:
         return f"/dev/shm ({shutil.disk_usage('/dev/shm').total >> 20:,} MiB)"
     except OSError:
         return "/dev/shm"
+
+
+def process_started(pid: int) -> float:
+    """Returns when a process was started, in seconds since 1970; 0 where the system does not tell."""
+    with suppress(OSError):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return float(field(Path("/proc/stat"), "btime")) + ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def image(environment: Mapping[str, str] = os.environ) -> str:

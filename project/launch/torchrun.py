@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from project.cluster.cgroups import field
+from project.cluster.place import process_started
 from project.launch.engine import Launch, LaunchError, number
 from project.launch.orphans import launcher_pid
 
@@ -51,16 +51,10 @@ def detect_torchrun(environment: Mapping[str, str]) -> Torchrun | None:
     run_id, rank = environment["TORCHELASTIC_RUN_ID"], number(environment, "RANK", 0)
     if run_id not in ("", "none") and not re.fullmatch(r"[0-9a-f-]{36}", run_id):
         return Torchrun(rank, groups, local, re.sub(r"[^\w.-]", "_", run_id))
-    name = f"{_parent_started():%Y%m%d-%H%M%S}"
+    name = f"{datetime.fromtimestamp(process_started(launcher_pid())):%Y%m%d-%H%M%S}"
     if rank == 0 and (error_file := environment.get("TORCHELASTIC_ERROR_FILE")):
         name = _first_name(name, Path(error_file).parents[2] / "run")  # AGENT/attempt_0/0/error.json
     return Torchrun(rank, groups, local, name)
-
-
-def _parent_started() -> datetime:
-    """Returns the time at which the parent process started."""
-    ticks = int(Path(f"/proc/{launcher_pid()}/stat").read_text().rpartition(")")[2].split()[19])
-    return datetime.fromtimestamp(int(field(Path("/proc/stat"), "btime")) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _first_name(name: str, file: Path) -> str:

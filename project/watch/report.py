@@ -12,6 +12,7 @@ from project.watch import attachments
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark
 from project.watch.curves import Point
 from project.watch.figures import best, direction, metrics
+from project.watch.goodput import goodput
 from project.watch.history import PHASES, SKIPPED, History, date, of_the_module
 from project.watch.pages import duration, ranks, rendered
 
@@ -35,7 +36,8 @@ class Figure(NamedTuple):
 
 def write(history: History) -> Path:
     """Writes the page and the summary of a run into its folder."""
-    write_text(history.folder / SUMMARY, json.dumps(history.summary(), indent=1))
+    summary = {**history.summary(), "goodput": goodput(history.lives).shares}
+    write_text(history.folder / SUMMARY, json.dumps(summary, indent=1))
     write_text(path := history.folder / PAGE, page(history))
     return path
 
@@ -92,6 +94,7 @@ def facts(history: History) -> dict[str, str]:
         "ended": date(last.end) if last and history.badge != "running" else "",
         "samples": f"{history.step * batch:,} in global batches of {batch:,}" if batch else "",
         "time": duration(history.seconds) if history.seconds else "",
+        "goodput": str(goodput(history.lives)),
         "speed": f"{speed:,.0f} samples/s on {ranks(last)}" if speed and last else "",
         "starts": f"{len(history.lives)}",
         "precision": str(known.get("precision", "")),
