@@ -87,15 +87,11 @@ class OrderedDDP(DistributedDataParallel):
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
-        self._trainable_at_start, self._for_graphs, self._settings = _trainable(module), for_graphs, settings
+        self.trainable_at_start, self._for_graphs, self._settings = _trainable(module), for_graphs, settings
+        """`trainable_at_start`: the `id` of each parameter whose gradient it adds up."""
         self._known = [*module.parameters()]
         self._learned_at_start = [parameter.requires_grad for parameter in self._known]
         self._hooks: list[tuple[object, Callable[..., object]]] = []
-
-    @property
-    def trainable_at_start(self) -> set[int]:
-        """Returns the `id` of each parameter whose gradient it adds up."""
-        return self._trainable_at_start
 
     @property
     def outdated(self) -> bool:

@@ -43,7 +43,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     _results: Results
 
-    _resumes_within_epoch = False
+    resumes_within_epoch = False
     """The run resumes within the epoch."""
     _validation_due = False
     """The run resumes with the validation that follows the last step."""
@@ -66,20 +66,16 @@ class EpochLoop(_TrainingEpochLoop):
 
     # Where a run resumes ---------------------------------------------------------------------------------------------
 
-    def resume(self, within: bool) -> None:
-        """Sets whether the run resumes within an epoch."""
-        self._resumes_within_epoch = within
-
     def on_load_checkpoint(self, state_dict: StateDict) -> None:
         super().on_load_checkpoint(state_dict)
         self._validation_due = state_dict.get("validation_due", False)
 
     def reset(self) -> None:
         """Resets the counters at the start of an epoch, but not where the run resumes within one."""
-        if not self._resumes_within_epoch:
+        if not self.resumes_within_epoch:
             super().reset()
             return
-        self._resumes_within_epoch = False  # the counters stand where the run was
+        self.resumes_within_epoch = False  # the counters stand where the run was
         batches = counts(self.batch_progress.current)
         if batches.processed > batches.completed:
             # Saved by Lightning's own Trainer, in on_train_batch_end.

@@ -76,7 +76,7 @@ class Epochs(_FitLoop):
         if self.restarting:
             epoch = counts(self.epoch_progress.current)
             self._resumes_within_epoch = epoch.started > epoch.processed
-            self.epoch_loop.resume(self._resumes_within_epoch)
+            self.epoch_loop.resumes_within_epoch = self._resumes_within_epoch
             self.restarting = False
         super().reset()
 
