@@ -159,12 +159,6 @@ class StepGraphs(Runner):
         self._kind = kind if fits else None
         return batch if fits else transfer(batch, 0)
 
-    def _check_outputs(self, outputs: Outputs) -> None:
-        """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
-        for name, value in outputs.items():
-            if not all(isinstance(element, Tensor) for element in _elements(value)):
-                self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
-
     def _begin_step_as_graph(self) -> bool:
         """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
         has changed.
@@ -200,7 +194,9 @@ class StepGraphs(Runner):
         state = step_state(self._trainer)
         if self._kind is None:
             outputs = train(batch)
-            self._check_outputs(outputs)
+            for name, value in outputs.items():  # a graph would return it as recorded
+                if not all(isinstance(element, Tensor) for element in _elements(value)):
+                    self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
             return outputs, batch
 
         def work(batch: Batch) -> Taken:

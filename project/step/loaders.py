@@ -22,8 +22,7 @@ from project.step.batch_norm_layers import normalises_batches
 from project.step.batching import Batching, accumulates_by_epoch, accumulation, apply_batching
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
-from project.step.position import Progress
-from project.typed import TypedTrainer, typed
+from project.typed import Stateful, TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,9 @@ class Loaders(_DataConnector):
         self.limits: dict[str, Limit] = {}
         """The user's limits by stage: of training in steps, of evaluation in micro-batches over all ranks."""
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
-        self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
+        self._epoch_in_use = -1  # in which training loaders were made
+        self.set_sizes: list[int] = []
+        """The numbers of samples of the training sets in use, as far as they are known."""
         self._restored_sizes: list[int] = []  # of the training sets that the run had before
         self._resumes_within_epoch = False  # the run resumes within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
@@ -135,7 +136,9 @@ class Loaders(_DataConnector):
 
     def begin_verb(self, spare_cores: int | None = None) -> None:
         """Begins another fit, or another verb, and computes its batching, unless that takes the first training loader."""
-        self._forget_last_verb()
+        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
+        self._epoch_in_use, self.set_sizes, self.micro_batch, self._micro_batch_before = -1, [], None, None
+        self._size_before_and_now = (1, 1)
         self.note_limits()
         trainer, data = typed(self.trainer), self.attached
         if trainer.accumulate_grad_batches != self.batching.accumulation and not accumulates_by_epoch(trainer):
@@ -175,16 +178,6 @@ class Loaders(_DataConnector):
         apply_batching(batching, typed(self.trainer), self._validation_interval)  # which may refuse it
         self.batching = batching
 
-    def _forget_last_verb(self) -> None:
-        """Forgets the loaders, the position and the sizes of the last fit or verb."""
-        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
-        self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
-
-    @property
-    def set_sizes(self) -> list[int]:
-        """Returns the numbers of samples of the training sets in use, as far as they are known."""
-        return self._in_use[1]
-
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
         """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
         Loaders may have been made already: a schedule that needs the length of the run has them made, and a sharded network is
@@ -196,7 +189,7 @@ class Loaders(_DataConnector):
             list(sizes) if same else [],
             within,
         )
-        self._in_use, self._micro_batch_before = (-1, []), size
+        self._epoch_in_use, self.set_sizes, self._micro_batch_before = -1, [], size
         for loader in self._dealt:
             self._set_start(loader)
 
@@ -205,12 +198,12 @@ class Loaders(_DataConnector):
         epoch, done = self._start
         order = loader.keys.order
         now = self.trainer.current_epoch
-        if self._in_use[0] != now:
-            self._in_use, self.micro_batch = (now, []), order.micro_batch
+        if self._epoch_in_use != now:
+            self._epoch_in_use, self.set_sizes, self.micro_batch = now, [], order.micro_batch
             before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
             if before not in (None, order.micro_batch):
                 done = self._done_in_current_size(order, before)
-        self._in_use[1].append(order.size)
+        self.set_sizes.append(order.size)
         if self._restored_sizes and now == epoch:
             self._check_set_size(order.size, self._restored_sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
@@ -233,13 +226,13 @@ class Loaders(_DataConnector):
         self._start, self._size_before_and_now = (epoch, done * before // now), (before, now)
         return self._start[1]
 
-    def recount_progress(self, batches: Progress) -> None:
+    def recount_progress(self, batches: Stateful) -> None:
         """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
-        before, now = self._size_before_and_now
-        for counters in (batches.current, batches.total):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(counters, name, getattr(counters, name) * before // now)
-        self._size_before_and_now = (1, 1)
+        (before, now), self._size_before_and_now = self._size_before_and_now, (1, 1)
+        counts = batches.state_dict()
+        for counters in (counts["current"], counts["total"]):
+            counters.update({name: count * before // now for name, count in counters.items()})
+        batches.load_state_dict(counts)
 
     def _check_set_size(self, now: int, before: int) -> None:
         """Warns where a training set has another size than before; refuses it where the run resumes within an epoch."""
@@ -269,7 +262,13 @@ class Loaders(_DataConnector):
             except (TypeError, MisconfigurationException) as error:
                 if "batch sampler" not in str(error):
                     raise
-                raise as_user_error(error, _why_unshared(dataloader, self.trainer.world_size)) from error
+                batches = type(dataloader.batch_sampler).__name__ if isinstance(dataloader, DataLoader) else "none"
+                raise as_user_error(
+                    error,
+                    f"{self.trainer.world_size} ranks can't share the batch sampler {batches}: it is no BatchSampler of "
+                    "torch's, or can't be made again from its own arguments. HINT: make it one; or, where it gives each rank "
+                    "batches of its own, set trainer.use_distributed_sampler=false.",
+                ) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _set_accumulation(self, size: int | None) -> None:
@@ -309,7 +308,7 @@ class Loaders(_DataConnector):
         """Deals out a training loader in this project's order, from where the run is."""
         trainer, size = self.trainer, micro_batch_of(loader)
         self._set_accumulation(size)
-        if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
+        if self._epoch_in_use != trainer.current_epoch and self.micro_batch not in (None, size):
             log.warning(
                 "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
                 "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
@@ -446,13 +445,3 @@ def _seed_of(loader: DataLoader[object], trainer: Trainer) -> int:
     if seed != own:
         log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
     return seed
-
-
-def _why_unshared(loader: object, ranks: int) -> str:
-    """Describes why the ranks can't share a loader's batch sampler."""
-    batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
-    return (
-        f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "
-        "from its own arguments. HINT: make it one; or, where it gives each rank batches of its own, set "
-        "trainer.use_distributed_sampler=false."
-    )
