@@ -130,7 +130,7 @@ def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     buckets.
     """
     if strategy.world_size == 1:
-        strategy.configure_ddp = _do_not_wrap  # type: ignore[method-assign]
+        strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
         strategy.on_train_batch_start = partial(_wrap_again_before_step, strategy)  # type: ignore[method-assign]
@@ -155,10 +155,6 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(values.flatten().view(torch.uint8), 0)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
-
-
-def _do_not_wrap() -> None:
-    pass
 
 
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:

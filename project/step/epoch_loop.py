@@ -23,19 +23,20 @@ _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
 
 def add_callback(trainer: Trainer, callback: Callback) -> None:
     """Adds a callback during training, as the last one."""
-    _change_callbacks(trainer, lambda those: [*those, callback])
+    _change_callbacks(trainer, [*typed(trainer).callbacks, callback])
 
 
 def remove_callback(trainer: Trainer, callback: Callback) -> None:
     """Removes a callback during training."""
-    _change_callbacks(trainer, lambda those: [other for other in those if other is not callback])
+    _change_callbacks(trainer, [other for other in typed(trainer).callbacks if other is not callback])
 
 
-def _change_callbacks(trainer: Trainer, change: Callable[[list[Callback]], list[Callback]]) -> None:
-    typed(trainer).callbacks = change(typed(trainer).callbacks)
+def _change_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    typed(trainer).callbacks = callbacks
     steps = trainer.fit_loop.epoch_loop
     assert isinstance(steps, EpochLoop)
-    steps.forget_methods_of_hooks()
+    steps._methods_of_hooks = {}
+    steps.state.runner.change_callbacks()
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -226,11 +227,6 @@ class EpochLoop(_TrainingEpochLoop):
             self._module.__dict__["_current_fx_name"] = hook
             for method in methods:
                 method(*args)
-
-    def forget_methods_of_hooks(self) -> None:
-        """Forgets which callbacks have which hook, as the callbacks have changed."""
-        self._methods_of_hooks = {}
-        self.state.runner.change_callbacks()
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., object]]:
         """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""
