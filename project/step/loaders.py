@@ -19,7 +19,7 @@ from project.data.self_dealing import Dealing, SelfDealing
 from project.data.worker_signals import with_signals
 from project.errors import UserError, as_user_error
 from project.step.batch_norm_layers import normalises_batches
-from project.step.batching import Batching, accumulates_by_epoch, accumulation, apply_batching
+from project.step.batching import accumulates_by_epoch, accumulation
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
 from project.typed import Stateful, TypedTrainer, typed
@@ -54,7 +54,7 @@ class Loaders(_DataConnector):
         super().__init__(trainer)
         self.global_batch, self.configured_accumulation = global_batch, configured_accumulation
         self._validation_interval, self._spare_cores, self._moments = validation_interval, spare_cores, moments
-        self.batching = Batching(trainer.accumulate_grad_batches)
+        self._accumulation = trainer.accumulate_grad_batches  # as it was set last
         self.limits: dict[str, Limit] = {}
         """The user's limits by stage: of training in steps, of evaluation in micro-batches over all ranks."""
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
@@ -141,12 +141,12 @@ class Loaders(_DataConnector):
         self._size_before_and_now = (1, 1)
         self.note_limits()
         trainer, data = typed(self.trainer), self.attached
-        if trainer.accumulate_grad_batches != self.batching.accumulation and not accumulates_by_epoch(trainer):
+        if trainer.accumulate_grad_batches != self._accumulation and not accumulates_by_epoch(trainer):
             # An argument that is given late, as Lightning's Trainer takes it.
             if trainer.accumulate_grad_batches < 1:
                 raise UserError(f"trainer.accumulate_grad_batches is 1 at least, and not {trainer.accumulate_grad_batches}.")
             self.configured_accumulation = trainer.accumulate_grad_batches
-        self._apply(Batching())
+        self._accumulate(1)
         if data is not None and isinstance(data, SelfDealing):
             self._let_data_deal(data, self._spare_cores if spare_cores is None else spare_cores)
         elif trainer.training:
@@ -156,7 +156,7 @@ class Loaders(_DataConnector):
                     "HINT: set it, in samples; a multiple of the loader's batch_size."
                 )
             if self.configured_accumulation != "auto":
-                self._apply(Batching(self.configured_accumulation))
+                self._accumulate(self.configured_accumulation)
 
     def _let_data_deal(self, data: SelfDealing, spare_cores: int) -> None:
         """Tells a data module that deals out its own samples what its loaders depend on, and sets the accumulation."""
@@ -171,12 +171,24 @@ class Loaders(_DataConnector):
             size, global_batch = data.batch_sizes()
             where = "data.global_batch_size data.batch_size"
             count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
-            self._apply(Batching(count, size, ranks.count))
+            self._accumulate(count, size * ranks.count * count)
             self._accumulation_is_set = True
 
-    def _apply(self, batching: Batching) -> None:
-        apply_batching(batching, typed(self.trainer), self._validation_interval)  # which may refuse it
-        self.batching = batching
+    def _accumulate(self, count: int, samples: int | None = None) -> None:
+        """Has each rank take so many micro-batches in a step, and sets what follows for Lightning, which counts these.
+
+        `samples`: behind the step, where they can be counted; a callback may accumulate more for an epoch.
+        """
+        trainer = typed(self.trainer)
+        if count > 1 and accumulates_by_epoch(trainer):
+            raise UserError(
+                f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {count}. HINT: "
+                "leave out the callback, or have each rank take its share of the global batch as one micro-batch."
+            )
+        self._accumulation = trainer.accumulate_grad_batches = count
+        trainer.global_batch = samples
+        if isinstance(self._validation_interval, int):
+            trainer.val_check_interval = self._validation_interval * count
 
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
         """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
@@ -293,7 +305,7 @@ class Loaders(_DataConnector):
                 f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."
             )
-        self._apply(Batching(count, size, ranks))
+        self._accumulate(count, size * ranks * count)
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None:
             share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
