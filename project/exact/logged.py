@@ -179,11 +179,11 @@ class ExactResults(Results):
         """Refuses values of other hooks that are not the same on all ranks. Called at the end of an epoch, by all ranks."""
         if self._world_size == 1:
             return
-        own = {}
-        for key, metric in self.items():
-            elsewhere = _hook_name(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
-                own[key] = repr(metric.value.double().tolist())
+        own = {
+            key: repr(self[key].value.double().tolist())
+            for key in self._keys_of_epoch()
+            if _hook_name(self[key].meta.fx) not in _OF_MICRO_BATCH and not self[key].meta.sync.rank_zero_only
+        }
         by_rank = all_gather_objects(own, self._world_size)
         for key in own:
             if len({of_rank[key] for of_rank in by_rank if key in of_rank}) > 1:

@@ -187,9 +187,7 @@ class Moments:
     def _check_draws(self, moment: str) -> None:
         """Reports, once, numbers that were drawn since the end of the last moment."""
         before, self._states_at_last_moment = self._states_at_last_moment, None
-        if before is None or self._depth:
-            return
-        if not (drawn := _drawn_from(before)):
+        if before is None or self._depth or not (drawn := _drawn_from(before)):
             return
         self._checks = False  # once
         what = (

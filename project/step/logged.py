@@ -218,10 +218,9 @@ class Results(_ResultCollection):
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
         own: dict[str, tuple[Tensor, Tensor]] = {}
-        for key, metric in self.items():
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
-                samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
-                own[key] = self._sum_of_this_rank(key), samples.cpu()
+        for key in self._keys_of_epoch():
+            _, samples = self._value_and_samples(key)
+            own[key] = self._sum_of_this_rank(key), torch.tensor(0) if samples is None else samples.cpu()
         by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
         for key in own:
