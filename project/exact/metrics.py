@@ -65,7 +65,6 @@ class ExactLogged(Logged):
         return {"exact_metrics": self.metrics_of_module.state_dict()}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
-        super().restore_metrics(checkpoint)
         self.metrics_of_module.load_state_dict(checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
 
 
