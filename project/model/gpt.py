@@ -51,7 +51,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.network(self.network_norm(x)))
+        x = x + self.dropout(self.network(self.network_norm(x)))
+        return x
 
 
 class GPT(nn.Module):
