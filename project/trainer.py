@@ -228,10 +228,6 @@ class Trainer(TypedTrainer):
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
 
-    def describe(self, configuration: dict[str, Any]) -> None:
-        """Takes the resolved YAML from the command line, for those who compare, log or show it."""
-        self.configuration = configuration
-
     # Asked several times a step, and Lightning's compares the letters of names.
     training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
     world_size, global_rank, num_training_batches = map(guarded_property, ("world_size", "global_rank", "num_training_batches"))
@@ -255,19 +251,16 @@ class Trainer(TypedTrainer):
     def _run_sanity_check(self) -> None:
         """Runs the sanity check; with `exact` it looks at the same samples on any number of ranks."""
         with self._moments.without_check():
-            self._check_sanity()
-
-    def _check_sanity(self) -> None:
-        if not self.exact or not self.num_sanity_val_steps:
-            super()._run_sanity_check()
-            return
-        loaders = self._data_connector
-        loaders.sanity_steps, self.num_sanity_val_steps = self.num_sanity_val_steps, float("inf")
-        try:
-            super()._run_sanity_check()
-        finally:
-            self.num_sanity_val_steps, loaders.sanity_steps = loaders.sanity_steps, None
-            self.fit_loop.epoch_loop.val_loop._combined_loader = None  # it has these samples and no more
+            if not self.exact or not self.num_sanity_val_steps:
+                super()._run_sanity_check()
+                return
+            loaders = self._data_connector
+            loaders.sanity_steps, self.num_sanity_val_steps = self.num_sanity_val_steps, float("inf")
+            try:
+                super()._run_sanity_check()
+            finally:
+                self.num_sanity_val_steps, loaders.sanity_steps = loaders.sanity_steps, None
+                self.fit_loop.epoch_loop.val_loop._combined_loader = None  # it has these samples and no more
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""

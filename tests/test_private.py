@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "project"
 PAGE = ROOT / "docs/dev/private_names.md"
-LIMIT = 145
+LIMIT = 144
 """Names, overrides and patches together: this number may only go down. The goal is 40."""
 LIBRARIES = ("lightning", "torch")
 WHERE_TORCH_DEFINES = ("nn", "optim", "amp", "distributed", "utils/data", "utils/tensorboard")

@@ -272,7 +272,7 @@ class ProjectCLI(LightningCLI):
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
-        trainer.describe(configuration)
+        trainer.configuration = configuration
         for callback in typed(trainer).callbacks:
             if isinstance(callback, (Watchdog, Recovery)) and self.subcommand == "fit":
                 callback.life = self.folder / LIFE

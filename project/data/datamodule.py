@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 from typing import Literal, cast
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -50,6 +50,7 @@ class ImageData(LightningDataModule):
     """
 
     capturable = True
+    trainer: Trainer  # from before the first loader on
 
     def __init__(
         self,
@@ -159,7 +160,6 @@ class ImageData(LightningDataModule):
 
     def train_order(self) -> Order:
         """Returns the order of the training samples in this run."""
-        assert self.trainer is not None
         micro_batches = self._here[1] * self.trainer.accumulate_grad_batches
         size = size_of(self._dataset("train"))
         order = Order(size, self.batch_size, micro_batches, self.seed, self.tail)
@@ -180,7 +180,6 @@ class ImageData(LightningDataModule):
         return self._eval_loader("predict")
 
     def _eval_loader(self, split: Split) -> MicroBatchLoader:
-        assert self.trainer is not None
         size = size_of(self._dataset(split))
         count, limit = -(-size // self.batch_size), self.dealing.limits.get(split)
         batches = limited(count, limit, f"limit_{split}_batches", "micro-batches")
@@ -193,7 +192,6 @@ class ImageData(LightningDataModule):
     @property
     def _here(self) -> tuple[int, int]:
         """Returns this rank's index among those that read samples of their own, and the number of these ranks."""
-        assert self.trainer is not None
         return self.trainer.global_rank // self.dealing.shared_by, self.trainer.world_size // self.dealing.shared_by
 
     def loader_processes(self) -> int:
@@ -203,14 +201,12 @@ class ImageData(LightningDataModule):
     def _read_whole(self, split: Split) -> InMemory | None:
         if self.resident == "never" or self.num_workers != "auto":
             return None
-        assert self.trainer is not None
         device = self.trainer.strategy.root_device
         cuda = device.type == "cuda"
         at_most = torch.cuda.get_device_properties(device).total_memory // 20 if cuda else 256 << 20
         return whole(self._dataset(split), device, at_most)
 
     def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
-        assert self.trainer is not None
         held = self._whole(split)
         order = replace(order, share=order.micro_batches // self._here[1])
         workers = 0 if held else self.loader_processes()
@@ -247,7 +243,6 @@ class ImageData(LightningDataModule):
     # On the device ---------------------------------------------------------------------------------------------------
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        assert self.trainer is not None
         if (self.crop_padding or self.flip) and self.trainer.training:
             how = self.trainer.current_epoch, self.seed, self.crop_padding, self.flip, batch["image"].shape[-1]
             return {**batch, "moves": drawn_moves(batch["sample"], *how)}
@@ -262,7 +257,6 @@ class ImageData(LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         images = batch["image"]
-        assert self.trainer is not None
         if self._unseen:
             self._look_at(batch)
         if (moves := batch.pop("moves", None)) is not None:
@@ -277,7 +271,6 @@ class ImageData(LightningDataModule):
 
     def _look_at(self, batch: Batch) -> None:
         """Examines the first batch of each split before anything changes it."""
-        assert self.trainer is not None
         split = _BY_STAGE.get(str(self.trainer.state.stage and self.trainer.state.stage.value), "predict")
         if split not in self._unseen or not len(batch["image"]):
             return

@@ -68,11 +68,6 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         ranges = [num_classes, num_classes, 1 << 20, (2 * _SHIFT + 1) ** 2, _NOISE_BYTES, _NOISE_BYTES]
         self._ranges = torch.tensor(ranges)[:, None]
 
-    @property
-    def best_accuracy(self) -> float:
-        """Returns the expected accuracy of the best possible classifier."""
-        return 1 - self.difficulty * (1 - 1 / self.num_classes)
-
     def _random(self, stream: int, count: int) -> Tensor:
         """Returns `count` words from one of the streams that belong to the seed."""
         key = scatter(scatter(torch.tensor([self.seed])) + stream)

@@ -288,14 +288,11 @@ class StepStatistics(Callback):
             each = torch.where(each.isnan(), 1 / steps, each)
         return each.index_select(0, self._layer_of)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._detach(trainer)
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with suppress(torch.AcceleratorError):
-            self._detach(trainer)
+            self.on_train_end(trainer, pl_module)
 
-    def _detach(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gives the strategy its own `training_step` back, and each layer its own buffers."""
         trainer.strategy.__dict__.pop("training_step", None)
         for layer in self._layers:

@@ -50,15 +50,6 @@ def warn_of_hash_randomization() -> None:
         log.warning("trainer.exact: the order of a set of strings is another one in each process. HINT: PYTHONHASHSEED=0.")
 
 
-def refuse_lightnings_loop(why: str | None) -> None:
-    """Raises a UserError where Lightning's own loop takes the steps. `why`: the reason, or None."""
-    if why is not None:
-        raise UserError(
-            f"trainer.exact can't be kept: {why}, and so Lightning's own loop takes the steps (docs/own.md). "
-            "HINT: change that, or set trainer.exact to false."
-        )
-
-
 def guarded_property(name: str) -> property:
     """Returns a property in place of the Trainer's of this name, whose value is another one on another number of ranks.
 
@@ -95,15 +86,6 @@ def refuse_all_gather(*_: object, **__: object) -> NoReturn:
     raise UserError(
         "trainer.exact can't be kept: self.all_gather brings together what the ranks have at once, another batch on "
         "another number of ranks. HINT: a larger micro-batch, the same on any number of ranks, or a torchmetrics.Metric."
-    )
-
-
-def refuse_missing_loss() -> NoReturn:
-    """Raises a UserError for a micro-batch without a loss."""
-    raise UserError(
-        "trainer.exact can't be kept: training_step returned None (or the loader gave None), and other ranks would wait for "
-        "its gradient. "
-        "HINT: return a loss that has none: (output * 0).sum()."
     )
 
 

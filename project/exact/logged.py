@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from fractions import Fraction
 from operator import mul
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -34,24 +34,6 @@ _OF_MICRO_BATCH = {
 _T = TypeVar("_T")
 _Terms = list[tuple[float, float]]
 """Values, and what each counts for."""
-
-
-class _Meta(Protocol):
-    """How a value was logged, as Lightning keeps it."""
-
-    on_epoch: bool
-
-    @property
-    def is_mean_reduction(self) -> bool: ...
-
-    @property
-    def is_sum_reduction(self) -> bool: ...
-
-    @property
-    def is_max_reduction(self) -> bool: ...
-
-    @property
-    def is_min_reduction(self) -> bool: ...
 
 
 class ExactResults(Results):
@@ -106,7 +88,7 @@ class ExactResults(Results):
                 f"self.log({meta.name!r}, on_step=True) in {hook} logs each micro-batch of rank 0, which are "
                 "others on another number of ranks: trainer.exact can't be kept. HINT: on_step=False logs the mean over all."
             )
-        if isinstance(value, Tensor) and metric.is_tensor and is_term and _is_sum_of_epoch(meta):
+        if isinstance(value, Tensor) and metric.is_tensor and is_term and _is_sum_of_epoch(metric):
             if metric.has_reset or key not in self._sums:
                 self._sums[key] = ExactScalar()
             self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
@@ -131,7 +113,7 @@ class ExactResults(Results):
         for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank if key in self):
             metric = self[key]
             terms = [term for of_rank in by_rank for term in of_rank.get(key, ())]
-            made = torch.tensor(_reduce_terms(terms, metric.meta, metric.is_tensor), dtype=torch.float64)
+            made = torch.tensor(_reduce_terms(terms, metric), dtype=torch.float64)
             metric._forward_cache = made
             if not metric.meta.on_epoch and metric.is_tensor:
                 metric.value = made
@@ -169,7 +151,7 @@ class ExactResults(Results):
                 total = exact_mean(parts, sum(count for _, count in of_ranks))
                 metric.cumulated_batch_size = torch.ones_like(metric.cumulated_batch_size)
             else:
-                total = _reduce_terms([(part, 1.0) for part in parts], metric.meta, True)
+                total = _reduce_terms([(part, 1.0) for part in parts], metric)
             metric.value = torch.tensor(total, dtype=torch.float64, device=metric.value.device)
             self._reduced.add(key)
 
@@ -189,7 +171,7 @@ class ExactResults(Results):
                 metric.reset()
                 metric.has_reset, metric._update_count = False, 1
                 self._not_logged_since.add(key)  # this rank may log it yet
-                if _is_sum_of_epoch(meta):
+                if _is_sum_of_epoch(metric):
                     self._sums[key] = ExactScalar()
         return [of_rank for of_rank, _ in both]
 
@@ -197,11 +179,11 @@ class ExactResults(Results):
         """Refuses values of other hooks that are not the same on all ranks. Called at the end of an epoch, by all ranks."""
         if self._world_size == 1:
             return
-        own = {}
-        for key, metric in self.items():
-            elsewhere = _hook_name(metric.meta.fx) not in _OF_MICRO_BATCH and not metric.meta.sync.rank_zero_only
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset and elsewhere:
-                own[key] = repr(metric.value.double().tolist())
+        own = {
+            key: repr(self[key].value.double().tolist())
+            for key in self._keys_of_epoch()
+            if _hook_name(self[key].meta.fx) not in _OF_MICRO_BATCH and not self[key].meta.sync.rank_zero_only
+        }
         by_rank = all_gather_objects(own, self._world_size)
         for key in own:
             if len({of_rank[key] for of_rank in by_rank if key in of_rank}) > 1:
@@ -261,7 +243,8 @@ def _hook_name(fx: str) -> str:
     return fx.partition(".")[0]
 
 
-def _is_sum_of_epoch(meta: _Meta) -> bool:
+def _is_sum_of_epoch(metric: _ResultMetric) -> bool:
+    meta = metric.meta
     return bool(meta.on_epoch and (meta.is_mean_reduction or meta.is_sum_reduction))
 
 
@@ -277,9 +260,9 @@ def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) 
     return {key: [next(pairs) for _ in range(count)] for key, count in names}
 
 
-def _reduce_terms(terms: _Terms, meta: _Meta, is_tensor: bool) -> float:
+def _reduce_terms(terms: _Terms, metric: _ResultMetric) -> float:
     """Returns the sum, mean, largest or smallest value of terms, rounded once."""
-    values = [value for value, _ in terms]
+    values, meta, is_tensor = [value for value, _ in terms], metric.meta, metric.is_tensor
     if is_tensor and (meta.is_max_reduction or meta.is_min_reduction):
         numbers = torch.tensor(values, dtype=torch.float64)  # its extremes of what is no number are none
         return float(numbers.max() if meta.is_max_reduction else numbers.min())

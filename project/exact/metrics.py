@@ -24,6 +24,7 @@ from project.typed import StateDict
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
+_EXTREMES: dict[object, Callable[..., Tensor]] = {dim_zero_max: torch.amax, dim_zero_min: torch.amin}
 
 Where: TypeAlias = tuple[int, ...]
 """Identifies a micro-batch: what sorts them in the same way on any number of ranks."""
@@ -64,7 +65,6 @@ class ExactLogged(Logged):
         return {"exact_metrics": self.metrics_of_module.state_dict()}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
-        super().restore_metrics(checkpoint)
         self.metrics_of_module.load_state_dict(checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
 
 
@@ -211,12 +211,8 @@ def _reduce_states(parts: Sequence[State], how: object) -> State:
     if isinstance(parts[0], list):
         elements = [element for part in cast(Sequence[list[Element]], parts) for element in part]
         return sorted(elements, key=lambda element: element[:2])
-    tensors = torch.stack(cast(list[Tensor], parts))
-    if how is dim_zero_max:
-        return tensors.amax(0)
-    if how is dim_zero_min:
-        return tensors.amin(0)
-    return tensors.sum(0)
+    reduce = _EXTREMES.get(how, torch.sum)
+    return reduce(torch.stack(cast(list[Tensor], parts)), 0)
 
 
 def _refuse_unsupported(name: str, metric: Metric) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from project.exact.checks import MovedWeights, explain_missing_gradients, refuse_lightnings_loop, refuse_missing_loss
+from project.errors import UserError
+from project.exact.checks import MovedWeights, explain_missing_gradients
 from project.exact.gradients import ExactGradients
 from project.exact.logged import ExactResults
 from project.sharded.shards import clip_with_norm, total_norm
@@ -37,7 +38,11 @@ class ExactStep(Gradients):
         self._weights: MovedWeights | None = None
 
     def begin_epoch(self, why_not: str | None) -> None:
-        refuse_lightnings_loop(why_not)
+        if why_not is not None:
+            raise UserError(
+                f"trainer.exact can't be kept: {why_not}, and so Lightning's own loop takes the steps (docs/own.md). "
+                "HINT: change that, or set trainer.exact to false."
+            )
         self._make_sums()
         callbacks = typed(self.trainer).callbacks
         others = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
@@ -75,7 +80,10 @@ class ExactStep(Gradients):
             self._weights.refuse(where)
 
     def pass_over(self) -> None:
-        refuse_missing_loss()
+        raise UserError(
+            "trainer.exact can't be kept: training_step returned None (or the loader gave None), and other ranks would wait "
+            "for its gradient. HINT: return a loss that has none: (output * 0).sum()."
+        )
 
     def begin_backward(self, last: bool) -> None:
         assert self._sums is not None

@@ -203,6 +203,7 @@ class Resuming(_CheckpointConnector):
         ranks = data_ranks(self.trainer)
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
+            self._steps.metric_states = saved.get("metric_states")
             self._logged.restore_metrics(saved)
         with _loop_errors_as_user_errors():
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)

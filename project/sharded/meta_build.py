@@ -44,9 +44,6 @@ class _Operator(Protocol):
 class _DrawsOnMeta(TorchDispatchMode):
     """Draws for a tensor on the meta device as many random numbers as for one with values."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, function: _Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
@@ -96,7 +93,7 @@ def parameters_on_meta() -> Iterator[None]:
     hook = register_module_parameter_registration_hook(move)
     vars(nn.init).update({name: partial(_initialize_twin, function) for name, function in _SKIP_META.items()})
     try:
-        with _DrawsOnMeta(), warnings.catch_warnings():
+        with _DrawsOnMeta(), warnings.catch_warnings():  # type: ignore[no-untyped-call]
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # a checkpoint is read in a constructor
             yield
     finally:

@@ -5,12 +5,12 @@ the same micro-batches, the same names in a checkpoint; so it is a DDPStrategy t
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,18 +18,20 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.distributed import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from project.cluster.environment import limits
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
+from project.parts import Stored
 from project.sharded.blocks import Named, blocks_of
-from project.sharded.checkpoints import ShardedCheckpoints
 from project.sharded.memory_formats import use_contiguous_order
 from project.sharded.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
 from project.sharded.refusals import (
@@ -43,9 +45,11 @@ from project.sharded.refusals import (
     weight_averages,
 )
 from project.sharded.root import Root
-from project.sharded.shards import clip_by_norm, skip_overflow_on_all_ranks
+from project.sharded.shards import clip_by_norm, gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
+from project.step.data_ranks import ByDataRanks
 from project.step.ddp import broadcast_from_rank_0
+from project.typed import StateDict
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ _SPARE = 12
 """Times a network's parameters: twice of what DDP holds with AdamW, and with what is on its way."""
 
 
-class Sharded(ShardedCheckpoints):
+class Sharded(ByDataRanks):
     """Shards a network over the ranks, so that none holds the whole.
 
     Args:
@@ -101,6 +105,7 @@ class Sharded(ShardedCheckpoints):
         """Reports on rank 0 of a fit what each rank will hold, before anything is spread."""
         self.layouts: dict[str, torch.memory_format] = {}
         """The memory format of weights that layers compute with in another order than the default one, by name."""
+        self._state: Mapping[str, Tensor] = {}  # the network's, where layers are shared
         self._before_values = ExitStack()
         self._root: Root | None = None  # of a network that is spread
         self._state_of_fit: TrainerState | None = None
@@ -109,6 +114,10 @@ class Sharded(ShardedCheckpoints):
     def is_sharded(self) -> bool:
         """Returns whether each rank holds a part. On one rank it has all: only a type, or the host's memory, needs this."""
         return bool(self.world_size > 1 or self.param_dtype or self.reduce_dtype or self.cpu_offload)
+
+    @property
+    def _shared_layers(self) -> bool:
+        return self.data_ranks.shared_by > 1
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -319,6 +328,71 @@ class Sharded(ShardedCheckpoints):
             return getattr(self.lightning_module, name)(*args, **kwargs)
         return self._root.run_step(name, *args, **kwargs)
 
+    # A checkpoint ----------------------------------------------------------------------------------------------------
+
+    def slice_of(self, stored: Stored) -> DTensor:
+        """Reads this rank's shard of a tensor that lies in parts."""
+        return read_shard(stored, self._data_mesh, self._parameter_like(stored.name) if self._shared_layers else None)
+
+    def _parameter_like(self, name: str) -> Tensor | None:
+        """Returns the parameter that a tensor of this name in a checkpoint will be placed like."""
+        kind, *place = name.split("/")[1:]
+        if kind != "optimizer_states":
+            return self._state.get(place[-1]) if place else None
+        optimizer, number = int(place[0]), place[2]
+        if place[1] != "state" or optimizer >= len(self.optimizers):
+            return None
+        parameters = _parameters(self.optimizers[optimizer])
+        return parameters[int(number)] if number.isdigit() and int(number) < len(parameters) else None
+
+    def shards_of(self, checkpoint: StateDict) -> StateDict:
+        """Returns a checkpoint with this rank's shards of all states that are named and shaped like the parameters."""
+        own = self.lightning_module.state_dict()  # type: ignore[union-attr]
+
+        def shards_of(state: object) -> object:
+            if not isinstance(state, Mapping) or not any(name in own and isinstance(state[name], Tensor) for name in state):
+                return state
+            # Another shape is left for the error that names another network.
+            return {
+                **state,
+                **{name: shard_like(value, own[name]) for name, value in state.items() if _fits(value, own.get(name))},
+            }
+
+        return {name: shards_of(state) for name, state in checkpoint.items()}
+
+    def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
+        """Writes what trainer.save_checkpoint, a ModelCheckpoint and tuners save: one file, whole. Called by all ranks."""
+
+        def gathered(shard: DTensor) -> Tensor:
+            tensor = gather(shard, self.root_device)
+            return tensor.cpu() if self.is_global_zero else tensor.new_empty(0)
+
+        if self.is_sharded:
+            checkpoint = apply_to_collection(checkpoint, DTensor, gathered)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.is_sharded:
+            own = self.lightning_module.state_dict()  # type: ignore[union-attr]
+            shards = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+            checkpoint = {**checkpoint, "state_dict": shards}
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.is_sharded:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+                parameters = _parameters(optimizer)
+                for number, values in state["state"].items():
+                    like = parameters[number]
+                    fitting = [name for name, value in values.items() if like.ndim > 0 and _fits(value, like)]
+                    values.update({name: shard_like(values[name], like) for name in fitting})
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:  # Lightning has moved its state to the GPU, where an offloaded parameter is not
+            for parameter, state in optimizer.state.items():
+                if parameter.device != self.root_device:
+                    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+                    state.update({name: tensor.to(parameter.device) for name, tensor in tensors.items()})
+
 
 def _recompute(blocks: Named) -> None:
     """Has blocks keep their input alone, and compute the rest again when their gradients are computed."""
@@ -334,6 +408,14 @@ def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
             part.to(device)
         for buffer in part.buffers(recurse=False):
             buffer.data = buffer.data.to(device)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _fits(value: object, like: object) -> bool:
+    return isinstance(value, Tensor) and isinstance(like, Tensor) and value.shape == like.shape
 
 
 StrategyRegistry.register("sharded", Sharded, description="Spreads parameters, gradients and optimiser over all ranks")

@@ -2,15 +2,15 @@
 
 import copy
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from project.data.dealing import chance_kept
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,12 @@ def is_plain(layer: _BatchNorm) -> bool:
     if type(layer).forward in _PLAIN_FORWARDS:
         return True
     if layer not in _KNOWN:
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
-            _KNOWN[layer] = _gathers_only(layer)
+            with chance_kept():
+                _KNOWN[layer] = _gathers_only(layer)
         except Exception as error:  # whatever a layer of one's own makes of an input that is not its own
             log.debug("%s can't be tried: %s", type(layer).__name__, error)
             _KNOWN[layer] = False
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
     return _KNOWN[layer]
 
 

@@ -1,6 +1,5 @@
 """Computes the accumulation: micro-batch x ranks x accumulation = global batch."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -10,36 +9,6 @@ from project.typed import TypedTrainer
 
 _CLUSTER = 1024
 """The global batch of configs/ddp_cluster.yaml and configs/gpt_cluster.yaml."""
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How the samples of a fit's steps lie on its ranks: computed once, when the size of a micro-batch is known."""
-
-    accumulation: int = 1
-    """Micro-batches that each rank takes in a step."""
-    micro_batch: int | None = None
-    """The samples that a rank takes at once; None: not known, as of data without a batch size."""
-    ranks: int = 1
-    """Those with data of their own."""
-
-    @property
-    def global_batch(self) -> int | None:
-        """Returns the samples behind a step, where they can be counted. A callback may accumulate more for an epoch."""
-        return None if self.micro_batch is None else self.micro_batch * self.ranks * self.accumulation
-
-
-def apply_batching(batching: Batching, trainer: TypedTrainer, validation_interval: int | float | None) -> None:
-    """Sets what follows for Lightning, which counts the micro-batches of a rank. `validation_interval`: in steps, if an int."""
-    if batching.accumulation > 1 and accumulates_by_epoch(trainer):
-        raise UserError(
-            f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it "
-            f"{batching.accumulation}. HINT: leave out the callback, or have each rank take its share of the global batch as "
-            "one micro-batch."
-        )
-    trainer.accumulate_grad_batches, trainer.global_batch = batching.accumulation, batching.global_batch
-    if isinstance(validation_interval, int):
-        trainer.val_check_interval = validation_interval * batching.accumulation
 
 
 def accumulates_by_epoch(trainer: TypedTrainer) -> bool:

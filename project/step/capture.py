@@ -146,13 +146,8 @@ class StepGraphs(Runner):
         return None
 
     def prepare(self, batch: Batch, number: int, accumulates: bool, transfer: Transfer) -> Batch:
-        """Chooses how the micro-batch is taken. A graph holds the data module's work on it, too."""
-        self._kind = self._begin_micro_batch_as(batch, number, accumulates)
-        return transfer(batch, 0) if self._kind is None else batch
-
-    def _begin_micro_batch_as(self, batch: Batch, number: int, accumulates: bool) -> Kind | None:
-        """Returns the kind of graph for the micro-batch at hand; None where it is taken eagerly, as all of a step are if its
-        first is.
+        """Chooses how the micro-batch is taken: eagerly, as all of a step are if its first is, or as a graph, which holds the
+        data module's work on it, too.
         """
         kind: Kind = ("middle" if number else "first") if accumulates else ("last" if number else "only")
         shapes, known = _shapes(batch), self._graphs.get(kind)
@@ -160,13 +155,9 @@ class StepGraphs(Runner):
             self._refuse("a batch is not only tensors")
         if not number:
             self._began_as_graph = self._begin_step_as_graph()
-        return kind if self._began_as_graph and shapes and (known is None or known.shapes == shapes) else None
-
-    def _check_outputs(self, outputs: Outputs) -> None:
-        """Refuses graphs where an eager step returns more than tensors: a graph would return it as recorded."""
-        for name, value in outputs.items():
-            if not all(isinstance(element, Tensor) for element in _elements(value)):
-                self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
+        fits = self._began_as_graph and shapes and (known is None or known.shapes == shapes)
+        self._kind = kind if fits else None
+        return batch if fits else transfer(batch, 0)
 
     def _begin_step_as_graph(self) -> bool:
         """Returns whether the step at hand is taken by graphs: after enough eager steps, and where nothing that they hold fixed
@@ -203,7 +194,9 @@ class StepGraphs(Runner):
         state = step_state(self._trainer)
         if self._kind is None:
             outputs = train(batch)
-            self._check_outputs(outputs)
+            for name, value in outputs.items():  # a graph would return it as recorded
+                if not all(isinstance(element, Tensor) for element in _elements(value)):
+                    self._refuse(f"training_step gives {name!r}, which is not only tensors ({type(value).__name__})")
             return outputs, batch
 
         def work(batch: Batch) -> Taken:

@@ -95,10 +95,17 @@ class Moments:
         profiler.profile = partial(self._wrap_profile, profiler.profile)
 
     def _wrap_profile(self, profile: Profile, action: str) -> AbstractContextManager[object]:
-        """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code."""
+        """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code, and for a
+        micro-batch of an evaluation on its way to the device.
+        """
         hook = action.rpartition(".")[2]
-        if hook == "on_before_batch_transfer" and (self._trainer.evaluating or self._trainer.predicting):
-            self._seed_evaluation_transfer()
+        if (
+            hook == "on_before_batch_transfer"
+            and (self._trainer.evaluating or self._trainer.predicting)
+            and (position := arriving_key(self._trainer)) is not None
+        ):
+            seed_moment(*position, _ARRIVING)
+            self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
         return self._seed_hook(profile, action, hook)
@@ -151,12 +158,6 @@ class Moments:
             self._batches_to_check -= 1
             self._note_states("on_train_batch_end")
 
-    def _seed_evaluation_transfer(self) -> None:
-        """Seeds what happens to a micro-batch of an evaluation on its way to the device, and notes the generators before."""
-        if (position := arriving_key(self._trainer)) is not None:
-            seed_moment(*position, _ARRIVING)
-            self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
-
     def drawn_in_transfer(self) -> list[str]:
         """Returns the generators that were drawn from while the first micro-batch of an evaluation went to the device."""
         return [] if self._states_at_transfer is None else _drawn_from(self._states_at_transfer)
@@ -186,9 +187,7 @@ class Moments:
     def _check_draws(self, moment: str) -> None:
         """Reports, once, numbers that were drawn since the end of the last moment."""
         before, self._states_at_last_moment = self._states_at_last_moment, None
-        if before is None or self._depth:
-            return
-        if not (drawn := _drawn_from(before)):
+        if before is None or self._depth or not (drawn := _drawn_from(before)):
             return
         self._checks = False  # once
         what = (

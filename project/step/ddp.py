@@ -87,15 +87,11 @@ class OrderedDDP(DistributedDataParallel):
             if not self.find_unused_parameters and not self.static_graph:
                 self.reducer._push_all_rebuilt_params()
                 self.reducer._rebuild_buckets()
-        self._trainable_at_start, self._for_graphs, self._settings = _trainable(module), for_graphs, settings
+        self.trainable_at_start, self._for_graphs, self._settings = _trainable(module), for_graphs, settings
+        """`trainable_at_start`: the `id` of each parameter whose gradient it adds up."""
         self._known = [*module.parameters()]
         self._learned_at_start = [parameter.requires_grad for parameter in self._known]
         self._hooks: list[tuple[object, Callable[..., object]]] = []
-
-    @property
-    def trainable_at_start(self) -> set[int]:
-        """Returns the `id` of each parameter whose gradient it adds up."""
-        return self._trainable_at_start
 
     @property
     def outdated(self) -> bool:
@@ -134,7 +130,7 @@ def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     buckets.
     """
     if strategy.world_size == 1:
-        strategy.configure_ddp = _do_not_wrap  # type: ignore[method-assign]
+        strategy.configure_ddp = lambda: None  # type: ignore[method-assign]
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
         strategy.on_train_batch_start = partial(_wrap_again_before_step, strategy)  # type: ignore[method-assign]
@@ -159,10 +155,6 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(values.flatten().view(torch.uint8), 0)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
-
-
-def _do_not_wrap() -> None:
-    pass
 
 
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:

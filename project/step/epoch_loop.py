@@ -23,19 +23,20 @@ _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
 
 def add_callback(trainer: Trainer, callback: Callback) -> None:
     """Adds a callback during training, as the last one."""
-    _change_callbacks(trainer, lambda those: [*those, callback])
+    _change_callbacks(trainer, [*typed(trainer).callbacks, callback])
 
 
 def remove_callback(trainer: Trainer, callback: Callback) -> None:
     """Removes a callback during training."""
-    _change_callbacks(trainer, lambda those: [other for other in those if other is not callback])
+    _change_callbacks(trainer, [other for other in typed(trainer).callbacks if other is not callback])
 
 
-def _change_callbacks(trainer: Trainer, change: Callable[[list[Callback]], list[Callback]]) -> None:
-    typed(trainer).callbacks = change(typed(trainer).callbacks)
+def _change_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    typed(trainer).callbacks = callbacks
     steps = trainer.fit_loop.epoch_loop
     assert isinstance(steps, EpochLoop)
-    steps.forget_methods_of_hooks()
+    steps._methods_of_hooks = {}
+    steps.state.runner.change_callbacks()
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -43,7 +44,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     _results: Results
 
-    _resumes_within_epoch = False
+    resumes_within_epoch = False
     """The run resumes within the epoch."""
     _validation_due = False
     """The run resumes with the validation that follows the last step."""
@@ -66,20 +67,16 @@ class EpochLoop(_TrainingEpochLoop):
 
     # Where a run resumes ---------------------------------------------------------------------------------------------
 
-    def resume(self, within: bool) -> None:
-        """Sets whether the run resumes within an epoch."""
-        self._resumes_within_epoch = within
-
     def on_load_checkpoint(self, state_dict: StateDict) -> None:
         super().on_load_checkpoint(state_dict)
         self._validation_due = state_dict.get("validation_due", False)
 
     def reset(self) -> None:
         """Resets the counters at the start of an epoch, but not where the run resumes within one."""
-        if not self._resumes_within_epoch:
+        if not self.resumes_within_epoch:
             super().reset()
             return
-        self._resumes_within_epoch = False  # the counters stand where the run was
+        self.resumes_within_epoch = False  # the counters stand where the run was
         batches = counts(self.batch_progress.current)
         if batches.processed > batches.completed:
             # Saved by Lightning's own Trainer, in on_train_batch_end.
@@ -230,11 +227,6 @@ class EpochLoop(_TrainingEpochLoop):
             self._module.__dict__["_current_fx_name"] = hook
             for method in methods:
                 method(*args)
-
-    def forget_methods_of_hooks(self) -> None:
-        """Forgets which callbacks have which hook, as the callbacks have changed."""
-        self._methods_of_hooks = {}
-        self.state.runner.change_callbacks()
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., object]]:
         """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""

@@ -76,33 +76,30 @@ class Epochs(_FitLoop):
         if self.restarting:
             epoch = counts(self.epoch_progress.current)
             self._resumes_within_epoch = epoch.started > epoch.processed
-            self.epoch_loop.resume(self._resumes_within_epoch)
+            self.epoch_loop.resumes_within_epoch = self._resumes_within_epoch
             self.restarting = False
         super().reset()
 
-    def _set_up_with_validations_between_steps(self, set_up_loaders: Callable[[], None]) -> None:
+    def setup_data(self) -> None:
         """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
         them may end within a step.
         """
         interval = self.val_check_interval
-        try:
-            set_up_loaders()
-        except ValueError as error:
-            if "`val_check_interval`" not in str(error):
-                raise
-            steps = self.max_batches // self.trainer.accumulate_grad_batches
-            raise UserError(
-                f"trainer.val_check_interval={interval} is more than the {steps} steps of an epoch. "
-                "HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
-            ) from error
+        with loaders_of(self.trainer).limits_of_loop("train"):
+            try:
+                super().setup_data()
+            except ValueError as error:
+                if "`val_check_interval`" not in str(error):
+                    raise
+                steps = self.max_batches // self.trainer.accumulate_grad_batches
+                raise UserError(
+                    f"trainer.val_check_interval={interval} is more than the {steps} steps of an epoch. "
+                    "HINT: 1.0 is its end; with trainer.check_val_every_n_epoch=null epochs don't matter."
+                ) from error
         many = self.trainer.accumulate_grad_batches  # known since the loaders are
         if isinstance(interval, float) and isinstance(self.trainer.val_check_batch, int) and isinstance(self.max_batches, int):
             steps = max(1, int(self.max_batches // many * interval)) * many
             self.trainer.val_check_batch = self.max_batches if interval == 1 else steps  # the last step may be a shorter one
-
-    def setup_data(self) -> None:
-        with loaders_of(self.trainer).limits_of_loop("train"):
-            self._set_up_with_validations_between_steps(super().setup_data)
 
     def on_advance_start(self) -> None:
         if not self._resumes_within_epoch:
@@ -144,7 +141,12 @@ class Epochs(_FitLoop):
         """Calls the hooks at the start of an epoch again when a run resumes within it, and restores what they have changed."""
         trainer, module = self.trainer, self.trainer.lightning_module
         callbacks = typed(trainer).callbacks
-        starting = [callback for callback in callbacks if _acts_at_epoch_start(callback)]
+        starting = [
+            callback
+            for callback in callbacks
+            if is_overridden("on_train_epoch_start", callback, Callback)
+            and not type(callback).__module__.startswith("project.")  # which know the run's position
+        ]
         if not starting and not is_overridden("on_train_epoch_start", module, LightningModule):
             return
         restore_copies, learning, loggers = _copy_states(trainer, callbacks), current_structure(trainer), trainer.loggers
@@ -162,11 +164,6 @@ class Epochs(_FitLoop):
             module.__dict__["_current_fx_name"] = None
         apply_structure(trainer, learning)
         restore_copies()
-
-
-def _acts_at_epoch_start(callback: Callback) -> bool:
-    """Returns whether a callback of the user's has a hook at an epoch's start. This project's own know the run's position."""
-    return is_overridden("on_train_epoch_start", callback, Callback) and not type(callback).__module__.startswith("project.")
 
 
 def _copy_states(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], None]:

@@ -31,7 +31,10 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
     reasons = {
         f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
         f"{name} has a method {own[0] if own else ''} of its own": own,
-        "StochasticWeightAveraging renews the statistics of batch norm": _renews_batch_norm(trainer),
+        "StochasticWeightAveraging renews the statistics of batch norm": any(
+            isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch > callback.swa_end
+            for callback in typed(trainer).callbacks
+        ),
         "a profiler looks on": type(typed(trainer).profiler) is not PassThroughProfiler,
         f"{type(strategy).__name__} is another strategy than DDP": type(strategy) not in typed(trainer).gradients.strategies,
         "the strategy averages weights": getattr(strategy, "_model_averager", None) is not None,
@@ -42,10 +45,3 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
         f"{name}.training_step takes the batches by itself (dataloader_iter)": fetches_batches,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _renews_batch_norm(trainer: Trainer) -> bool:
-    """Returns whether StochasticWeightAveraging uses this epoch to renew batch norm's statistics, without a backward pass."""
-    callbacks = typed(trainer).callbacks
-    averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
-    return any(trainer.current_epoch > callback.swa_end for callback in averaging)

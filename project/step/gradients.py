@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -99,15 +98,6 @@ def clip_by_value(optimizer: Optimizer, most: float) -> None:
     """Clips gradients by value, also in a step that is skipped: torch's own fails where no parameter has a gradient."""
     if parameters := with_gradients(optimizer):
         torch.nn.utils.clip_grad_value_(parameters, most)
-
-
-def clip_in_skipped_steps(trainer: Trainer) -> None:
-    """Has Lightning's own loop clip by value what has a gradient: a skipped step has none left, and torch's function fails
-    then.
-    """
-    plugin = trainer.precision_plugin
-    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
-        plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]
 
 
 def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> float:

@@ -19,11 +19,10 @@ from project.data.self_dealing import Dealing, SelfDealing
 from project.data.worker_signals import with_signals
 from project.errors import UserError, as_user_error
 from project.step.batch_norm_layers import normalises_batches
-from project.step.batching import Batching, accumulates_by_epoch, accumulation, apply_batching
+from project.step.batching import accumulates_by_epoch, accumulation
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
-from project.step.position import Progress
-from project.typed import TypedTrainer, typed
+from project.typed import Stateful, TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +54,13 @@ class Loaders(_DataConnector):
         super().__init__(trainer)
         self.global_batch, self.configured_accumulation = global_batch, configured_accumulation
         self._validation_interval, self._spare_cores, self._moments = validation_interval, spare_cores, moments
-        self.batching = Batching(trainer.accumulate_grad_batches)
+        self._accumulation = trainer.accumulate_grad_batches  # as it was set last
         self.limits: dict[str, Limit] = {}
         """The user's limits by stage: of training in steps, of evaluation in micro-batches over all ranks."""
         self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
-        self._in_use: tuple[int, list[int]] = (-1, [])  # the epoch in which training loaders were made, and their sets' sizes
+        self._epoch_in_use = -1  # in which training loaders were made
+        self.set_sizes: list[int] = []
+        """The numbers of samples of the training sets in use, as far as they are known."""
         self._restored_sizes: list[int] = []  # of the training sets that the run had before
         self._resumes_within_epoch = False  # the run resumes within an epoch
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
@@ -135,15 +136,17 @@ class Loaders(_DataConnector):
 
     def begin_verb(self, spare_cores: int | None = None) -> None:
         """Begins another fit, or another verb, and computes its batching, unless that takes the first training loader."""
-        self._forget_last_verb()
+        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
+        self._epoch_in_use, self.set_sizes, self.micro_batch, self._micro_batch_before = -1, [], None, None
+        self._size_before_and_now = (1, 1)
         self.note_limits()
         trainer, data = typed(self.trainer), self.attached
-        if trainer.accumulate_grad_batches != self.batching.accumulation and not accumulates_by_epoch(trainer):
+        if trainer.accumulate_grad_batches != self._accumulation and not accumulates_by_epoch(trainer):
             # An argument that is given late, as Lightning's Trainer takes it.
             if trainer.accumulate_grad_batches < 1:
                 raise UserError(f"trainer.accumulate_grad_batches is 1 at least, and not {trainer.accumulate_grad_batches}.")
             self.configured_accumulation = trainer.accumulate_grad_batches
-        self._apply(Batching())
+        self._accumulate(1)
         if data is not None and isinstance(data, SelfDealing):
             self._let_data_deal(data, self._spare_cores if spare_cores is None else spare_cores)
         elif trainer.training:
@@ -153,7 +156,7 @@ class Loaders(_DataConnector):
                     "HINT: set it, in samples; a multiple of the loader's batch_size."
                 )
             if self.configured_accumulation != "auto":
-                self._apply(Batching(self.configured_accumulation))
+                self._accumulate(self.configured_accumulation)
 
     def _let_data_deal(self, data: SelfDealing, spare_cores: int) -> None:
         """Tells a data module that deals out its own samples what its loaders depend on, and sets the accumulation."""
@@ -168,22 +171,24 @@ class Loaders(_DataConnector):
             size, global_batch = data.batch_sizes()
             where = "data.global_batch_size data.batch_size"
             count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
-            self._apply(Batching(count, size, ranks.count))
+            self._accumulate(count, size * ranks.count * count)
             self._accumulation_is_set = True
 
-    def _apply(self, batching: Batching) -> None:
-        apply_batching(batching, typed(self.trainer), self._validation_interval)  # which may refuse it
-        self.batching = batching
+    def _accumulate(self, count: int, samples: int | None = None) -> None:
+        """Has each rank take so many micro-batches in a step, and sets what follows for Lightning, which counts these.
 
-    def _forget_last_verb(self) -> None:
-        """Forgets the loaders, the position and the sizes of the last fit or verb."""
-        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
-        self._in_use, self.micro_batch, self._micro_batch_before, self._size_before_and_now = (-1, []), None, None, (1, 1)
-
-    @property
-    def set_sizes(self) -> list[int]:
-        """Returns the numbers of samples of the training sets in use, as far as they are known."""
-        return self._in_use[1]
+        `samples`: behind the step, where they can be counted; a callback may accumulate more for an epoch.
+        """
+        trainer = typed(self.trainer)
+        if count > 1 and accumulates_by_epoch(trainer):
+            raise UserError(
+                f"GradientAccumulationScheduler sets the accumulation by epoch, and the global batch makes it {count}. HINT: "
+                "leave out the callback, or have each rank take its share of the global batch as one micro-batch."
+            )
+        self._accumulation = trainer.accumulate_grad_batches = count
+        trainer.global_batch = samples
+        if isinstance(self._validation_interval, int):
+            trainer.val_check_interval = self._validation_interval * count
 
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
         """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
@@ -196,7 +201,7 @@ class Loaders(_DataConnector):
             list(sizes) if same else [],
             within,
         )
-        self._in_use, self._micro_batch_before = (-1, []), size
+        self._epoch_in_use, self.set_sizes, self._micro_batch_before = -1, [], size
         for loader in self._dealt:
             self._set_start(loader)
 
@@ -205,12 +210,12 @@ class Loaders(_DataConnector):
         epoch, done = self._start
         order = loader.keys.order
         now = self.trainer.current_epoch
-        if self._in_use[0] != now:
-            self._in_use, self.micro_batch = (now, []), order.micro_batch
+        if self._epoch_in_use != now:
+            self._epoch_in_use, self.set_sizes, self.micro_batch = now, [], order.micro_batch
             before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
             if before not in (None, order.micro_batch):
                 done = self._done_in_current_size(order, before)
-        self._in_use[1].append(order.size)
+        self.set_sizes.append(order.size)
         if self._restored_sizes and now == epoch:
             self._check_set_size(order.size, self._restored_sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
@@ -233,13 +238,13 @@ class Loaders(_DataConnector):
         self._start, self._size_before_and_now = (epoch, done * before // now), (before, now)
         return self._start[1]
 
-    def recount_progress(self, batches: Progress) -> None:
+    def recount_progress(self, batches: Stateful) -> None:
         """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
-        before, now = self._size_before_and_now
-        for counters in (batches.current, batches.total):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(counters, name, getattr(counters, name) * before // now)
-        self._size_before_and_now = (1, 1)
+        (before, now), self._size_before_and_now = self._size_before_and_now, (1, 1)
+        counts = batches.state_dict()
+        for counters in (counts["current"], counts["total"]):
+            counters.update({name: count * before // now for name, count in counters.items()})
+        batches.load_state_dict(counts)
 
     def _check_set_size(self, now: int, before: int) -> None:
         """Warns where a training set has another size than before; refuses it where the run resumes within an epoch."""
@@ -269,7 +274,13 @@ class Loaders(_DataConnector):
             except (TypeError, MisconfigurationException) as error:
                 if "batch sampler" not in str(error):
                     raise
-                raise as_user_error(error, _why_unshared(dataloader, self.trainer.world_size)) from error
+                batches = type(dataloader.batch_sampler).__name__ if isinstance(dataloader, DataLoader) else "none"
+                raise as_user_error(
+                    error,
+                    f"{self.trainer.world_size} ranks can't share the batch sampler {batches}: it is no BatchSampler of "
+                    "torch's, or can't be made again from its own arguments. HINT: make it one; or, where it gives each rank "
+                    "batches of its own, set trainer.use_distributed_sampler=false.",
+                ) from error
         return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
 
     def _set_accumulation(self, size: int | None) -> None:
@@ -294,7 +305,7 @@ class Loaders(_DataConnector):
                 f"global batch of {self.global_batch} takes {count} of {size} on each of {ranks} rank(s). "
                 f"HINT: set the loader's batch_size to {size * count}."
             )
-        self._apply(Batching(count, size, ranks))
+        self._accumulate(count, size * ranks * count)
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None:
             share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
@@ -309,7 +320,7 @@ class Loaders(_DataConnector):
         """Deals out a training loader in this project's order, from where the run is."""
         trainer, size = self.trainer, micro_batch_of(loader)
         self._set_accumulation(size)
-        if self._in_use[0] != trainer.current_epoch and self.micro_batch not in (None, size):
+        if self._epoch_in_use != trainer.current_epoch and self.micro_batch not in (None, size):
             log.warning(
                 "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
                 "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
@@ -446,13 +457,3 @@ def _seed_of(loader: DataLoader[object], trainer: Trainer) -> int:
     if seed != own:
         log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
     return seed
-
-
-def _why_unshared(loader: object, ranks: int) -> str:
-    """Describes why the ranks can't share a loader's batch sampler."""
-    batches = type(loader.batch_sampler).__name__ if isinstance(loader, DataLoader) else "none"
-    return (
-        f"{ranks} ranks can't share the batch sampler {batches}: it is no BatchSampler of torch's, or can't be made again "
-        "from its own arguments. HINT: make it one; or, where it gives each rank batches of its own, set "
-        "trainer.use_distributed_sampler=false."
-    )

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from project.errors import UserError
 from project.step.data_ranks import ByDataRanks, DataRanks
 from project.step.evaluated import begin_evaluated_micro_batch
-from project.step.metric_states import States, gather_metric_states
+from project.step.metric_states import gather_metric_states
 from project.step.state import micro_batch, step_state
 from project.typed import StateDict
 
@@ -55,12 +55,6 @@ class Metrics(TypedDict):
     callback: dict[str, Tensor]
     log: dict[str, Tensor]
     pbar: dict[str, float]
-
-
-class _Steps(Protocol):
-    """The loop of an epoch, which restores the states of metrics."""
-
-    metric_states: States | None
 
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
@@ -218,10 +212,9 @@ class Results(_ResultCollection):
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
         own: dict[str, tuple[Tensor, Tensor]] = {}
-        for key, metric in self.items():
-            if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset:
-                samples = metric.cumulated_batch_size if metric.meta.is_mean_reduction else torch.tensor(0)
-                own[key] = self._sum_of_this_rank(key), samples.cpu()
+        for key in self._keys_of_epoch():
+            _, samples = self._value_and_samples(key)
+            own[key] = self._sum_of_this_rank(key), torch.tensor(0) if samples is None else samples.cpu()
         by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
         for key in own:
@@ -402,9 +395,7 @@ class Logged(_LoggerConnector):
         return {"metric_states": gather_metric_states(self.trainer, self.trainer.lightning_module)}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
-        """Restores the states of metrics of a run that resumes within an epoch."""
-        steps = cast(_Steps, self.trainer.fit_loop.epoch_loop)
-        steps.metric_states = checkpoint.get("metric_states")
+        """Called where a run resumes within an epoch. `ExactLogged` restores what metrics have counted."""
 
     def on_batch_start(self, batch: object, dataloader_idx: int | None = None) -> None:
         super().on_batch_start(batch, dataloader_idx)

@@ -302,14 +302,11 @@ class Steps(EpochLoop):
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
         with self.state.runner.rates():
-            self._update_weights()
-
-    def _update_weights(self) -> None:
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
 
     def _clip(self, value: float) -> None:
         """Clips the gradients, which are unscaled by now. Lightning refuses to where the optimiser is fused, as it may get

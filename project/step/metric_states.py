@@ -34,7 +34,7 @@ States: TypeAlias = dict[str, list[RankStates]]
 
 _FIRSTS: dict[object, Callable[[list[State]], State]] = {
     dim_zero_sum: lambda parts: cast(Tensor, sum(_tensors(parts))),
-    dim_zero_cat: lambda parts: [element for part in parts for element in _listed(part)],
+    dim_zero_cat: lambda parts: [element for part in parts for element in (part if isinstance(part, list) else [part])],
 }
 _OF_ALL_RANKS: dict[object, Callable[[list[State]], State]] = {
     dim_zero_max: lambda parts: torch.stack(_tensors(parts)).amax(0),
@@ -48,10 +48,10 @@ def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
     """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
     left out.
     """
-    counted = _logged_in_training(trainer) if trainer.validating else None
+    logged = [result.value for result in trainer.fit_loop.epoch_loop._results.values()]
     own: dict[str, RankStates] = {}
     for name, metric in metrics_of(module):
-        if metric.update_called and (counted is None or any(metric is other for other in counted)):
+        if metric.update_called and (not trainer.validating or any(metric is value for value in logged)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
     by_rank = data_ranks(trainer).all_gather_objects(own)
@@ -97,15 +97,6 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             yield name, part
-
-
-def _logged_in_training(trainer: Trainer) -> list[Metric]:
-    results = trainer.fit_loop.epoch_loop._results
-    return [result.value for result in results.values() if isinstance(result.value, Metric)]
-
-
-def _listed(part: State) -> list[Tensor]:
-    return part if isinstance(part, list) else [part]
 
 
 def _tensors(parts: list[State]) -> list[Tensor]:

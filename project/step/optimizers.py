@@ -7,16 +7,14 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from project.errors import UserError
 
 
-def _evaluates_once(optimizer: Optimizer) -> bool:
-    """Returns whether an optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others nothing is
-    known.
-    """
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-
-
 def all_evaluate_once(trainer: Trainer) -> bool:
-    """Returns whether each optimiser needs one gradient for a step, and evaluates no loss."""
-    return all(map(_evaluates_once, trainer.optimizers))
+    """Returns whether each optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others than torch's
+    nothing is known.
+    """
+    return all(
+        f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+        for optimizer in trainer.optimizers
+    )
 
 
 def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:

@@ -30,18 +30,6 @@ class Counts(Protocol):
     completed: int
 
 
-class Progress(Protocol):
-    """Lightning's counts of an epoch so far, and since the run began."""
-
-    @property
-    def current(self) -> object:
-        """Returns those of the epoch."""
-
-    @property
-    def total(self) -> object:
-        """Returns those of the run."""
-
-
 def counts(tracker: object) -> Counts:
     """Returns one of Lightning's counts, with types: it declares two of the four."""
     return cast(Counts, tracker)

@@ -7,10 +7,11 @@ from typing import Protocol, TypeAlias, TypeVar, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from project.step.gradients import clip_in_skipped_steps
+from project.step.gradients import clip_by_value
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import all_evaluate_once, refuse_accumulation_of_lbfgs
 from project.step.state import micro_batch, step_state
@@ -82,10 +83,13 @@ class _Replaceable(Protocol):
 
 
 def adapt_strategy(trainer: Trainer) -> None:
-    """Weighs the loss of a module that steps its optimisers by itself, and of an optimiser that evaluates the loss again."""
-    strategy = cast(_Replaceable, trainer.strategy)
+    """Weighs the loss of a module that steps its optimisers by itself, and of an optimiser that evaluates the loss again. Clips
+    by value what has a gradient: a skipped step has none left, and torch's function fails then.
+    """
+    strategy, plugin = cast(_Replaceable, trainer.strategy), trainer.precision_plugin
     weighs = not trainer.lightning_module.automatic_optimization
-    clip_in_skipped_steps(trainer)
+    if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
+        plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]
     refuse_accumulation_of_lbfgs(trainer)
     if weighs and "backward" not in vars(strategy):
         strategy.backward = partial(_weighted_backward, trainer, strategy.backward)  # which `manual_backward` calls
