@@ -5,10 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from project.config_files import CONFIGS
+from project.config_files import CONFIGS, without
 from project.errors import UserError
 
-_OWN = ("engine", "nodes", "gpus", "cpus", "image", "claim", "out", "run")  # of the verb `manifest`
+_OWN = ("--engine", "--nodes", "--gpus", "--cpus", "--image", "--claim", "--out", "--run")  # of the verb `manifest`
 _IN_IMAGE = (CONFIGS.resolve(), (CONFIGS.parent.parent / "configs").resolve())
 
 
@@ -17,18 +17,9 @@ def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
     `argv`: after the verb `manifest`, with configs expanded to those that they stand on.
     """
-    words: list[str] = []
     configs: dict[str, str] = {}
-    rest = iter(argv)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        if flag in ("-c", "--config"):
-            words.append(_config(Path(value or next(rest)), configs))
-        elif flag.removeprefix("--") not in _OWN:
-            words.append(argument)
-        elif not equals:
-            next(rest, None)
-    return words, configs
+    rest = iter(without(argv, *_OWN))
+    return [_config(Path(next(rest)), configs) if word == "--config" else word for word in rest], configs
 
 
 def _config(path: Path, configs: dict[str, str]) -> str:

@@ -10,17 +10,17 @@ That is also the first time that this host talks to that one: packets that are t
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timedelta, tzinfo
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from project.cluster import reachability
 from project.cluster.interfaces import resolve
 from project.cluster.place import host
-from project.cluster.rendezvous import reach
+from project.cluster.rendezvous import reach, store_at
 from project.errors import UserError
 
 _TICK = 0.5  # seconds between two times that the host of the store publishes
@@ -37,19 +37,16 @@ class RunClock(datetime):
 
 
 def _store(address: str, port: int, seconds: float) -> PrefixStore:
-    client = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-    return PrefixStore("run clock", client)
+    return PrefixStore("run clock", store_at(address, port, timedelta(seconds=seconds)))
 
 
 def _publish(port: int, seconds: float, over: threading.Event) -> None:
     """Publishes the time on the store's host, beside its agent, which makes the store."""
-    listener = reachability.Listener("", host())
-    with suppress(dist.DistError):
+    with closing(reachability.Listener("", host())) as listener, suppress(dist.DistError):
         store = _store("127.0.0.1", port, seconds)
         store.set("listener", str(listener.port))
         while not over.wait(_TICK):
             store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
-    listener.close()
 
 
 def _join(address: str, port: int, seconds: float) -> None:
@@ -68,8 +65,7 @@ def _join(address: str, port: int, seconds: float) -> None:
 
 def _greet(address: str, store: PrefixStore) -> None:
     port = int(store.get("listener"))
-    probes = (reachability.probe(probe, port) for probe in resolve(address))
-    answer = next((probe for probe in probes if probe.error is None), reachability.Probe())
+    answer = reachability.probe_any(resolve(address), port)
     if answer.limit is not None:
         raise UserError(f"{reachability.lost(answer, host(), answer.name)}. HINT: {reachability.HINT}")
     before = store.get("now")

@@ -201,7 +201,7 @@ def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):
     mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
     other.write_text("seed_everything: 1\n")
     mine.write_text("base: other.yaml\n")
-    argv = f"--nodes 2 --config {other} --config={mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
+    argv = f"--nodes 2 --config {other} --config {mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
     words, configs = command(argv.split())
     assert words == ["--config=:other.yaml", "--config=:mine.yaml", "--trainer.max_epochs", "3", "--data.flip=true"]
     assert set(configs) == {"mine.yaml", "other.yaml"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from project.config_files import RUNS, checked, documents, expand, option
+from project.config_files import RUNS, checked, documents, expand, option, setting
 from project.errors import UserError
 from project.launch.ray.cluster import connected, listen
 from project.launch.sweep import read_sweep, with_trial
@@ -77,7 +77,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         config = Path(option(rest, "-c", "--config") or "fit").stem
         rest += ["--run", f"{config}-{datetime.now():%Y%m%d-%H%M%S}"]
     options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
-    options.root = _root(rest).absolute()
+    options.root = Path(str(setting(rest, documents(expand(rest)), "trainer", "default_root_dir") or ".")).absolute()
     options.folder = options.root / RUNS / options.name
     return options
 
@@ -92,11 +92,3 @@ def _from(least: int, kind: type[int] | type[float] = int) -> Callable[[str], fl
         return value
 
     return number
-
-
-def _root(words: list[str]) -> Path:
-    """Returns trainer.default_root_dir, as the flags and the configs have it."""
-    sections = [content.get("trainer") for content in documents(expand(words))]
-    roots = [section.get("default_root_dir") for section in sections if isinstance(section, dict)]
-    roots.append(option(words, "--trainer.default_root_dir"))
-    return Path(([root for root in roots if root] or ["."])[-1])
