@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="project-prove-", dir=os.environ.get("TMPDIR")))
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        return ended(lambda: _prove(root, rest, only, given.json), longest=10_000)
+        return ended(lambda: _prove(root, rest, only, given.json), 10_000)
     finally:
         signal.signal(signal.SIGTERM, before)
         if given.keep:

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from project.cli.listing import STATES, Listed, listed, read_run
-from project.cli.reading import ended
 from project.config_files import RUNS
 from project.untrusted import printable
 from project.watch.charts import number
@@ -56,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a line of JSON for each run, for programs")
     parser.add_argument("--clean", action="store_true", help=_CLEAN)
     given = parser.parse_args(words)
-    return ended(lambda: _clean(given) if given.clean else _list(given))
+    return _clean(given) if given.clean else _list(given)
 
 
 def _seconds(text: str) -> float:

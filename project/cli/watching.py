@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from project.cli.reading import ended, run_parser
+from project.cli.reading import run_parser
 from project.config_files import run_folder
 from project.untrusted import LATEST, printable
 from project.watch.charts import number
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if given.every <= 0:
         parser.error(f"--every is a number of seconds, not {given.every:g}")
-    return ended(lambda: _follow(run_folder(given.run, FILE), given.every, given.once))
+    return _follow(run_folder(given.run, FILE), given.every, given.once)
 
 
 def _follow(folder: Path, every: float, once: bool) -> int:
