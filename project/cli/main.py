@@ -41,10 +41,10 @@ from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
-from project.launch.command import command
 from project.launch.fork_server import is_fork_server, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
+from project.launch.manifest import command
 from project.launch.supervisor import ATTEMPT
 from project.launch.sweep import with_trial
 from project.masking import masked

@@ -60,8 +60,7 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
-    from project.launch.agent_store import guard
-    from project.launch.run_clock import run_clock
+    from project.launch.agent_rendezvous import guard, run_clock
 
     guard()
     end_after_usage()

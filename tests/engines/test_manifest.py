@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from project.errors import UserError
-from project.launch.command import command
 from project.launch.kubernetes import written
-from project.launch.manifest import Wanted, claim_of, image_of, name, pods, root_of
-from project.launch.needs import Needs
+from project.launch.manifest import Needs, Wanted, claim_of, command, image_of, name, pods, root_of
 from tests.cluster.manifests import documents, job_of
 from tests.conftest import ROOT, Run, forked
 

@@ -1,29 +1,76 @@
-"""A common clock for the torchrun agents of several hosts, whose own clocks need not agree.
+"""The rendezvous of torchrun's agents, made safe: a store in which nothing that a stranger writes runs code, and one clock.
 
-torchrun's agents write into their common store when they were last alive, each by its own clock, and believe that one whose
-time is long past is dead. So a clock that is wrong, or is set right in the middle of a run, ends the run. Here all agents take
-the time from the one that holds the store, when they start, and count on from there with a clock that nobody sets.
+torch's agents keep the state of their rendezvous in their store as a pickle, and listen to every network that the host is in.
+Here only that state is taken from there, and on one host the store is on loopback.
 
-That is also the first time that this host talks to that one: packets that are too long for the way are found here.
+They write into the store when they were last alive, each by its own clock, and believe that one whose time is long past is
+dead. So a clock that is wrong, or is set right in the middle of a run, ends the run. Here the agents of several hosts take the
+time from the one that holds the store, when they start, and count on from there with a clock that nobody sets. That is also
+the first time that a host talks to that one: packets that are too long for the way are found here.
 """
 
+import io
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timedelta, tzinfo
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 
 from project.cluster import reachability
 from project.cluster.interfaces import resolve
 from project.cluster.place import host
-from project.cluster.rendezvous import reach, store_at
+from project.cluster.rendezvous import reach, store_at, store_on_loopback
 from project.errors import UserError
 
 _TICK = 0.5  # seconds between two times that the host of the store publishes
+_STATE = {
+    (dynamic_rendezvous.__name__, "_RendezvousState"),
+    (dynamic_rendezvous.__name__, "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timezone"),
+    ("datetime", "timedelta"),
+}
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in _STATE:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
+        return super().find_class(module, name)
+
+
+class _StatePickle:
+    """Stands for what torch's module knows as `pickle`."""
+
+    PickleError = pickle.PickleError
+    dumps = staticmethod(pickle.dumps)
+
+    @staticmethod
+    def loads(data: bytes) -> object:
+        try:
+            return _StateUnpickler(io.BytesIO(data)).load()
+        except pickle.PickleError:
+            raise
+        except Exception as error:  # garbage makes anything of it
+            raise pickle.UnpicklingError(str(error)) from error
+
+
+def _store(host: str, port: int, is_master: bool = False, **settings: Any) -> TCPStore:
+    if is_master and host == "127.0.0.1":
+        return store_on_loopback(0, port, settings["timeout"])
+    return TCPStore(host, port, is_master=is_master, **settings)
+
+
+def guard() -> None:
+    """Makes the agent of this process keep to these rules, from here on."""
+    dynamic_rendezvous.pickle = _StatePickle  # type: ignore[attr-defined, assignment]
+    c10d_rendezvous_backend.TCPStore = _store  # type: ignore[attr-defined, assignment]
 
 
 class RunClock(datetime):
@@ -36,14 +83,14 @@ class RunClock(datetime):
         return datetime.fromtimestamp(cls.ahead + time.monotonic(), tz)
 
 
-def _store(address: str, port: int, seconds: float) -> PrefixStore:
+def _clock_store(address: str, port: int, seconds: float) -> PrefixStore:
     return PrefixStore("run clock", store_at(address, port, timedelta(seconds=seconds)))
 
 
 def _publish(port: int, seconds: float, over: threading.Event) -> None:
     """Publishes the time on the store's host, beside its agent, which makes the store."""
     with closing(reachability.Listener("", host())) as listener, suppress(dist.DistError):
-        store = _store("127.0.0.1", port, seconds)
+        store = _clock_store("127.0.0.1", port, seconds)
         store.set("listener", str(listener.port))
         while not over.wait(_TICK):
             store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
@@ -55,7 +102,7 @@ def _join(address: str, port: int, seconds: float) -> None:
     while True:
         reach(address, port, seconds)
         try:
-            _greet(address, _store(address, port, seconds))
+            _greet(address, _clock_store(address, port, seconds))
             return
         except dist.DistError:  # the store of the roll call, perhaps, which was about to go
             if time.monotonic() > end:
