@@ -93,6 +93,7 @@ def read_run(folder: Path) -> Listed:
     step = max([_last_step(folder), *(life.end_step for life in lives[-1:]), *manifests])
     of: int | None = life.known.get("of") if life else None
     names = {path.name for path in folder.iterdir()}
+    figures = not (folder / FILE).exists() and any(folder.glob("events.out.*"))  # an evaluation's are in there alone
     traces = all(any(fnmatch(name, pattern) for pattern in _DISPOSABLE) for name in names)
     return Listed(
         folder=folder,
@@ -105,13 +106,8 @@ def read_run(folder: Path) -> Listed:
         size=size,
         hosts=tuple(life.known.get("hosts", ())) if life else (),
         checkpoints=len([*folder.glob("checkpoints/*.ckpt")]),
-        disposable=not running and not step and traces and not any(folder.glob("checkpoints/*")) and not _has_figures(folder),
+        disposable=not running and not step and traces and not any(folder.glob("checkpoints/*")) and not figures,
     )
-
-
-def _has_figures(folder: Path) -> bool:
-    """Returns whether an evaluation has left its figures in a folder: they are in TensorBoard's events alone."""
-    return not (folder / FILE).exists() and any(folder.glob("events.out.*"))
 
 
 def _size_and_newest(folder: Path) -> tuple[int, float]:
