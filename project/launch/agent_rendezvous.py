@@ -111,8 +111,7 @@ def _join(address: str, port: int, seconds: float) -> None:
 
 
 def _greet(address: str, store: PrefixStore) -> None:
-    port = int(store.get("listener"))
-    answer = reachability.probe_any(resolve(address), port)
+    answer = reachability.probe_any(resolve(address), int(store.get("listener")))
     if answer.limit is not None:
         raise UserError(f"{reachability.lost(answer, host(), answer.name)}. HINT: {reachability.HINT}")
     before = store.get("now")

@@ -70,8 +70,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--min-workers {options.min_workers} is more than --workers {options.workers}")
     rest = with_trial(["fit", *rest])
     if option(rest, "--run") is None:
-        config = Path(option(rest, "-c", "--config") or "fit").stem
-        rest += ["--run", f"{config}-{datetime.now():%Y%m%d-%H%M%S}"]
+        rest += ["--run", f"{Path(option(rest, '-c', '--config') or 'fit').stem}-{datetime.now():%Y%m%d-%H%M%S}"]
     options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
     options.root = Path(str(setting(rest, documents(expand(rest)), "trainer", "default_root_dir") or ".")).absolute()
     options.folder = options.root / RUNS / options.name
