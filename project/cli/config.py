@@ -78,7 +78,7 @@ class HelpAll(argparse._HelpAction):
     """The flag --help_all, which shows every key there is."""
 
     def __call__(self, parser: Any, *args: object, **kwargs: object) -> None:
-        print(super(Parser, parser).format_help(), end="")
+        print(LightningArgumentParser.format_help(parser), end="")
         parser.exit()
 
 
