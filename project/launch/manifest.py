@@ -242,7 +242,7 @@ def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     configs: dict[str, str] = {}
     rest = iter(without(argv, *_OWN))
-    return [_config(Path(next(rest)), configs) if word == "--config" else word for word in rest], configs
+    return [_config(Path(next(rest)), configs) if argument == "--config" else argument for argument in rest], configs
 
 
 def _config(path: Path, configs: dict[str, str]) -> str:
