@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -53,8 +54,8 @@ def main() -> None:
     if module := (_READERS | _ENGINES).get("".join(sys.argv[1:2])):
         if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
             ignore_output_errors()
-        longest = 10_000 if sys.argv[1] in _ENGINES else 300
-        sys.exit(ended(lambda: import_module(module).main(sys.argv[2:]), longest))
+        verb = partial(import_module(module).main, sys.argv[2:])
+        sys.exit(ended(verb) if sys.argv[1] in _READERS else verb())
     if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
         if ends_with_parent():
             end_with_parent()

@@ -288,7 +288,7 @@ def _be(folder: Path, words: tuple[str, ...], output: Path) -> None:
 
             from project.cli.reading import ended
 
-            code = ended(lambda: import_module(_READERS[words[0]]).main(list(words[1:])), 300)
+            code = ended(lambda: import_module(_READERS[words[0]]).main(list(words[1:])))
         elif words[0] == "prove":
             from project.cli import prove
 

@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
 
 def refused(capsys, *words: str) -> str:
-    assert ended(lambda: same.main(words), 300) == 2
+    assert ended(lambda: same.main(words)) == 2
     out = capsys.readouterr()
     assert out.out == ""
     assert out.err.startswith("ERROR ")

@@ -17,7 +17,7 @@ def run_parser(verb: str, about: str, nargs: str | None = None) -> argparse.Argu
     return parser
 
 
-def ended(verb: Callable[[], int], longest: int) -> int:
+def ended(verb: Callable[[], int], longest: int = 300) -> int:
     """Runs a verb, and returns its exit code, however it comes to its end. `longest`: characters of an error's cause."""
     try:
         return verb()

@@ -20,22 +20,26 @@ from project.launch.sweep import read_sweep, with_trial
 def main(words: Sequence[str]) -> int:
     """Runs the training or the search, and returns the exit code."""
     signals: list[int] = []
-    options = read(words)
-    sweep = read_sweep(options.tune) if options.tune else None
-    if sweep and not sweep.metric:
-        raise UserError(
-            f"{options.tune} does not say what the trials are compared by. HINT: metric: val/acc, and mode: max or min"
-        )
-    listen(signals)
-    with connected(options.address, math.ceil(options.workers * options.cpus)):
-        listen(signals)  # Ray sets handlers of its own when it is connected
-        if sweep:
-            from project.launch.ray.search import search
+    try:
+        options = read(words)
+        sweep = read_sweep(options.tune) if options.tune else None
+        if sweep and not sweep.metric:
+            raise UserError(
+                f"{options.tune} does not say what the trials are compared by. HINT: metric: val/acc, and mode: max or min"
+            )
+        listen(signals)
+        with connected(options.address, math.ceil(options.workers * options.cpus)):
+            listen(signals)  # Ray sets handlers of its own when it is connected
+            if sweep:
+                from project.launch.ray.search import search
 
-            return search(options, sweep, signals)
-        from project.launch.ray.fit import Fit
+                return search(options, sweep, signals)
+            from project.launch.ray.fit import Fit
 
-        return Fit(options, signals).run()
+            return Fit(options, signals).run()
+    except UserError as error:
+        print(f"ERROR   {error}", file=sys.stderr)
+        return 2
 
 
 def read(words: Sequence[str]) -> argparse.Namespace:
