@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from project.cli.reading import ended
 from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
@@ -49,13 +51,11 @@ def main() -> None:
         ignore_output_errors()
         print(help_page(sys.argv[1]), end="")
         return
-    if len(sys.argv) > 1 and sys.argv[1] in _READERS:
+    if module := (_READERS | _ENGINES).get("".join(sys.argv[1:2])):
         if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
             ignore_output_errors()
-        sys.exit(import_module(_READERS[sys.argv[1]]).main(sys.argv[2:]))
-    if len(sys.argv) > 1 and sys.argv[1] in _ENGINES:
-        ignore_output_errors()
-        sys.exit(import_module(_ENGINES[sys.argv[1]]).main(sys.argv[2:]))
+        verb = partial(import_module(module).main, sys.argv[2:])
+        sys.exit(ended(verb) if sys.argv[1] in _READERS else verb())
     if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
         if ends_with_parent():
             end_with_parent()

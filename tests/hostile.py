@@ -286,7 +286,9 @@ def _be(folder: Path, words: tuple[str, ...], output: Path) -> None:
         if words[0] in _READERS:
             from importlib import import_module
 
-            code = import_module(_READERS[words[0]]).main(list(words[1:]))
+            from project.cli.reading import ended
+
+            code = ended(lambda: import_module(_READERS[words[0]]).main(list(words[1:])))
         elif words[0] == "prove":
             from project.cli import prove
 

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from project.cli import same
+from project.cli.reading import ended
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli
@@ -29,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
 
 def refused(capsys, *words: str) -> str:
-    assert same.main(words) == 2
+    assert ended(lambda: same.main(words)) == 2
     out = capsys.readouterr()
     assert out.out == ""
     assert out.err.startswith("ERROR ")

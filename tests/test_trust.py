@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynami
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from project import Trainer
-from project.launch.agent_store import guard
+from project.launch.agent_rendezvous import guard
 from project.masking import masked_command
 from tests.conftest import ROOT, TINY, environment, program
 from tests.strangers import listeners, on_loopback

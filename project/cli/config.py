@@ -78,7 +78,7 @@ class HelpAll(argparse._HelpAction):
     """The flag --help_all, which shows every key there is."""
 
     def __call__(self, parser: Any, *args: object, **kwargs: object) -> None:
-        print(parser.format_all_help(), end="")
+        print(LightningArgumentParser.format_help(parser), end="")
         parser.exit()
 
 
@@ -100,9 +100,6 @@ class Parser(LightningArgumentParser):
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
         make = partial(super().instantiate_classes, *args, **kwargs)
         return make() if self.build is None else self.build(make)
-
-    def format_all_help(self) -> str:
-        return str(super().format_help())
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """Leaves out defaults that have no YAML form (functions, say): with what is left, the result is the same."""

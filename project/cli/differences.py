@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from project.cli.keys import Node, arguments, below, class_of, document, group
-from project.cli.reading import ended
 from project.cluster.settings import differing, of_the_same_classes
 from project.config_files import documents, expand, run_folder
 from project.masking import masked
@@ -32,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("first", metavar="A", help="a YAML file, or a run")
     parser.add_argument("second", metavar="B", help="another one")
     given = parser.parse_args(words)
-    return ended(lambda: _show(given.first, given.second))
+    return _show(given.first, given.second)
 
 
 def _show(first: str, second: str) -> int:

@@ -41,10 +41,10 @@ from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, FaultError, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
-from project.launch.command import command
 from project.launch.fork_server import is_fork_server, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
+from project.launch.manifest import command
 from project.launch.supervisor import ATTEMPT
 from project.launch.sweep import with_trial
 from project.masking import masked
@@ -77,6 +77,12 @@ from project.watch.steady import resume_loggers
 
 log = logging.getLogger(__name__)
 
+SECTIONS: dict[str, type[Callback]] = {
+    **{"checkpoints": Checkpoints, "watchdog": Watchdog, "recover": Recovery, "profile": Profile, "dashboard": Dashboard},
+    **{"notify": Notify, "metrics": Metrics},
+}
+"""The sections of the YAML that are the settings of a callback."""
+
 take_functions()  # functions behind a class_path, whatever their signatures say
 
 
@@ -90,6 +96,7 @@ class ProjectCLI(LightningCLI):
     """A LightningCLI for any LightningModule and LightningDataModule; if none is named, for ImageClassifier and ImageData."""
 
     trainer: Trainer
+    parser: Parser
     running: ClassVar[Trainer | None] = None
     """The Trainer of the verb that has begun, for `main`: an error is reported otherwise from then on."""
     opened: ClassVar[Run | None] = None
@@ -129,13 +136,8 @@ class ProjectCLI(LightningCLI):
             parser.set_defaults({"data.source": {"class_path": "project.data.Synthetic"}})
             parser.link_arguments("seed_everything", "data.seed")
         loggers.take_from_yaml(parser)
-        parser.add_lightning_class_args(Checkpoints, "checkpoints")
-        parser.add_lightning_class_args(Watchdog, "watchdog")
-        parser.add_lightning_class_args(Recovery, "recover")
-        parser.add_lightning_class_args(Profile, "profile")
-        parser.add_lightning_class_args(Dashboard, "dashboard")
-        parser.add_lightning_class_args(Notify, "notify")
-        parser.add_lightning_class_args(Metrics, "metrics")
+        for section, kind in SECTIONS.items():
+            parser.add_lightning_class_args(kind, section)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Checks what Lightning acts on next: the seed, and the path of a checkpoint."""
@@ -165,7 +167,7 @@ class ProjectCLI(LightningCLI):
         path = settings.get("ckpt_path")
         if path is not None and path not in ("best", "last") and not (path and Path(path).exists()):
             text = f"ckpt_path={path}: there is no checkpoint {path}. HINT: they are in {RUNS}/NAME/checkpoints/."
-            raise UserError(self._placed(text))
+            raise UserError(self.parser.placed(text))
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(
                 f"{self.subcommand} needs weights. HINT: --run NAME takes the best checkpoint of {RUNS}/NAME, and --ckpt_path "
@@ -187,24 +189,22 @@ class ProjectCLI(LightningCLI):
         if self.dry:
             add_instantiator(on_meta, nn.Module)
         elif self._is_built_by_rank_0():
-            assert isinstance(self.parser, Parser)
             self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
         try:
             super().instantiate_classes()
         except Refusal as refusal:
             raise self._as_user_error(refusal) from refusal.error
         except UserError as error:
-            raise as_user_error(error, self._placed(str(error))) from error
+            raise as_user_error(error, self.parser.placed(str(error))) from error
 
     def _as_user_error(self, refusal: Refusal) -> Exception:
         """Returns the error of a class that can't be made, as one of a setting unless the machine is at fault."""
         error = refusal.error
         if isinstance(error, UserError):
-            return as_user_error(error, self._placed(str(error)))
+            return as_user_error(error, self.parser.placed(str(error)))
         wrong_path = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
         if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)) and not wrong_path:
             return error
-        assert isinstance(self.parser, Parser)
         text = self.parser.refused(self.config[self.subcommand], refusal)
         folded = Folded(error)
         return UserError(f"{text}\n{folded.text}" if folded.where else text)
@@ -224,11 +224,6 @@ class ProjectCLI(LightningCLI):
         serve(count)
         listen_for_signals()
         open_log(detect().rank, host())
-
-    def _placed(self, text: str) -> str:
-        """Returns a text with the flag, or the file and line, of the setting that it is about."""
-        assert isinstance(self.parser, Parser)
-        return self.parser.placed(text)
 
     def _is_built_by_rank_0(self) -> bool:
         """Returns whether the strategy gives the other ranks rank 0's network, block by block."""

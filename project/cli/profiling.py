@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from project.cli.reading import ended, run_parser
+from project.cli.reading import run_parser
 from project.cli.watching import Look
 from project.config_files import run_folder
 from project.errors import UserError
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         parser.error(str(error))
     except ValueError:
         parser.error(f"--ranks is a list as in 0,1, or all, and not {given.ranks}")
-    return ended(lambda: _ask(run_folder(given.run, LIFE), request))
+    return _ask(run_folder(given.run, LIFE), request)
 
 
 def _ask(folder: Path, request: Asked) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from project.cli.reading import ended
@@ -48,19 +47,15 @@ def main(words: Sequence[str]) -> int:
     if not {*only} <= {*names}:
         parser.error(f"--only takes {', '.join(names)}, and not {given.only}")
     root = Path(tempfile.mkdtemp(prefix="project-prove-", dir=os.environ.get("TMPDIR")))
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return ended(lambda: _prove(root, rest, only, given.json), longest=10_000)
+        return ended(lambda: _prove(root, rest, only, given.json), 10_000)
     finally:
         signal.signal(signal.SIGTERM, before)
         if given.keep:
             print(f"The trials: {root}")
         else:
             shutil.rmtree(root, ignore_errors=True)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | None) -> int:

@@ -6,7 +6,7 @@ It reads the runs' folders, which may belong to runs in training, or to runs tha
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.cli.reading import ended, run_parser
+from project.cli.reading import run_parser
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import printable, write_text
@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
         "--out", type=Path, help="of several runs: where the page goes (compared.html beside them, if not given)"
     )
     given = parser.parse_args(words)
-    return ended(lambda: _write(list(dict.fromkeys(given.run)), given.out))
+    return _write(list(dict.fromkeys(given.run)), given.out)
 
 
 def _write(names: Sequence[str], out: Path | None) -> int:

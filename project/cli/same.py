@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from project.cli.reading import ended, run_parser
+from project.cli.reading import run_parser
 from project.cluster.settings import differing, of_the_same_classes
 from project.config_files import run_folder
 from project.errors import UserError
@@ -41,10 +41,6 @@ _PLACES = ("trainer.devices", "trainer.num_nodes")
 def main(words: Sequence[str]) -> int:
     """Prints the answer, and returns the exit code."""
     names = list(dict.fromkeys(run_parser("same", _ABOUT, nargs="+").parse_args(words).run))
-    return ended(lambda: _answer(names))
-
-
-def _answer(names: Sequence[str]) -> int:
     folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
     # Where several are compared, it matters of one alone only if it is not the same as itself.

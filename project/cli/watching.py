@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from project.cli.reading import ended, run_parser
+from project.cli.reading import run_parser
 from project.config_files import run_folder
 from project.untrusted import LATEST, printable
 from project.watch.charts import number
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if given.every <= 0:
         parser.error(f"--every is a number of seconds, not {given.every:g}")
-    return ended(lambda: _follow(run_folder(given.run, FILE), given.every, given.once))
+    return _follow(run_folder(given.run, FILE), given.every, given.once)
 
 
 def _follow(folder: Path, every: float, once: bool) -> int:
@@ -87,8 +87,7 @@ class Look:
         names = list(dict.fromkeys([*first, *module]))
         kinds = {names[0]: Importance.FIRST_METRIC} if names else {}
         kinds |= {judged[0]: Importance.MONITORED} if judged else {}
-        shown = [Field(kinds.get(tag, Importance.METRIC), f"{tag} {number(newest[tag].value)}") for tag in names[:_METRICS]]
-        fields += shown
+        fields += [Field(kinds.get(tag, Importance.METRIC), f"{tag} {number(newest[tag].value)}") for tag in names[:_METRICS]]
         if len(names) > _METRICS:
             fields.append(Field(Importance.METRIC, f"and {len(names) - _METRICS} more"))
         if judged and (best := best_point(self._points[judged[0]], judged[1])):
@@ -107,8 +106,7 @@ class Look:
         of, done = life.known.get("of"), life.end_step - life.step
         fields = []
         if state == "going on" and of and done > 0:  # at the pace since the last start
-            left = _span((of - life.end_step) * (life.end - life.time) / done)
-            fields.append(Field(Importance.PROGRESS, f"{left} left"))
+            fields.append(Field(Importance.PROGRESS, f"{_span((of - life.end_step) * (life.end - life.time) / done)} left"))
         text = f"{state}: {life.why.rstrip('.')}" if life.why else state
         return [*fields, Field(Importance.PROGRESS, f"{text} ({life.where})" if life.where else text)]
 

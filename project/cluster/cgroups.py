@@ -31,13 +31,9 @@ def folders(controller: str, proc: Path = Path("/proc/self")) -> list[tuple[Path
     cgroup_folders: list[tuple[Path, int]] = []
     for place, system in mounts:
         kind, _, options = system.split(" ", 2)
-        if kind == "cgroup2":
-            version, path = 2, paths.get("")
-        elif kind == "cgroup" and controller in options.rpartition(" ")[2].split(","):
-            version, path = 1, paths.get(controller)
-        else:
-            continue
-        if path is None:
+        version = {"cgroup": 1, "cgroup2": 2}.get(kind, 0)
+        path = paths.get("" if version == 2 else controller)
+        if not version or path is None or (version == 1 and controller not in options.rpartition(" ")[2].split(",")):
             continue
         root, mounted = (_plain(part) for part in place.split(" ")[3:5])
         folder, top = Path(mounted) / _below(root, path), Path(mounted)

@@ -31,8 +31,7 @@ def commit(package: Path = _PACKAGE) -> str:
     """Returns the commit of a checkout or of an image ('+' for changed files); 'none' for an installed package."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=5)
-        return done.stdout.strip()
+        return subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=5).stdout.strip()
 
     with suppress(OSError, subprocess.TimeoutExpired):
         if git("rev-parse", "--show-toplevel") == str(package.parent):

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from project.cluster import environment, shared_folder
 from project.cluster.interfaces import Route, use, use_loopback
-from project.cluster.rendezvous import Rendezvous, store_of_agent, store_on_loopback
+from project.cluster.rendezvous import Rendezvous, store_at, store_on_loopback
 from project.typed import TypedTrainer
 
 FAILED = threading.Event()
@@ -83,7 +83,7 @@ def connect_on_loopback(trainer: TypedTrainer) -> None:
     assert strategy.cluster_environment is not None
     rank, port, timeout = strategy.local_rank, strategy.cluster_environment.main_port, strategy._timeout or default_pg_timeout
     if _is_hosted():
-        store = store_of_agent(strategy.cluster_environment.main_address, port, timeout)
+        store = store_at(strategy.cluster_environment.main_address, port, timeout)
     else:
         store = store_on_loopback(rank, port, timeout)
     _connect(trainer, PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{attempt}", store), rank)

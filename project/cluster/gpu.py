@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,22 +40,9 @@ class Nvml:
         except (self._nvml.NVMLError, AttributeError):  # an older driver, or an older nvidia-ml-py
             return None
 
-    def xid_events(self) -> object:
-        """Returns a set of events into which the driver puts critical errors from now on; None where it does not."""
-        try:
-            events = self._nvml.nvmlEventSetCreate()
-            self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, events)
-            return events
-        except (self._nvml.NVMLError, AttributeError):
-            return None
-
-    def new_xids(self, events: object) -> list[int]:
-        """Returns the errors that have come into the set since the last call, without waiting for more."""
-        numbers: list[int] = []
-        with suppress(self._nvml.NVMLError, AttributeError):  # a timeout: there are no more
-            while events is not None and len(numbers) < 1000:
-                numbers.append(int(self._nvml.nvmlEventSetWait_v2(events, 0).eventData))
-        return numbers
+    def links(self) -> list[int]:
+        """Returns the state of each NVLink: 1 is up."""
+        return [state for link in range(18) if (state := self.ask("nvmlDeviceGetNvLinkState", link)) is not None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ def health(nvml: Nvml) -> Health:
     ask = nvml.ask
     errors, rows = ask("nvmlDeviceGetTotalEccErrors", 1, 0), ask("nvmlDeviceGetRemappedRows")  # uncorrected, since the start
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    links = [state for link in range(18) if (state := ask("nvmlDeviceGetNvLinkState", link)) is not None]
+    links = nvml.links()
     power, most = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")  # milliwatts
     clock, highest = ask("nvmlDeviceGetClockInfo", 1), ask("nvmlDeviceGetMaxClockInfo", 1)  # MHz, of its multiprocessors
     figures = {
@@ -122,24 +110,28 @@ def health(nvml: Nvml) -> Health:
     return Health({name: value for name, value in figures.items() if value not in (None, [])}, unfit, slow)
 
 
-class Telemetry:
+class Telemetry(Nvml):
     """Reads the figures of a GPU that a monitoring system follows; those that it does not have are left out."""
 
     def __init__(self, device: torch.device) -> None:
-        self._nvml = Nvml(device)
-        self._events = self._nvml.xid_events()
-        self._xids: dict[int, int] = {}
+        super().__init__(device)
+        self._events: object = None
+        """The events into which the driver puts critical errors from now on; None where it does not."""
+        self._xids = Counter[int]()
+        with suppress(self._nvml.NVMLError, AttributeError):
+            events = self._nvml.nvmlEventSetCreate()
+            self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+            self._events = events
 
     def read(self) -> dict[str, float]:
         """Returns the figures by the names of the metrics, in base units."""
-        ask = self._nvml.ask
+        ask, links = self.ask, self.links()
         memory, use = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
         power, most, clock = (
             ask("nvmlDeviceGetPowerUsage"),
             ask("nvmlDeviceGetEnforcedPowerLimit"),
             ask("nvmlDeviceGetClockInfo", 1),
         )
-        links = [state for link in range(18) if (state := ask("nvmlDeviceGetNvLinkState", link)) is not None]
         errors = [ask("nvmlDeviceGetNvLinkErrorCounter", link, kind) for link in range(len(links)) for kind in range(3)]
         values = {
             "power_watts": None if power is None else power / 1e3,
@@ -159,6 +151,7 @@ class Telemetry:
 
     def xids(self) -> dict[int, int]:
         """Returns how many of each of NVIDIA's errors (Xid) the driver has reported since the run began."""
-        for xid in self._nvml.new_xids(self._events):
-            self._xids[xid] = self._xids.get(xid, 0) + 1
+        with suppress(self._nvml.NVMLError, AttributeError):  # a timeout: there are no more
+            for _ in range(1000 if self._events is not None else 0):
+                self._xids[int(self._nvml.nvmlEventSetWait_v2(self._events, 0).eventData)] += 1
         return self._xids

@@ -8,6 +8,7 @@ so it can be found out which ones arrive.
 import socket
 import threading
 from bisect import bisect_left
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -95,6 +96,12 @@ def probe(address: str, port: int) -> Probe:
         if _call(address, port, 2 * ATTEMPT)[2]:
             return Probe(name)
     return Probe(name, limit=_limit(address, port), back=arrived)
+
+
+def probe_any(addresses: Iterable[str], port: int) -> Probe:
+    """Returns the first probe of a host's addresses that is answered; none may be, because of a firewall, say."""
+    probes = (probe(address, port) for address in addresses)
+    return next((answer for answer in probes if answer.error is None), Probe())
 
 
 def lost(answer: Probe, here: str, other: str) -> str:

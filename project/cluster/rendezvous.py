@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -99,7 +99,7 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
     """
     if rank > 0:
         _wait_for_listener(port, timeout.total_seconds())
-        return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+        return store_at("127.0.0.1", port, timeout)
     _free(port)
     listening = socket.create_server(("127.0.0.1", port))
     port = listening.getsockname()[1]  # 0 was any that is free
@@ -115,8 +115,8 @@ def _wait_for_listener(port: int, seconds: float) -> None:
         time.sleep(0.005)
 
 
-def store_of_agent(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Returns the store of torchrun's agent, which listens there."""
+def store_at(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Returns the store of whoever listens there: torchrun's agent, say."""
     return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
 
 
@@ -155,22 +155,17 @@ class Rendezvous:
         # later have started their ranks less often.
         starts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
         self.store = PrefixStore(f"rendezvous/{starts}.{os.environ.get('PROJECT_ATTEMPT', '0')}", store)
-        listener = reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0") if rank == 0 else None
-        try:
-            if listener is not None:
+        with ExitStack() as stack:
+            if rank == 0:
+                listener = stack.enter_context(closing(reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0")))
                 self.store.set("listener", str(listener.port))
             else:  # before anything is sent that is longer than a short packet
                 self._check_packets(int(self.store.get("listener")))
             self._sign_in()
-        finally:
-            if listener is not None:
-                listener.close()
 
     def _check_packets(self, port: int) -> None:
         """Checks that packets of any size reach rank 0's host and come back; otherwise both hosts report it."""
-        probes = (reachability.probe(address, port) for address in resolve(self.address))
-        # None of them answers: a firewall, which is looked at later.
-        answer = next((probe for probe in probes if probe.error is None), reachability.Probe())
+        answer = reachability.probe_any(resolve(self.address), port)  # where none is answered, that is looked at later
         if answer.limit is None:
             return
         here = host()
@@ -308,19 +303,16 @@ class Rendezvous:
 
     def _try_ways(self, address: str) -> list[tuple[str, bool]]:
         """Returns what blocks the way to the other hosts, and whether it may be a closed port."""
-        leaders = self.leaders()
-        listener = None
-        if self.rank in leaders:
-            listener = reachability.Listener(address, f"{self.hosts[self.rank]} {self.rank}")
-        try:
-            places = self.exchange((address, listener.port) if listener else None)
-            others = [(rank, *place) for rank in leaders if rank != self.rank and listener and (place := places[rank])]
-            with ThreadPoolExecutor(32) as pool:
-                answers = list(pool.map(lambda other: self._try(*other), others))
+        leaders, place, others = self.leaders(), None, list[tuple[int, str, int]]()
+        with ExitStack() as stack, ThreadPoolExecutor(32) as pool:
+            if self.rank in leaders:
+                name = f"{self.hosts[self.rank]} {self.rank}"
+                place = address, stack.enter_context(closing(reachability.Listener(address, name))).port
+            places = self.exchange(place)
+            if place:
+                others = [(rank, *other) for rank in leaders if rank != self.rank and (other := places[rank])]
+            answers = list(pool.map(lambda other: self._try(*other), others))
             self.exchange(None)  # all have tried before any listener closes
-        finally:
-            if listener:
-                listener.close()
         return [answer for answer in answers if answer]
 
     def _try(self, rank: int, address: str, port: int) -> tuple[str, bool] | None:

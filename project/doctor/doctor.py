@@ -12,9 +12,8 @@ from rich.console import Console
 from project.cluster.connection import meet
 from project.cluster.place import host
 from project.doctor import hosts, links, training
-from project.doctor.examination import Examination
 from project.doctor.examined import examined_run
-from project.doctor.findings import Finding, show, write
+from project.doctor.findings import Examination, Finding, show, write
 from project.typed import TypedTrainer
 
 

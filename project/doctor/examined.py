@@ -80,11 +80,7 @@ class ExaminedRun:
 
     def batches(self) -> Iterator[object]:
         """Yields the micro-batches of the training loader."""
-        loaders = self.data.train_dataloader()
-        if isinstance(loaders, (list, tuple, dict)):
-            yield from (result[0] for result in CombinedLoader(loaders, "max_size_cycle"))
-        else:
-            yield from loaders
+        yield from (result[0] for result in CombinedLoader(self.data.train_dataloader(), "max_size_cycle"))
 
     def first_batch(self) -> object:
         """Returns the first micro-batch, on the device."""

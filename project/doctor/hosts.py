@@ -9,8 +9,7 @@ import torch.distributed as dist
 from project.cluster import environment, gpu, shared_folder
 from project.cluster.cores import cores
 from project.cluster.place import MORE_SHARED_MEMORY
-from project.doctor.examination import Examination
-from project.doctor.findings import Finding, Trouble, in_bytes
+from project.doctor.findings import Examination, Finding, Trouble, in_bytes
 
 _SKEW = 1.0  # seconds between two clocks
 _FEW_FILES = 1024

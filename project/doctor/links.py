@@ -10,8 +10,7 @@ from typing_extensions import NotRequired
 
 from project.cluster.interfaces import addresses, is_loopback, resolve, source_towards
 from project.doctor import network
-from project.doctor.examination import Examination
-from project.doctor.findings import Trouble, in_bytes
+from project.doctor.findings import Examination, Trouble, in_bytes
 
 _SYNC = 0.3  # share of a step: more than that for gradients is worth a word
 

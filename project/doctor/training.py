@@ -12,8 +12,7 @@ import torch.distributed as dist
 from project.cluster import environment
 from project.cluster.cgroups import field
 from project.doctor import network
-from project.doctor.examination import Examination
-from project.doctor.findings import Finding, Trouble
+from project.doctor.findings import Examination, Finding, Trouble
 from project.step.micro_batch import count_samples
 
 _SECONDS = 2.0  # for each of the timings that take as long as one lets them

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,17 +44,10 @@ def _tensor(leaf: object) -> Tensor:
     return torch.as_tensor(leaf).clone()
 
 
-def loaded_weights(file: Path) -> dict[str, Tensor]:
-    """Returns the file's weights by name, from a fresh process without this package."""
-    return cast(dict[str, Tensor], _loaded("safetensors", file, ()))
-
-
-def loaded_outputs(form: str, file: Path, batches: Sequence[Inputs]) -> Outputs:
-    """Returns the outputs of the file's network, from a fresh process without this package."""
-    return cast(Outputs, _loaded(form, file, batches))
-
-
-def _loaded(form: str, file: Path, batches: Sequence[Inputs]) -> object:
+def loaded(form: str, file: Path, batches: Sequence[Inputs] = ()) -> object:
+    """Returns the outputs of the file's network, or the weights by name of one that has only these, from a fresh process
+    without this package.
+    """
     with TemporaryDirectory(dir=file.parent) as place:
         inputs, results, content = Path(place) / "inputs", Path(place) / "outputs", io.BytesIO()
         torch.save(list(batches), content)  # into memory: on a full disk it ends the process

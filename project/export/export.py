@@ -4,6 +4,7 @@ import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -15,7 +16,7 @@ from project.data.self_dealing import Description, SelfDealing
 from project.errors import FaultError, UserError
 from project.export import description
 from project.export.capture import Capture, Samples, captured, pieces, samples
-from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded_outputs, loaded_weights, outputs
+from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
 from project.export.formats import (
     FILES,
@@ -98,7 +99,7 @@ class Export:
         """Writes the file, and compares its outputs in a fresh process; raises a UserError if they differ."""
         if self.to == "safetensors":
             write_weights(self.module, file, about)
-            weights = self._checked_weights(loaded_weights(file))
+            weights = self._checked_weights(cast(dict[str, Tensor], loaded(self.to, file)))
 
             def network(*batch: Tensor) -> object:
                 return functional_call(self.module, weights, batch, tie_weights=False)
@@ -110,7 +111,7 @@ class Export:
             write_onnx(program, file, self.samples.names)
         else:
             write_traced(program, file)
-        return compare(self.wanted, loaded_outputs(self.to, file, self.batches), TOLERANCE[self.to])
+        return compare(self.wanted, cast(Outputs, loaded(self.to, file, self.batches)), TOLERANCE[self.to])
 
     def _checked_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights from a file by their names in the module; raises a UserError if they are not the module's."""

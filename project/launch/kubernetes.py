@@ -10,8 +10,19 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from project.doctor.examined import examined_run
 from project.doctor.findings import in_bytes
 from project.errors import UserError
-from project.launch.manifest import APP, Engine, Wanted, claim_of, image_of, name, pods, refuse_odd_batches, root_of
-from project.launch.needs import Needs, needs
+from project.launch.manifest import (
+    APP,
+    Engine,
+    Needs,
+    Wanted,
+    claim_of,
+    image_of,
+    name,
+    needs,
+    pods,
+    refuse_odd_batches,
+    root_of,
+)
 from project.typed import TypedTrainer
 from project.untrusted import printable
 

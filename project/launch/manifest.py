@@ -1,4 +1,6 @@
-"""The requirements of a manifest: what can't work is refused here, by name, and not by a cluster an hour later."""
+"""The requirements of a manifest: what can't work is refused here, by name, and not by a cluster an hour later; a pod's needs,
+which are the doctor's figures for the run and what is added to them, in bytes and seconds; and the container's command line.
+"""
 
 import logging
 import math
@@ -7,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+import yaml
+from torch import Tensor
+
+from project.config_files import CONFIGS, without
 from project.doctor.examined import ExaminedRun
+from project.doctor.findings import in_bytes
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -16,6 +24,17 @@ Engine = Literal["k8s", "trainjob"]
 
 APP = Path("/app")  # the code in the image, and where a run is started
 _LONGEST = 48  # of 63 letters of a run's name; the pods add to it: '-node-0-1234' and more
+_GIB = 1 << 30
+# In main memory, by process: torch and what comes with it; with a GPU, also what the driver and NCCL keep there.
+_PROCESS, _PROCESS_GPU = 3 * _GIB // 2, 4 * _GIB
+_WORKER = _GIB // 2  # of a loader's process, which has most of its memory in common with its rank
+_SHM_ALWAYS = _GIB  # NCCL's own shared memory between a pod's GPUs, and semaphores
+_SHM_UNKNOWN = 8 * _GIB  # where the data is not here: what the doctor recommends
+_DISK_SPEED = 100e6  # bytes a second, of a shared folder that others use, too
+_STEP = 60  # seconds for the step, or the batch of a validation, that a signal comes in
+_LEAST_GRACE = 120
+_OWN = ("--engine", "--nodes", "--gpus", "--cpus", "--image", "--claim", "--out", "--run")  # of the verb `manifest`
+_IN_IMAGE = (CONFIGS.resolve(), (CONFIGS.parent.parent / "configs").resolve())
 
 
 @dataclass(frozen=True)
@@ -141,3 +160,105 @@ def refuse_odd_batches(wanted: Wanted, run: ExaminedRun) -> None:
         f"a global batch of {global_batch}; {numbers}. HINT: choose one of these, or set {key}="
         f"{max(1, round(global_batch / shares)) * shares}."
     )
+
+
+# A pod's needs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a pod, but for `disk`: that is the run's."""
+
+    memory: int
+    shm: int
+    disk: int
+    grace: int
+    """Seconds from SIGTERM to SIGKILL."""
+    checkpoint: int
+
+
+def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
+    """Returns the needs of a pod; `run` is as the doctor sees it, with `processes` those of a pod."""
+    shm, activations, sample, why = _SHM_UNKNOWN, 0, None, "its samples can't be counted"
+    try:
+        fingerprint = run.fingerprint()
+        run.micro_batch, run.workers = run.sizes()
+        sample = int(fingerprint["train"]["bytes"]) if fingerprint else None
+    except Exception as error:  # whatever somebody's data does where its files are missing; it is not fetched for this
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+    if sample is None:
+        log.warning(
+            "The data can't be looked at here: %s. So /dev/shm and memory are guessed: %s. Make this manifest where the data "
+            "is, for better ones.",
+            why, in_bytes(shm),
+        )  # fmt: skip
+    else:
+        shm = _SHM_ALWAYS + 2 * run.shared_memory_needed(sample)
+        activations = 0 if wanted.gpus else _activations(run)
+    # The doctor reckons with one number that the optimiser keeps for each weight; Adam keeps two.
+    checkpoint = run.checkpoint_bytes + run.gradient_bytes
+    state = 0 if wanted.gpus else checkpoint + run.gradient_bytes
+    rank = (_PROCESS_GPU if wanted.gpus else _PROCESS) + state + 2 * activations + run.workers * _WORKER
+    memory = run.processes * rank + checkpoint + shm  # a checkpoint is written from a copy; /dev/shm counts as memory
+    seconds = _STEP + 3 * checkpoint / _DISK_SPEED  # what is written before it, it itself, and it is read back
+    return Needs(
+        memory=_rounded(memory * 1.25),
+        shm=_rounded(shm),
+        disk=_rounded(2 * run.disk_needed + _GIB),  # curves, logs and reports lie beside the checkpoints
+        grace=max(_LEAST_GRACE, 30 * math.ceil(seconds / 30)),
+        checkpoint=checkpoint,
+    )
+
+
+def _rounded(number: float) -> int:
+    """Rounds up to whole GiB."""
+    return math.ceil(number / _GIB) * _GIB
+
+
+def _activations(run: ExaminedRun) -> int:
+    """Returns the bytes that a micro-batch keeps between the forward and the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run.compute(run.micro_batch)
+    except Exception as error:  # a module that takes its steps by itself, say
+        log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", error)
+    return sum(kept.values())
+
+
+# The command line in the container: configs that are not in the image travel with the manifest -----------------------
+
+
+def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments of the verb `fit`, and the configs, by name, that `--config=:NAME` refers to.
+
+    `argv`: after the verb `manifest`, with configs expanded to those that they stand on.
+    """
+    configs: dict[str, str] = {}
+    rest = iter(without(argv, *_OWN))
+    return [_config(Path(next(rest)), configs) if argument == "--config" else argument for argument in rest], configs
+
+
+def _config(path: Path, configs: dict[str, str]) -> str:
+    if path.resolve().parent in _IN_IMAGE:
+        return f"--config=configs/{path.name}"
+    text = path.read_text()
+    if not re.fullmatch(r"[-._a-zA-Z0-9]+", path.name) or configs.get(path.name) not in (None, text):
+        raise UserError(
+            f"{path} travels with the manifest, under its name. HINT: another one, of letters, digits, '-', '.' and '_'."
+        )
+    configs[path.name] = text
+    bases = (yaml.safe_load(text) or {}).get("base") or []
+    for base in [bases] if isinstance(bases, str) else bases:
+        beside = (path.parent / base).resolve()
+        if beside.is_file() and beside.parent not in _IN_IMAGE and base != beside.name:
+            raise UserError(
+                f"{path} stands on {base}, and both travel with the manifest, in one folder. HINT: put it beside {path}."
+            )
+    return f"--config=:{path.name}"

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -182,11 +181,7 @@ def main(words: Sequence[str]) -> int:
         "python -m project sweep", description="The trials of a sweep; fit --sweep FILE --trial N trains one."
     )
     parser.add_argument("file", help="a sweep's YAML, as configs/sweeps/lr.yaml")
-    try:
-        sweep = read_sweep(parser.parse_args(words).file)
-    except UserError as error:
-        print(f"ERROR   {error}", file=sys.stderr)
-        return 2
+    sweep = read_sweep(parser.parse_args(words).file)
     for number in range(1, len(sweep.trials) + 1):
         print(f"{number:4}  {'  '.join(argument.removeprefix('--') for argument in sweep.words(number))}")
     return 0

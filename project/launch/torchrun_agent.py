@@ -12,18 +12,15 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import wraps
-from typing import TYPE_CHECKING, NoReturn, ParamSpec
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING, NoReturn
 
 from project.errors import TRY_AGAIN, WRONG, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import RunProcsResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-Given = ParamSpec("Given")
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
@@ -37,28 +34,19 @@ def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
-def _ending_after_usage(wait: "Callable[Given, RunProcsResult | None]") -> "Callable[Given, RunProcsResult | None]":
-    @wraps(wait)
-    def looked_at(*args: Given.args, **kwargs: Given.kwargs) -> "RunProcsResult | None":
-        result = wait(*args, **kwargs)
+def end_after_usage() -> None:
+    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    wait = PContext.wait
+
+    def wait_or_end(self: PContext, timeout: float = -1, period: float = 1) -> "RunProcsResult | None":
+        result = wait(self, timeout, period)
         if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
             raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
         return result
 
-    return looked_at
-
-
-@contextmanager
-def no_restart_after_usage() -> Iterator[None]:
-    """Makes an agent whose worker ended with 2 end so, too: a restart would only report the same again."""
-    from torch.distributed.elastic.multiprocessing import PContext
-
-    wait = PContext.wait
-    PContext.wait = _ending_after_usage(wait)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PContext.wait = wait  # type: ignore[method-assign]
+    PContext.wait = wait_or_end  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -72,10 +60,10 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
-    from project.launch.agent_store import guard
-    from project.launch.run_clock import run_clock
+    from project.launch.agent_rendezvous import guard, run_clock
 
     guard()
+    end_after_usage()
     clock: AbstractContextManager[None] = nullcontext()
     words = sys.argv[1:]
     if words[:1] == ["--clock"]:
@@ -87,7 +75,6 @@ def main() -> None:
         except (ValueError, DistError) as error:
             print(f"launch.sh: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        held.enter_context(no_restart_after_usage())
         try:
             run.main(["--signals-to-handle", ",".join(heard), *words])
         except SignalException as stopped:

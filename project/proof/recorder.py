@@ -112,8 +112,7 @@ class Recorder(Callback):
     ) -> None:
         if trainer.sanity_checking:
             return
-        samples = [f"{dataloader_idx}:{sample}" for sample in digests(batch)]
-        self._write("validation samples", trainer.global_step, samples)
+        self._write("validation samples", trainer.global_step, [f"{dataloader_idx}:{sample}" for sample in digests(batch)])
         if trainer.current_epoch == 0 and micro_batch(trainer).key[1] == self._order.epoch_steps - 1:
             self._strike(trainer, "validation")
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from project.errors import UserError
-from project.launch.command import command
 from project.launch.kubernetes import written
-from project.launch.manifest import Wanted, claim_of, image_of, name, pods, root_of
-from project.launch.needs import Needs
+from project.launch.manifest import Needs, Wanted, claim_of, command, image_of, name, pods, root_of
 from tests.cluster.manifests import documents, job_of
 from tests.conftest import ROOT, Run, forked
 
@@ -201,7 +199,7 @@ def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):
     mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
     other.write_text("seed_everything: 1\n")
     mine.write_text("base: other.yaml\n")
-    argv = f"--nodes 2 --config {other} --config={mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
+    argv = f"--nodes 2 --config {other} --config {mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
     words, configs = command(argv.split())
     assert words == ["--config=:other.yaml", "--config=:mine.yaml", "--trainer.max_epochs", "3", "--data.flip=true"]
     assert set(configs) == {"mine.yaml", "other.yaml"}

@@ -13,10 +13,7 @@ from project.errors import UserError
 
 _PATIENCE = 10.0  # seconds for a cluster to answer
 # The user's own settings stay.
-_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _SETTINGS_OF_OURS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux, too, this binds all of Ray's ports to 127.0.0.1
     "RAY_worker_niceness": "0",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from project.config_files import RUNS, checked, documents, expand, option
+from project.config_files import RUNS, checked, documents, expand, option, setting
 from project.errors import UserError
 from project.launch.ray.cluster import connected, listen
 from project.launch.sweep import read_sweep, with_trial
@@ -74,10 +74,9 @@ def read(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--min-workers {options.min_workers} is more than --workers {options.workers}")
     rest = with_trial(["fit", *rest])
     if option(rest, "--run") is None:
-        config = Path(option(rest, "-c", "--config") or "fit").stem
-        rest += ["--run", f"{config}-{datetime.now():%Y%m%d-%H%M%S}"]
+        rest += ["--run", f"{Path(option(rest, '-c', '--config') or 'fit').stem}-{datetime.now():%Y%m%d-%H%M%S}"]
     options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
-    options.root = _root(rest).absolute()
+    options.root = Path(str(setting(rest, documents(expand(rest)), "trainer", "default_root_dir") or ".")).absolute()
     options.folder = options.root / RUNS / options.name
     return options
 
@@ -92,11 +91,3 @@ def _from(least: int, kind: type[int] | type[float] = int) -> Callable[[str], fl
         return value
 
     return number
-
-
-def _root(words: list[str]) -> Path:
-    """Returns trainer.default_root_dir, as the flags and the configs have it."""
-    sections = [content.get("trainer") for content in documents(expand(words))]
-    roots = [section.get("default_root_dir") for section in sections if isinstance(section, dict)]
-    roots.append(option(words, "--trainer.default_root_dir"))
-    return Path(([root for root in roots if root] or ["."])[-1])
