@@ -6,6 +6,9 @@ import time
 from project.errors import TRY_AGAIN, Cause
 from project.survive.hang.warden import OOM_KILL
 
+_UNTIL_NOTICED = 4.0  # seconds for the main thread to notice, which then says more and leaves nothing half done
+_UNTIL_WRITTEN = 60.0  # for a checkpoint that is being written
+
 
 class LostRanks:
     """Records deaths and failures of other ranks. The watchdog's thread receives them; a moment earlier, the main thread gets
@@ -55,6 +58,11 @@ class LostRanks:
         which would occur again.
         """
         return TRY_AGAIN if (self.deaths or self.unexplained) and not self.failures else 1
+
+    def exit_due(self, writing: bool) -> bool:
+        """Returns whether the main thread has had the time to notice. `writing`: a checkpoint is being written meanwhile."""
+        patience = _UNTIL_WRITTEN if writing else _UNTIL_NOTICED
+        return self.since is not None and time.monotonic() - self.since > patience
 
     def wait(self, seconds: float) -> bool:
         """Waits until a death or a failure is known, or so long; returns whether one is."""

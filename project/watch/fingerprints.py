@@ -25,7 +25,7 @@ from project.step.batch_norm_layers import batch_norms
 from project.step.ddp import all_gather_objects, ignored_by_ddp
 from project.step.state import micro_batch, step_state
 from project.step.structure import tensor_holders
-from project.typed import typed
+from project.typed import StateDict, typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, listed
@@ -177,7 +177,7 @@ class Fingerprints(Callback):
         self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
         self._losses, self._heard = [], None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict) -> None:
         """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
         self._write_all(trainer)
 

@@ -1,5 +1,8 @@
 """Ends a process from another thread, while its main thread waits in a call that does not end.
 
+Gloo's connections are closed with the process that had them, and the main thread gets an error. A device that waits in a
+collective of NCCL waits on, and so does the main thread that waits for the device.
+
 Nothing here waits for anything for long: a disk or a terminal may be what hangs.
 """
 
@@ -18,11 +21,17 @@ from pathlib import Path
 from project.launch.agent import agent
 from project.launch.launcher import detect
 from project.launch.orphans import launcher_pid
+from project.survive.failure import advice
 from project.survive.hang import stacks
+from project.survive.hang.beside import WardenProcess
 from project.survive.hang.heartbeats import Heartbeat, Member
 from project.survive.hang.warden import kill_with_children, start_time
+from project.survive.news import LOST_RANKS
+
+log = logging.getLogger(__name__)
 
 _FINAL_WRITES = 2.0  # seconds in which the others write their last words before rank 0 ends, which may be their parent
+_PATIENCE = 1.0  # seconds for a terminal or a disk
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,24 @@ def exit_process(
     for member in ranks.values():
         kill_with_children(member.pid)
     os._exit(code)
+
+
+def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
+    """Reports which rank is lost, once on each host, and ends this process, whose main thread has not noticed."""
+    cause = LOST_RANKS.cause
+    assert cause is not None
+    if warden is not None:
+        warden.send(why=cause.text, where=cause.where, traceback=cause.traceback)
+        warden.announce_exit()
+    if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
+        run_with_timeout(_PATIENCE, lambda: _report_loss(cause.text, context.folder))
+    run_with_timeout(_PATIENCE, flush)
+    exit_process(context, LOST_RANKS.exit_code)
+
+
+def _report_loss(why: str, folder: Path | None) -> None:
+    hint = "HINT: see the error of that rank." if LOST_RANKS.failures else advice(folder)
+    log.error(f"lost another rank: {why} This one waits for it in a call that does not notice, and is ended. {hint}")
 
 
 _AGENT_KILLER = """

@@ -13,14 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from project.cluster import reachability
 from project.errors import TRY_AGAIN
 from project.survive.hang import flights, stacks
-from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
+from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
-from project.survive.hang.messages import RankAtFaultMessage, VerdictMessage
 from project.survive.hang.warden import read_dump, start_time
 from project.untrusted import write_text
 
@@ -64,9 +62,6 @@ class RankAtFault:
             stacks=text[:_LONGEST],
         )
 
-    def to_dict(self) -> RankAtFaultMessage:
-        return cast(RankAtFaultMessage, asdict(self))
-
     def __str__(self) -> str:
         beat, since = self.beat, time.strftime("%H:%M:%S", time.localtime(self.beat.since))
         what = f"{beat.phase}, step {beat.step}, epoch {beat.epoch}"
@@ -78,9 +73,9 @@ class RankAtFault:
         return text + (f". Its collectives under way: {self.collectives}" if self.collectives else "")
 
 
-def rank_at_fault_from_dict(content: RankAtFaultMessage) -> RankAtFault:
-    beat, texts = heartbeat_from_dict(content["beat"]), (content["place"], content["collectives"], content["stacks"])
-    return RankAtFault(content["rank"], content["host"], beat, content["silent_for"], *texts)
+def rank_at_fault_from_dict(content: Message) -> RankAtFault:
+    """Returns the description of a rank that was sent as `asdict` gives it."""
+    return RankAtFault(**{**content, "beat": heartbeat_from_dict(content["beat"])})
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,10 @@ class Verdict:
         first = self.at_fault[0]
         return Verdict([RankAtFault(first.rank, first.host, first.beat, first.silent_for)], network=self.network)
 
-    def to_dict(self) -> VerdictMessage:
+    def to_dict(self) -> Message:
         """Returns the verdict as it is sent to the other ranks, with the stacks of the first ranks only."""
         shown = [culprit if at < SHOWN else replace(culprit, stacks="") for at, culprit in enumerate(self.at_fault[:20])]
-        return {"guilty": [culprit.to_dict() for culprit in shown], "waiting": self.waiting, "network": self.network}
+        return {"guilty": [asdict(culprit) for culprit in shown], "waiting": self.waiting, "network": self.network}
 
     @property
     def silent(self) -> set[int]:
@@ -144,7 +139,7 @@ class Verdict:
         return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."
 
 
-def verdict_from_dict(content: VerdictMessage) -> Verdict:
+def verdict_from_dict(content: Message) -> Verdict:
     return Verdict([rank_at_fault_from_dict(entry) for entry in content["guilty"]], content["waiting"], content["network"])
 
 

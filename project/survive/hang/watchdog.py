@@ -33,8 +33,7 @@ from project.survive.abort import exit_on_abort
 from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.beside import WardenProcess
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
-from project.survive.hang.leaving import RankContext
-from project.survive.hang.told import exit_after_loss, exit_due
+from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
 from project.survive.hang.warden import start_time
 from project.survive.news import LOST_RANKS
@@ -253,7 +252,7 @@ class Watchdog(Callback):
             beat = self._heartbeat()
             agent().look()
             saved = checkpoints_of(self._trainer)
-            if exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
+            if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context(), self._warden)
             if self._channel is not None and self._warden is not None:
                 self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
@@ -312,7 +311,7 @@ class Watchdog(Callback):
             elif message["kind"] == "here":
                 self._rank_0_answered = time.monotonic()
             elif message["kind"] == "testify":
-                self._channel.send(0, "testimony", guilty=self._own_report(self._heartbeat()).to_dict())
+                self._channel.send(0, "testimony", guilty=asdict(self._own_report(self._heartbeat())))
             elif message["kind"] == "testimony":
                 report = verdict.rank_at_fault_from_dict(message["guilty"])
                 self._reports[report.rank] = report
