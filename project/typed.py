@@ -1,7 +1,7 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule
@@ -19,6 +19,7 @@ Configuration: TypeAlias = dict[str, Any]
 """A resolved YAML."""
 Fetcher: TypeAlias = Any
 """Lightning's fetcher of micro-batches, whose class has no public name."""
+Kind = TypeVar("Kind")
 
 
 class Stateful(Protocol):
@@ -61,3 +62,8 @@ class TypedTrainer(pl.Trainer):
 def typed(trainer: pl.Trainer) -> TypedTrainer:
     """Returns the same Trainer, with types."""
     return cast(TypedTrainer, trainer)
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """Returns the trainer's callbacks of a kind, in their order."""
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, kind)]

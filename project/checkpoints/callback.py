@@ -27,7 +27,7 @@ from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
 from project.step.monitored import chosen_metric
 from project.step.position import out_of_time, position, stopped_within_epoch
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SaveFirst(Callback):
 
 
 def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
-    return next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
+    return next(iter(callbacks_of(trainer, Checkpoints)), None)
 
 
 def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> bool:

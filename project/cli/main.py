@@ -59,7 +59,7 @@ from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
 from project.survive.tracebacks import Folded
 from project.trainer import Trainer
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import RankLogs, log_to, open_log
@@ -501,7 +501,7 @@ def _end(error: Exception, rank: int) -> int:
         launched = [*early_start.processes, *observed]
         observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
         code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer))
-        lives = [callback for callback in typed(trainer).callbacks if isinstance(callback, Life)]
+        lives = callbacks_of(trainer, Life)
         if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here
         for life in lives:
@@ -521,8 +521,7 @@ def _folder(trainer: Trainer) -> Path | None:
     """Returns the run's folder, as this rank knows it, where a fit has come so far."""
     if trainer.state.fn != "fit":
         return None
-    watchdogs = [callback for callback in typed(trainer).callbacks if isinstance(callback, Watchdog)]
-    return Path(trainer.default_root_dir) if trainer.is_global_zero else watchdogs[0].folder
+    return Path(trainer.default_root_dir) if trainer.is_global_zero else callbacks_of(trainer, Watchdog)[0].folder
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from project.resume.attributes import UNKNOWN, Attributes, attributes, changed_a
 from project.resume.checkpoint import current_checkpoint, resuming
 from project.sharded.strategy import is_sharded
 from project.step.position import position
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Rehearsal(Callback):
     """Warns of attributes that change in the first steps unsaved, and of those that a resumed run could not restore."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if any(isinstance(callback, ModelPruning) for callback in typed(trainer).callbacks):
+        if callbacks_of(trainer, ModelPruning):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
         self._at_start = attributes(trainer) if resuming(trainer).unsaved_digests else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared

@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from project.step.optimizers import all_evaluate_once
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 # Hooks of the model that take over a part of the step.
 _TAKES_OVER = (
@@ -46,6 +46,4 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
 
 def _renews_batch_norm(trainer: Trainer) -> bool:
     """Returns whether StochasticWeightAveraging uses this epoch to renew batch norm's statistics, without a backward pass."""
-    callbacks = typed(trainer).callbacks
-    averaging = [callback for callback in callbacks if isinstance(callback, StochasticWeightAveraging)]
-    return any(trainer.current_epoch > callback.swa_end for callback in averaging)
+    return any(trainer.current_epoch > callback.swa_end for callback in callbacks_of(trainer, StochasticWeightAveraging))

@@ -41,7 +41,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         Row(
             history,
             COLOURS[number % len(COLOURS)],
-            _link(history, place),
+            os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}",
             ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
             history.recent_median("speed/samples_per_s"),
             efficiency[number],
@@ -62,10 +62,6 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         sections={"Curves": _charts(histories, [*tags, "speed/samples_per_s"], x_name)},
         differences=dict([*changes.items()][:_SETTINGS]),
     )
-
-
-def _link(history: History, place: Path | None) -> str:
-    return os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}"
 
 
 def _winners(rows: Sequence[Row], tags: Sequence[str], histories: Sequence[History]) -> list[float | None]:

@@ -52,14 +52,11 @@ class Times:
     def rest(self) -> float:
         return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
 
-    def of(self, cause: Cause) -> float:
-        return self.data if cause == "data" else self.compute
-
 
 def excess(ranks: Sequence[Times], cause: Cause) -> list[float]:
     """Returns each rank's own work, relative to the median rank's, if it differed in this alone: 1.0 is no slower."""
-    reference, typical = _median_own(ranks), median_low(times.of(cause) for times in ranks)
-    return [1 + (times.of(cause) - typical) / reference for times in ranks]
+    reference, typical = _median_own(ranks), median_low(getattr(times, cause) for times in ranks)
+    return [1 + (getattr(times, cause) - typical) / reference for times in ranks]
 
 
 def _median_own(ranks: Sequence[Times]) -> float:
@@ -121,8 +118,8 @@ class Stragglers:
             log.warning(
                 "Rank %d, %s, is slow, and all wait for it: its own work is %.1f times the usual rank's, because of its %s "
                 "(%.3g ms a step, usually %.3g), and was for %d steps. HINT: %s",
-                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * ranks[rank].of(cause)),
-                *(1e3 * median_low(times.of(cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
+                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * getattr(ranks[rank], cause)),
+                *(1e3 * median_low(getattr(times, cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
             )
             return [f"rank {rank}, {self.hosts[rank]}, is slow because of its {cause}, and all wait for it"]
         return []

@@ -98,11 +98,16 @@ class Opener:
         return True
 
 
+def _status_fields(pid: int | str) -> list[str]:
+    """Returns what the kernel says of a process (proc_pid_stat(5)), from its state on; nothing where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 def start_time(pid: int | str) -> str:
     """Returns when a process was started, in ticks since boot, or '' where that can't be known or it has ended."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return "".join(_status_fields(pid)[19:20])
 
 
 def read_dump(pid: int, path: str, wake: bool = False) -> str:
@@ -248,9 +253,8 @@ def _is_exiting(pid: int | str) -> bool:
     """Returns whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be
     seen to have ended, and it is in no cgroup of version 1 any more.
     """
-    with suppress(OSError, IndexError, ValueError):
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    return False
+    fields = _status_fields(pid)
+    return bool(fields) and bool(int(fields[6]) & _PF_EXITING)
 
 
 _INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Linux 6.15
@@ -260,10 +264,9 @@ def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | N
     """Returns whether a process has ended, and its wait status, which the kernel reports to others only as long as nobody has
     asked for it, or, from Linux 6.15 on, to the holder of a `handle` (a pidfd).
     """
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[19] == began:
-            return fields[0] in "ZX", int(fields[-1])
+    fields = _status_fields(pid)
+    if fields and fields[19] == began:
+        return fields[0] in "ZX", int(fields[-1])
     if handle is not None:
         with suppress(OSError):
             info = bytearray(struct.pack("Q56x", _INFO_EXIT))
@@ -301,20 +304,15 @@ class WatchedRank:
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(pid)
         self.oom_kills = OomKills(pid)
-        self.parent = self._find_parent()
+        parent = int("".join(_status_fields(pid)[1:2]) or 0)
+        self.parent = parent, start_time(parent)
+        """The rank's launcher: its process id and start time."""
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
         self.facts: Facts = {}
         self._held = (0, 0, 0)
         """Bytes of the rank, bytes of its loader processes and their number, when they were seen last."""
         self._incomplete_line = b""
-
-    def _find_parent(self) -> tuple[int, str]:
-        """Returns the process id and start time of the rank's parent, its launcher."""
-        with suppress(OSError, IndexError):
-            pid = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            return pid, start_time(pid)
-        return 0, ""
 
     def read(self, data: bytes) -> None:
         """Reads lines that the rank has written to the warden's standard input."""
