@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.profilers import Profiler
 
 if TYPE_CHECKING:
+    from project.resume.checkpoint import Resuming
     from project.step.gradients import Gradients
     from project.step.state import StepState
 
@@ -57,6 +58,7 @@ class TypedTrainer(pl.Trainer):
     """The run is the same to the last bit on any number of ranks."""
     step_state: "StepState"
     gradients: "Gradients"
+    resuming: "Resuming"
 
 
 def typed(trainer: pl.Trainer) -> TypedTrainer:

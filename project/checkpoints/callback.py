@@ -21,7 +21,6 @@ from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, s
 from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
 from project.cluster.place import host, image
 from project.errors import UserError
-from project.resume.checkpoint import current_checkpoint
 from project.sharded.shards import Split, split
 from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
@@ -150,7 +149,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         # Now, and not when the run has been lost: could it go on from what would be saved?
-        check(current_checkpoint(trainer))
+        check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 
@@ -287,7 +286,7 @@ class Checkpoints(Checkpoint):
     def _copy_state(self, trainer: Trainer, finished: bool) -> Record:
         """Copies what this rank writes of the run's state into main memory, and makes its manifest."""
         at = position(trainer)
-        own = Split(current_checkpoint(trainer), {})
+        own = Split(typed(trainer).resuming.dump_checkpoint(weights_only=False), {})
         if self._shard_writers is not None:
             own = split(own.marked)
         if not trainer.is_global_zero:

@@ -49,19 +49,13 @@ class MemoryWriter:
 
     def save(self, step: int, own: Split, manifest: Manifest) -> None:
         """Begins to write a state, when the one before has been written."""
-        self.wait()
+        if self._pending is not None:
+            self._pending.result()
         if self._writes:
             self._pending = self._thread.submit(self._write, step, own, manifest)
 
-    def wait(self) -> None:
-        """Waits until nothing is being written."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
     def close(self) -> None:
         """Waits, and ends the thread."""
-        self.wait()
         self._thread.shutdown()
 
     def _write(self, step: int, own: Split, manifest: Manifest) -> None:

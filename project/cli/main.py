@@ -53,11 +53,10 @@ from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
-from project.survive.failure import cause_of, exit_at_once, exit_code, report_error
+from project.survive.failure import Folded, cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
-from project.survive.tracebacks import Folded
 from project.trainer import Trainer
 from project.typed import callbacks_of, typed
 from project.untrusted import write_text

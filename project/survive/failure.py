@@ -1,6 +1,7 @@
 """Ends a run that failed: the rank at fault reports the cause, once and last; the others report only that they lost it.
 
-An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
+An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback,
+folded: the frames of the user's own code stay whole, those of libraries and of this project are only counted.
 """
 
 import json
@@ -9,13 +10,14 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,6 @@ from project.launch.fork_server import tell_supervisor
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
-from project.survive.tracebacks import Folded
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,11 @@ _LOST_CONNECTION = re.compile(
     r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
     re.I,
 )
-_TORCH = Path(torch.__file__).parent
+_PROJECT, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _CONNECTION_CODE = (
     *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel")),
     str(_TORCH / "_ops.py"),  # calls compiled operators, as functional collectives are
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{_PROJECT}{os.sep}",
 )
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
@@ -234,6 +235,48 @@ def report_error(
         child.send_signal(signal.SIGTERM)
     tell_supervisor(reported=rank)
     return exit_code(error)
+
+
+# Tracebacks ----------------------------------------------------------------------------------------------------------
+
+
+_FRAME = re.compile(
+    r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.*)\n(?: {4,}.*\n)*(?: *\[Previous line .*\n)?', re.MULTILINE
+)
+_HEAD = "Traceback (most recent call last):"
+_PACKAGES = {"site-packages", "dist-packages"}
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+
+class Folded:
+    """The traceback of an error. Also of one in a loader process, whose text quotes the traceback that was seen there."""
+
+    shows_all: ClassVar[bool] = False
+    """Whether `text` leaves out nothing (--debug true)."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.whole = "".join(traceback.format_exception(error)).rstrip()
+        frames = list(_FRAME.finditer(f"{self.whole}\n"))
+        own = [frame for frame in frames if not _library(frame["file"])]
+        self.where = f"{own[-1]['file']}, line {own[-1]['line']}, in {own[-1]['name']}" if own else ""
+        """File, line and function of the user's code, from which the error came; '' where none was in the way."""
+        self.text = self.whole
+        """What a user reads: the whole traceback where there is no frame of the user's."""
+        names = dict.fromkeys(filter(None, (_library(frame["file"]) for frame in frames)))
+        if own and names and not self.shows_all:
+            text = _FRAME.sub(lambda frame: "" if _library(frame["file"]) else frame[0], f"{self.whole}\n").rstrip()
+            without = f"without {len(frames) - len(own)} frame(s) of {', '.join(names)}; --debug true shows them"
+            self.text = text.replace(_HEAD, f"Traceback (most recent call last, {without}):", 1)
+
+
+def _library(file: str) -> str:
+    """Returns the library that a file belongs to, or this project; '' for the user's own."""
+    path = Path(file)
+    if (at := next((index for index, part in enumerate(path.parts) if part in _PACKAGES), None)) is not None:
+        return path.parts[at + 1].removesuffix(".py")
+    if path.is_relative_to(_PROJECT):
+        return "project"
+    return "Python" if file.startswith("<") or path.is_relative_to(_STANDARD_LIBRARY) else ""
 
 
 # The death of another rank -------------------------------------------------------------------------------------------

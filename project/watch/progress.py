@@ -182,13 +182,12 @@ class Progress(ProgressBar):
         """Notes the monitored metrics, and the best of each so far, in earlier starts, too. The host waits for the device."""
         known, callbacks = trainer.callback_metrics, typed(trainer).callbacks
         for name, mode in monitored_metrics(callbacks, known).items() if trainer.state.fn == "fit" else ():
-            self._monitored[name] = value = float(known[name])
-            if is_better(value, self._best.get(name), mode):
-                self._best[name] = value
-            for callback in callbacks:
-                score = callback.best_model_score if isinstance(callback, Judging) else None
-                if isinstance(score, Tensor) and name in monitored_metrics([callback], known):
-                    self._best[name] = float(score) if is_better(float(score), self._best.get(name), mode) else self._best[name]
+            self._monitored[name] = float(known[name])
+            judges = [callback for callback in callbacks if isinstance(callback, Judging)]
+            scores = [judge.best_model_score for judge in judges if name in monitored_metrics([judge], known)]
+            for score in [self._monitored[name], *(float(score) for score in scores if isinstance(score, Tensor))]:
+                if is_better(score, self._best.get(name), mode):
+                    self._best[name] = score
 
     def _titled_best(self) -> dict[str, float]:
         return {f"best {name}": value for name, value in self._best.items()}

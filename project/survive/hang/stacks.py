@@ -11,6 +11,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -41,11 +42,7 @@ def open_dump() -> tuple[IO[bytes], str]:
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """Returns the frames from the outermost call to the innermost."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
+    return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)][::-1]
 
 
 def main_frames() -> list[FrameType]:

@@ -24,8 +24,6 @@ from project.untrusted import write_text
 
 log = logging.getLogger(__name__)
 
-EXIT_CODE = TRY_AGAIN
-
 SHOWN = 2  # ranks whose stacks are part of the message
 _LONGEST = 20_000  # characters of a rank's stacks in a message
 _PATIENCE = 5.0  # seconds for a write
@@ -170,14 +168,14 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: _write_stacks(folder, judged, written))
     if reports:
         where = f"\nThe stacks of all ranks: {context.folder}/hang-rank*.txt" if context.folder else ""
-        again = f"All ranks end, with exit code {EXIT_CODE}. The same command goes on from the newest checkpoint."
+        again = f"All ranks end, with exit code {TRY_AGAIN}. The same command goes on from the newest checkpoint."
         text = f"{judged}{where}\n{again} HINT: {judged.hint}"
         run_with_timeout(_PATIENCE, lambda: log.error(text))
-        run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}", context))
+        run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}"))
     run_with_timeout(_PATIENCE, flush)
     cut_off = _rank_0_unreachable(judged, context)
     seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
-    exit_process(context, EXIT_CODE, list(unresponsive.values()), seconds)
+    exit_process(context, TRY_AGAIN, list(unresponsive.values()), seconds)
 
 
 def _silent_on_this_host(judged: Verdict, context: RankContext) -> dict[int, Member]:
@@ -206,7 +204,7 @@ def _write_stacks(folder: Path, judged: Verdict, ranks: list[RankAtFault]) -> No
         write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
 
 
-def _tell_torchrun(text: str, context: RankContext) -> None:
+def _tell_torchrun(text: str) -> None:
     """Writes the message for torchrun, which reports last, and prints what it finds in this file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}

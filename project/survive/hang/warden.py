@@ -437,6 +437,41 @@ def add_stop(life: Path, pid: int, line: str) -> bool:
         return True
 
 
+class WardenProcess:
+    """Represents the warden in its rank, as a child process. Does nothing where it could not be started or has ended."""
+
+    def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
+        words = [sys.executable, "-I", "-S", __file__, str(pid), began, dump, name, launcher]
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
+
+    def _write_line(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+    def send(self, **facts: object) -> None:
+        """Sends facts that the warden needs to report or record the end of this rank, such as the path of a file."""
+        self._write_line(json.dumps(facts))
+
+    def allow_silence(self, seconds: float) -> None:
+        """Restarts the countdown after which the warden kills this rank."""
+        self._write_line(f"{seconds:g}")
+
+    def announce_exit(self) -> None:
+        """Announces that this process is about to exit and reports the reason itself."""
+        self._write_line("end")
+
+    def stop(self, seconds: float) -> None:
+        """Ends the warden, and waits for that. This process continues without it."""
+        self.announce_exit()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired, OSError):
+                self._process.communicate(timeout=seconds)
+
+
 def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:
     """Watches a rank until it ends or is silent for too long, then reports and records that."""
     # They go to the whole group, and the rank knows what to do.

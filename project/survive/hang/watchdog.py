@@ -28,14 +28,14 @@ from project.cluster.place import host
 from project.errors import Cause, UserError
 from project.launch import early_start
 from project.launch.agent import agent
+from project.launch.orphans import describe_launcher
 from project.survive import failure
 from project.survive.abort import exit_on_abort
 from project.survive.hang import flights, stacks, verdict
-from project.survive.hang.beside import WardenProcess
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
 from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.warden import start_time
+from project.survive.hang.warden import WardenProcess, start_time
 from project.survive.news import LOST_RANKS
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,9 @@ class Watchdog(Callback):
             self._dump = stacks.open_dump()
         if trainer.world_size > 1:
             exit_on_abort()
-        self._warden = WardenProcess(self._own_member())
+        me = self._own_member()
+        name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
+        self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
