@@ -389,10 +389,8 @@ def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
 def shapes(module: nn.Module) -> Shapes:
     """Returns the shape of each tensor in a module's state_dict."""
     sizes: dict[str, tuple[int, ...] | None] = dict.fromkeys(_tensors(module.state_dict(keep_vars=True)))
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in sizes and not is_lazy(parameter):
-            sizes[name] = tuple(parameter.shape)
-    return sizes
+    parameters = module.named_parameters(remove_duplicate=False)
+    return sizes | {name: tuple(tensor.shape) for name, tensor in parameters if name in sizes and not is_lazy(tensor)}
 
 
 def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> None:

@@ -303,9 +303,7 @@ def _report_lost_rank(
 
 def advice(folder: Path | None) -> str:
     """Returns what to do after a rank was killed, and whether there is a checkpoint to resume from."""
-    if LOST_RANKS.out_of_memory:
-        return f"{TO_LOWER} {resumption(folder, changed=True)}"
-    return resumption(folder)
+    return f"{TO_LOWER} {resumption(folder, changed=True)}" if LOST_RANKS.out_of_memory else resumption(folder)
 
 
 def exit_at_once(error: BaseException | None) -> None:

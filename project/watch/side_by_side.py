@@ -81,15 +81,11 @@ def _charts(histories: Sequence[History], tags: Sequence[str], x_name: str) -> l
         each = history.global_batch or 1 if x_name == "samples" else 1
         return point.step * each, point.value, history.hours(point.time)
 
-    charts = []
-    for tag in tags:
-        lines = [
-            Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)
-            for colour, history in enumerate(histories)
-        ]
-        if any(line.points for line in lines):
-            charts.append(Chart(tag, lines, legend=False))
-    return charts
+    def line(history: History, colour: int, tag: str) -> Line:
+        return Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)
+
+    charts = (Chart(tag, [line(history, at, tag) for at, history in enumerate(histories)], legend=False) for tag in tags)
+    return [chart for chart in charts if any(line.points for line in chart.lines)]
 
 
 def differences(histories: Sequence[History]) -> Mapping[str, Sequence[object]]:

@@ -72,11 +72,11 @@ def _short(file: str) -> str:
 
 def loader_stacks(path: str) -> str:
     """Returns the stacks of the loader processes."""
-    sections = []
-    for child in multiprocessing.active_children()[:_PROCESSES]:
-        if child.pid and (text := read_dump(child.pid, path)):
-            sections.append(f"Loader process {child.name}:\n{text}")
-    return "\n".join(sections)
+    return "\n".join(
+        f"Loader process {child.name}:\n{text}"
+        for child in multiprocessing.active_children()[:_PROCESSES]
+        if child.pid and (text := read_dump(child.pid, path))
+    )
 
 
 def innermost_call(frames: list[FrameType]) -> str:
