@@ -86,17 +86,14 @@ class Checkpoints(Checkpoint):
         monitor: str | None = "auto",
         mode: str = "max",
     ) -> None:
-        for fits, rule in (
-            (every_n_minutes > 0, f"every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never."),
-            (keep_last >= 1, f"keep_last is 1 at least, and not {keep_last}."),
-            (
-                every_n_steps is None or every_n_steps >= 1,
-                f"every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.",
-            ),
-            (mode in ("min", "max"), f"mode is 'min' or 'max', and not {mode!r}."),
-        ):
-            if not fits:
-                raise UserError(f"checkpoints.{rule}")
+        if not every_n_minutes > 0:
+            raise UserError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
+        if keep_last < 1:
+            raise UserError(f"checkpoints.keep_last is 1 at least, and not {keep_last}.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise UserError(f"checkpoints.every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.")
+        if mode not in ("min", "max"):
+            raise UserError(f"checkpoints.mode is 'min' or 'max', and not {mode!r}.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
         self.monitor, self.mode = monitor, mode
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save

@@ -120,34 +120,21 @@ class Verdict:
 
     @property
     def hint(self) -> str:
-        """Returns what the user can check, in a sentence: the first that fits."""
-        first, beat, host = self.at_fault[0], self.at_fault[0].beat, self.at_fault[0].host
-        flight = flights.shared_collective([beat])
-        hints: list[tuple[object, str]] = [
-            (self.network, reachability.HINT),
-            (
-                first.silent_for is not None,
-                f"see whether {host} is up and reachable, and whether the process was stopped (SIGSTOP).",
-            ),
-            (
-                flight and flight.stage == Flight.SCHEDULED,
-                f"see dmesg (NVRM, Xid) and nvidia-smi on {host}: a GPU that hangs needs a reset, or another host.",
-            ),
-            (
-                flights.describe_stall([culprit.beat for culprit in self.at_fault]),
-                "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs.",
-            ),
-            (
-                beat.phase == "start-up" and beat.collective,
-                "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR.",
-            ),
-            (
-                "data" in beat.phase,
-                "see what the dataset reads, and whether the file system answers; if it is only slow, set watchdog.at_least.",
-            ),
-            (True, "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."),
-        ]
-        return next(hint for fits, hint in hints if fits)
+        """Returns what the user can check, in a sentence."""
+        first = self.at_fault[0]
+        if self.network:
+            return reachability.HINT
+        if first.silent_for is not None:
+            return f"see whether {first.host} is up and reachable, and whether the process was stopped (SIGSTOP)."
+        if (flight := flights.shared_collective([first.beat])) and flight.stage == Flight.SCHEDULED:
+            return f"see dmesg (NVRM, Xid) and nvidia-smi on {first.host}: a GPU that hangs needs a reset, or another host."
+        if flights.describe_stall([culprit.beat for culprit in self.at_fault]):
+            return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
+        if first.beat.phase == "start-up" and first.beat.collective:
+            return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
+        if "data" in first.beat.phase:
+            return "see what the dataset reads, and whether the file system answers; if it is only slow, set watchdog.at_least."
+        return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."
 
 
 def verdict_from_dict(content: Message) -> Verdict:
