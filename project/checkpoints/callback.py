@@ -16,13 +16,21 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.checkpoints.memory import MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
-from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
-from project.cluster.place import host, image
+from project.checkpoints.writing import (
+    FileWriter,
+    Lost,
+    MemoryWriter,
+    ShardWriters,
+    cause,
+    check,
+    clean_up,
+    remove,
+    shard_writers,
+)
+from project.cluster.place import image
 from project.errors import UserError
 from project.sharded.shards import Split, split
-from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
 from project.step.monitored import chosen_metric
 from project.step.position import out_of_time, position, stopped_within_epoch
@@ -124,10 +132,7 @@ class Checkpoints(Checkpoint):
             typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
-        self._file_writer, self._shard_writers = FileWriter(), None
-        if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
-            self._shard_writers = ShardWriters(host())
-            self._shard_writers.connect(trainer.strategy.patience)
+        self._file_writer, self._shard_writers = FileWriter(), shard_writers(trainer) if stage == "fit" else None
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
             for path in checkpoints_in(self._folder):

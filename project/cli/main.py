@@ -24,8 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.memory import memory_folder
-from project.checkpoints.reading import Manifest, Verification
+from project.checkpoints.reading import Manifest, Verification, memory_folder
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config

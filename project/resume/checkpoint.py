@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.memory import memory_folder
-from project.checkpoints.reading import SafeCheckpointIO, newest_good
+from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
@@ -111,7 +110,12 @@ class Resuming(_CheckpointConnector):
         loaders, at = loaders_of(self.trainer), position(self.trainer)
         fit_loop = checkpoint["loops"]["fit_loop"]
         checkpoint["states_of_loaders"] = fit_loop["state_dict"].get("combined_loader", [])
-        checkpoint["unsaved_buffers"] = self._changed_buffers()
+        before = self._buffers_as_built
+        checkpoint["unsaved_buffers"] = {
+            name: buffer
+            for name, buffer in self._unsaved_buffers().items()
+            if name not in before or not torch.equal(before[name].to(buffer.device), buffer)
+        }
         checkpoint["threads"] = torch.get_num_threads()
         checkpoint["training_samples"] = loaders.set_sizes
         checkpoint["samples_of_a_micro_batch"] = loaders.micro_batch
@@ -153,15 +157,6 @@ class Resuming(_CheckpointConnector):
         saved = module.state_dict(keep_vars=True)
         return {
             name: buffer for name, buffer in module.named_buffers() if name not in saved and not isinstance(buffer, DTensor)
-        }
-
-    def _changed_buffers(self) -> dict[str, Tensor]:
-        """Returns the unsaved buffers whose values have changed since the start."""
-        before = self._buffers_as_built
-        return {
-            name: buffer
-            for name, buffer in self._unsaved_buffers().items()
-            if name not in before or not torch.equal(before[name].to(buffer.device), buffer)
         }
 
     # And back --------------------------------------------------------------------------------------------------------
