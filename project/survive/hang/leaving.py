@@ -21,11 +21,10 @@ from pathlib import Path
 from project.launch.agent import agent
 from project.launch.launcher import detect
 from project.launch.orphans import launcher_pid
-from project.survive.failure import advice
+from project.survive.failure import LOST_RANKS, advice
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
 from project.survive.hang.warden import WardenProcess, kill_with_children, start_time
-from project.survive.news import LOST_RANKS
 
 log = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ from project.launch.agent import agent
 from project.launch.orphans import describe_launcher
 from project.survive import failure
 from project.survive.abort import exit_on_abort
+from project.survive.failure import LOST_RANKS
 from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
 from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
 from project.survive.hang.warden import WardenProcess, start_time
-from project.survive.news import LOST_RANKS
 
 log = logging.getLogger(__name__)
 

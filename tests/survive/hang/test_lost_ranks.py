@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from project.survive.news import LostRanks
+from project.survive.failure import LostRanks
 
 
 @pytest.fixture
