@@ -192,7 +192,7 @@ class Trainer(TypedTrainer):
         self._checkpoint_connector = self.resuming = Resuming(self)
         self._moments = Moments(self, exact)
         self.step_state = StepState()
-        self._logger_connector = ExactLogged(self) if exact else Logged(self)
+        self._logger_connector = self.logged = ExactLogged(self) if exact else Logged(self)
         self._data_connector: Loaders = Loaders(
             *(self, global_batch_size, accumulate_grad_batches, self._wanted_val_interval, cores(self.num_devices) - 1),
             self._moments,

@@ -10,6 +10,7 @@ from lightning.pytorch.profilers import Profiler
 if TYPE_CHECKING:
     from project.resume.checkpoint import Resuming
     from project.step.gradients import Gradients
+    from project.step.logged import Logged
     from project.step.state import StepState
 
 Batch: TypeAlias = Any
@@ -58,6 +59,7 @@ class TypedTrainer(pl.Trainer):
     """The run is the same to the last bit on any number of ranks."""
     step_state: "StepState"
     gradients: "Gradients"
+    logged: "Logged"
     resuming: "Resuming"
 
 

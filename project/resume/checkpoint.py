@@ -38,7 +38,6 @@ from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
-from project.step.logged import Logged
 from project.step.loop import Steps
 from project.step.position import Position, check_loop_progress, position, set_counters
 from project.typed import StateDict, typed
@@ -77,12 +76,6 @@ class Resuming(_CheckpointConnector):
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
-
-    @property
-    def _logged(self) -> Logged:
-        connector = self.trainer._logger_connector
-        assert isinstance(connector, Logged)
-        return connector
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -124,7 +117,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["exact_grids"] = grids
             set_counters(fit_loop, at, 1)  # as on one rank: the file does not tell how many there were
         checkpoint["logged_sums"] = self._steps._results.sums(data_ranks(self.trainer))
-        checkpoint |= self._logged.metrics_of_ranks()
+        checkpoint |= typed(self.trainer).logged.metrics_of_ranks()
 
     def _mask_secrets(self, checkpoint: StateDict) -> None:
         """Masks the secrets that `save_hyperparameters` keeps: a checkpoint is copied and given away."""
@@ -234,7 +227,7 @@ class Resuming(_CheckpointConnector):
         ranks = data_ranks(self.trainer)
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
-            self._logged.restore_metrics(saved)
+            typed(self.trainer).logged.restore_metrics(saved)
         with _loop_errors_as_user_errors():
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")
