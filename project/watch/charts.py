@@ -49,6 +49,10 @@ class Line(NamedTuple):
     points: Points
     colour: int = 0
 
+    @property
+    def stroke(self) -> str:
+        return COLOURS[self.colour % len(COLOURS)]
+
 
 class Mark(NamedTuple):
     """A vertical line of all charts, at a place on each axis, with its text; a `fault` is drawn in red."""
@@ -74,7 +78,7 @@ class Chart(NamedTuple):
             kept = _fewer(line.points)
             values = [_rounded(value, 6) if math.isfinite(value) else str(value) for _, value, _ in kept]
             places = [[_rounded(point[axis], 12) for point in kept] for axis in (0, 2)]
-            lines.append({"name": line.name, "colour": COLOURS[line.colour % len(COLOURS)], "x": places, "y": values})
+            lines.append({"name": line.name, "colour": line.stroke, "x": places, "y": values})
         return json.dumps({"lines": lines, "from_zero": self.from_zero}, separators=(",", ":"))
 
 
